@@ -1,4 +1,4 @@
-"""Writes ``docs/coming-from.md``: settings of other tools, and their names in areno.
+"""Writes ``docs/coming-from.md``: settings of other tools, and the equivalents in areno.
 
     python docs/make_coming_from.py
 
@@ -19,8 +19,8 @@ _HEAD = """\
 
 <!-- Written by docs/make_coming_from.py; do not edit by hand. -->
 
-`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists the settings that it does not
-include:
+`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists the settings that the command
+does not include:
 
 ```bash
 areno convert trl grpo.yaml --learning_rate 2e-6
@@ -28,25 +28,25 @@ areno convert verl algorithm.adv_estimator=grpo data.train_batch_size=1024 actor
 ```
 
 Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check
-the printed command with `--dry-run`, which checks options, paths and the reward function, and estimates the memory,
-without loading model or data.
+the printed command with `--dry-run`, which checks options, paths and the reward function and estimates the memory, but loads
+neither model nor data.
 
-For `areno train`, two things always differ from TRL and verl. A *reward function* gets one record, which has the model's
-answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt its signature.
+For `areno train`, two things always differ from TRL and verl. A *reward function* gets one record with the model's answer and
+the data row, and returns a number or named parts ([rewards](rewards.md)). So you must adapt the signature of your function.
 *Data* is a file or folder of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as text or messages
 ([data](data.md)).
 
 ## AReaL
 
-areno reads AReaL's YAML files without conversion: `areno run FILE.yaml`. A setting that requests something that areno does not
-support is an error. A notice at the start lists the settings that have no effect in areno, with the reason
-([experiments](experiments.md), [settings](configuration.md)).
+areno reads AReaL's YAML files without conversion: `areno run FILE.yaml`. A setting that requests an unsupported feature is an
+error. A notice at the start lists the settings that have no effect in areno, with the reasons ([experiments](experiments.md),
+[settings](configuration.md)).
 """
 
 _TRL = """
 ## TRL
 
-With GRPO, `per_device_train_batch_size` counts answers on one device. `--batch-size` counts the prompts of a whole step, and
+With GRPO, `per_device_train_batch_size` counts answers on one device. `--batch-size` counts the prompts of a whole step and
 equals per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
 
 """
@@ -66,7 +66,7 @@ def _table(rules: Mapping[str, Rule]) -> str:
 
 
 def render() -> str:
-    """The page."""
+    """Return the whole page as Markdown."""
     return _HEAD + _TRL + _table(TRL) + _VERL + _table(VERL)
 
 

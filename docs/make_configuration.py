@@ -72,7 +72,7 @@ GROUPS = {
         "FP8EngineConfig",
     ],
 }
-"""Every class of settings, grouped by topic."""
+"""All classes of settings, grouped by topic."""
 
 _HEAD = """\
 # Configuration of experiments
@@ -99,54 +99,56 @@ actor:
 ```
 
 In Python, `load_expr_config(sys.argv[1:], GRPOConfig)` of `areno.config.experiment` returns the configuration and the
-file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prints every key.
+file's path; a subclass of `GRPOConfig` may add fields of its own. The program's option `--help` prints every key.
 
 ## How a file is read
 
-- **Overrides.** `key=value` sets any setting by its dotted path, whether or not the file has it. `+key=value` does the same;
-  `~key` removes a key of the file. Values are YAML: `[a, b]`, `{k: 1}`, `null`, `true`, `1e-4`. A later override wins.
-  `actor.scheduling_spec.0.cpu=4` sets a field of a list item. `actor.lr` is short for `actor.optimizer.lr`.
+- **Overrides.** `key=value` sets any setting by its dotted path, even if the file lacks that setting. `+key=value` does the
+  same, and `~key` removes a key of the file. Values are YAML: `[a, b]`, `{k: 1}`, `null`, `true`, `1e-4`. A later override
+  wins. `actor.scheduling_spec.0.cpu=4` sets a field of a list item. `actor.lr` is short for `actor.optimizer.lr`.
 - **Interpolation.** `${gconfig.n_samples}` is the value of another setting, even if that setting has its default. `${actor}` is
-  a whole section, `${.path}` a setting of the same section, `${oc.env:HOME}` an environment variable.
+  a whole section, `${.path}` is a setting of the same section, and `${oc.env:HOME}` is an environment variable.
 - **Written once.** `experiment_name`, `trial_name` and `cluster.fileroot` apply to every section that has these settings. A
-  section that sets a different value is refused; only `saver.fileroot` and `recover.fileroot` may differ from
+  different value in a section is an error, except that `saver.fileroot` and `recover.fileroot` may differ from
   `cluster.fileroot`.
-- **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting: `ref` and
-  `critic` take path and backend from `actor`, and the group size is `gconfig.n_samples`.
-- **By machine.** `auto`, and sizes that are not set, are resolved according to the machine; a run prints the resolved values.
-  Where a cluster gets another default, the tables name it in parentheses, as for `cpu`.
+- **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting. For example,
+  `ref` and `critic` inherit path and backend from `actor`, and the group size is inherited from `gconfig.n_samples`.
+- **By machine.** `auto` values and unset sizes are resolved according to the machine, and a run prints the resolved values. If
+  the default on a cluster differs, the tables give that default in parentheses, as for `cpu`.
 - **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
-  services (`admin_api_key`, `wandb_api_key` and the like) are omitted; set them again, or use the services' own environment
-  variables.
-- **Errors.** All mistakes are listed at once, each with the value and what to write instead; for an unknown name, the nearest
-  known one. A setting that requests something that areno does not support is an error, unless it has its default value (areno's
-  default, or the one in parentheses).
-- **Notice.** Settings that have no effect in areno are accepted, and one notice in the log lists them with the reasons:
-  sections of unused backends, resources for cluster schedulers, keys of services, settings that another setting overrides.
+  services (`admin_api_key`, `wandb_api_key` and similar settings) are omitted; set these keys again, or use the services'
+  environment variables.
+- **Errors.** All mistakes are listed at once, each with the value and the remedy. For an unknown name, the message suggests the
+  nearest known name. Requesting an unsupported feature is an error, unless the setting has its default value (areno's default,
+  or the default in parentheses).
+- **Notice.** Some settings are accepted but have no effect in areno: sections of unused backends, resources for cluster
+  schedulers, keys of services, and settings that another setting overrides. One notice in the log lists these settings with the
+  reasons.
 
 ## Backends
 
-`actor.backend` and `rollout.backend` say which engine runs a role, on how many devices, and how the devices are divided:
-`fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` on two data-parallel replicas of two tensor-parallel devices each, and
-`areno:d2` generates on two devices. areno's own engine trains, and it generates unless `rollout.backend` names vLLM or SGLang.
-Optimizer states are sharded across the data-parallel ranks; `actor.fsdp.shard_weights` says whether weights and gradients are
-too. On a CPU a device is a process. `ref` and `critic` run on the actor's ranks.
+`actor.backend` and `rollout.backend` specify the engine of a role, the number of devices, and how the devices are divided.
+`fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` trains on two data-parallel replicas of two tensor-parallel devices
+each, and `areno:d2` generates on two devices. areno's own engine always trains, and also generates unless `rollout.backend`
+selects vLLM or SGLang. Optimizer states are sharded across the data-parallel ranks; `actor.fsdp.shard_weights` determines
+whether weights and gradients are sharded as well. On a CPU, a device is a process. `ref` and `critic` run on the actor's ranks.
 
 The grammar is `BACKEND[NAME]:SIZES` with the letters d (data), t (tensor), p (pipeline), c (context) and e (expert), for the
-backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `megatron:(attn:d4p2t2|ffn:d2p2e4)` divides
-expert layers differently. `allocation_mode` sets several backends at once: `areno:d2+fsdp:d2` on separate devices,
-`areno[rollout]:d2|fsdp[actor]:d2` on the same devices. The forms of earlier versions, in which m is tensor parallel, are
-translated: `areno.d2m1+d2m1`; `d2m1` alone, which means generation and training on the same devices; and sizes by model, as in
-`actor_gen:d2,*:d4`, where training has its own devices. [Layouts](layouts.md) describes the supported layouts,
-[servers](servers.md) what vLLM and SGLang need. If a layout is impossible, the error names the nearest possible one.
+backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert
+layers a different layout than attention layers. `allocation_mode` sets several backends at once: `areno:d2+fsdp:d2` uses
+separate devices, and `areno[rollout]:d2|fsdp[actor]:d2` the same devices. areno also translates the forms of earlier versions,
+in which m is the tensor-parallel size. `areno.d2m1+d2m1` uses separate devices, and `d2m1` alone the same devices. Sizes by
+model, as in `actor_gen:d2,*:d4`, give training its own devices. [Layouts](layouts.md) describes the supported layouts, and
+[servers](servers.md) the requirements of vLLM and SGLang. If a layout is impossible, the error suggests the nearest possible
+layout.
 
 ## Common mistakes that are errors
 
 - `actor.kl_ctl` or `actor.kl_loss_coef` above 0 without a `ref`. If unset, `kl_ctl` is 0.1 with a `ref` and without
-  `kl_loss_coef`, else 0.
-- `rejection_sampling` without `use_decoupled_loss`: it bounds the importance weight of that loss.
+  `kl_loss_coef`, and 0 otherwise.
+- `rejection_sampling` without `use_decoupled_loss`, whose importance weight the section bounds.
 - Normalization over groups whose size is not `n_samples`, or is 1.
-- `actor.temperature` or `actor.max_new_tokens` that differ from those of `gconfig`, which are used for sampling.
+- `actor.temperature` or `actor.max_new_tokens` with a different value than in `gconfig`, which sampling uses.
 - An evaluation without `valid_dataset`, or `valid_dataset` without an evaluation.
 
 """
@@ -165,7 +167,7 @@ def render() -> str:
 
 
 def declared() -> dict[str, type]:
-    """Every class of settings by name: the classes of all experiments, and the base classes that declare their fields."""
+    """Return all classes of settings by name: the classes of all experiments, and the base classes of these classes."""
     found: dict[str, type] = {}
     for root in (PPOConfig, GRPOConfig, SFTConfig, RWConfig, DPOConfig):
         kinds = [root, *(e.kind for e in paths_of(root).values() if e.shape in ("section", "sections"))]
@@ -177,7 +179,7 @@ def declared() -> dict[str, type]:
 
 
 def where_used() -> dict[str, list[str]]:
-    """For each class, the keys of the sections that have its settings, in YAML files of all kinds."""
+    """Map each class to the keys of the sections with its settings, in YAML files of all kinds of experiments."""
     places: dict[str, dict[str, None]] = {}
     for root in (GRPOConfig, DPOConfig, SFTConfig, RWConfig):
         for path, entry in paths_of(root).items():
@@ -207,13 +209,13 @@ def _section(declaration: type, places: list[str]) -> str:
 
 
 def _common(reasons: Iterable[str]) -> str:
-    """The reason that all settings of a section share; empty if there is none."""
+    """Return the reason that all settings of a section share; empty if there is no such reason."""
     every = set(reasons)
     return every.pop() if len(every) == 1 else ""
 
 
 def _is_own(entry: Setting, declaration: type) -> bool:
-    """Whether a class declares a setting itself, or gives it a different default than its base class does."""
+    """Whether a class declares a setting itself, or changes the default from the base class."""
     bases = [base for base in declaration.__mro__[1:-1] if entry.name in settings_of(base)]
     return not bases or entry.default_text != settings_of(bases[0])[entry.name].default_text
 

@@ -19,7 +19,7 @@ _HEAD = """\
 
 <!-- Written by docs/make_front_ends.py; do not edit by hand. -->
 
-`areno train` takes options, `areno run` a YAML file and settings. Both run the same training loop.
+`areno train` takes options; `areno run` takes a YAML file and settings. Both commands run the same training loop.
 
 | What | `areno train` | `areno run` |
 |---|---|---|
@@ -32,8 +32,8 @@ class Feature:
 
     Attributes:
         name: name of the feature.
-        flags: options, ``always``, or nothing if ``areno train`` lacks the feature.
-        settings: paths of settings, ``always``, or nothing if ``areno run`` lacks the feature.
+        flags: options, ``always``, or empty if ``areno train`` lacks the feature. settings: paths of settings, ``always``, or
+            empty if ``areno run`` lacks the feature.
     """
 
     name: str
@@ -46,7 +46,7 @@ FEATURES = (
     Feature("maximum steps", ("--max-steps",), ("total_train_steps",)),
     Feature("maximum trained sequences", ("--max-sequences",), ("total_train_n_seqs",)),
     Feature("rows of a step", ("--batch-size",), ("train_dataset.batch_size",)),
-    Feature("size of a micro-batch", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
+    Feature("size of a microbatch", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
     Feature("optimizer steps per rollout", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
     Feature("passes over a rollout", ("--update-epochs",), ("actor.ppo_n_epochs",)),
     Feature("shared prompts computed once in training", ("--tree-training",), ("actor.enable_tree_training",)),
@@ -105,7 +105,7 @@ FEATURES = (
 
 
 def render() -> str:
-    """The page."""
+    """Return the whole page as Markdown."""
     lines = [f"| {each.name} | {_cell(each.flags)} | {_cell(each.settings)} |" for each in FEATURES]
     return _HEAD + "\n".join(lines) + "\n"
 

@@ -2,7 +2,7 @@
 
     python docs/make_metrics.py
 
-A test compares the file with `page`, so the tables cannot drift from the code. The text around them is edited by hand.
+A test compares the file with `page`, so the tables cannot drift from the code. The text around the tables is edited by hand.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BEGIN = (
 )
 END = "<!-- The end of what docs/make_metrics.py writes. -->\n"
 _NOTE = (
-    "The losses of DAPO, CISPO, SAPO, M2PO and IcePop also report, under `train/`, the statistics of "
-    "[an experiment's update](statistics.md#the-actors-update).\n"
+    "Under `train/`, the losses of DAPO, CISPO, SAPO, M2PO and IcePop also report the statistics of [an experiment's "
+    "update](statistics.md#the-actors-update).\n"
 )
 
 
@@ -39,7 +39,7 @@ def render() -> str:
 
 
 def page() -> str:
-    """Return the whole page: the text before the first mark and after the second one, and the tables."""
+    """Return the whole page: the text before the first mark and after the second mark, and the tables."""
     text = PAGE.read_text(encoding="utf-8")
     return text.partition(BEGIN)[0] + BEGIN + "\n" + render() + "\n" + END + text.partition(END)[2]
 

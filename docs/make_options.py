@@ -20,9 +20,9 @@ _HEAD = """\
 
 <!-- Written by docs/make_options.py from the declarations in areno/config; do not edit by hand. -->
 
-Every option but `--config` itself may be a flag or a line of the `--config` file; [train.md](train.md) explains the
-command. An on/off option also has a `--no-` form. "Only" names the algorithms that read an option; with another algorithm the
-option is an error. "Resume" says whether the option may be changed when a run is resumed with `--resume`.
+Every option except `--config` may be a flag or a line of the `--config` file; [train.md](train.md) explains the
+command. An on/off option also has a `--no-` form. "Only" lists the algorithms that read an option; with another algorithm, the
+option is an error. "Resume" shows whether the option may be changed when a run is resumed with `--resume`.
 """
 _COLUMNS = "| Option | Default | Only | Resume | Meaning |\n|---|---|---|---|---|"
 
@@ -35,7 +35,7 @@ def render() -> str:
 
 
 def _of_algorithms() -> Iterator[str]:
-    """One section for each dataclass of options of their own that algorithms declare, with the names of these algorithms."""
+    """Yield a section for each dataclass of options that algorithms declare, with the names of these algorithms."""
     specs = [get_algorithm(name) for name in list_algorithms()]
     for declaration in dict.fromkeys(spec.options for spec in specs if spec.options is not None):
         own = [spec for spec in specs if spec.options is declaration]

@@ -1,6 +1,6 @@
-"""One algorithm per file: options, loss, and ``SPEC``. The file name is the algorithm's name; no other list is needed.
+"""One algorithm per file: options, loss, and ``SPEC``. The file name is the algorithm's name.
 
-The algorithms of :mod:`areno.config.algorithms` (GSPO, GRPO, PPO, SFT, DPO and reward models) are not here.
+:mod:`areno.config.algorithms` declares GSPO, GRPO, PPO, SFT, DPO and reward models.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
-    """Declare a variant of the policy loss. ``presets`` replace defaults of its options; every option remains a flag."""
+    """Declare a variant of the policy loss. ``presets`` replace defaults of options; every option remains a flag."""
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,

@@ -23,7 +23,7 @@ class SimPOOptions:
     simpo_gamma: float = option(
         1.0,
         minimum=0,
-        help="Margin gamma by which the reward of the chosen answer should exceed that of the rejected one.",
+        help="Target margin gamma between the rewards of the chosen and the rejected answer.",
     )
 
 
@@ -31,8 +31,8 @@ class SimPOOptions:
 def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: SimPOOptions) -> dict[str, Quantity]:
     """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), r = (beta / L_i) sum over the answer of log pi.
 
-    The mean over the L_i tokens of an answer removes the length bias and needs no reference model; gamma is the target margin.
-    ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
+    The mean over the L_i tokens of an answer removes the length bias. gamma is the target margin. No reference model is
+    needed. ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
     """
     masked = torch.where(data_pack["packed_response_mask"], in_float(logprobs), 0.0)
     rewards = knobs.simpo_beta * sequence_means(masked.double(), data_pack).to(masked.dtype)

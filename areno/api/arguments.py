@@ -1,4 +1,4 @@
-"""Validates the arguments of the SDK. Raises TypeError for a wrong type, and ValueError for a value out of bounds."""
+"""Validates the arguments of the SDK. Raises TypeError for wrong types, and ValueError for values out of bounds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -30,7 +30,7 @@ def real(name: str, value: Any, *, above: float = -math.inf, minimum: float = -m
 
 
 def as_list(name: str, value: Any, items: str) -> list[Any]:
-    """Convert a list, tuple or array to a list, and reject strings and mappings; ``items`` describes the elements in errors."""
+    """Convert a list, tuple or array of ``items`` to a list. Rejects strings and mappings."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__} {value!r:.60}")
     return list(value)
@@ -104,7 +104,7 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
-    """Check and return one list of token ids per prompt for a model with this context and vocabulary (None: unknown).
+    """Check and return one list of token ids per prompt. ``context`` and ``vocabulary`` are sizes of the model.
 
     Raises UsageError: a prompt is empty, too long, or has an id outside the vocabulary.
     """
@@ -152,7 +152,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError for log-probs of unknown temperature if the trainer has sampled at temperatures other than 1."""
+    """Raise UsageError if a row's temperature is unknown and the trainer has sampled at other temperatures than 1."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))

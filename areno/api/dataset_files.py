@@ -1,7 +1,7 @@
 """Reads data files into ``datasets.Dataset``: JSON, JSONL, CSV, TSV, Parquet and Arrow, and folders of them.
 
-Unlike the builders of ``datasets``, this module reads files into memory without a global cache, so that data is never stale,
-and reports a malformed row with its line and key.
+Unlike the builders of ``datasets``, this module reads files into memory without a global cache, so that data is never
+stale. Errors report the line and key of a malformed row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def read_file(path: Path, option: str) -> Dataset:
-    """Read one data file; its suffix selects the format. Raises DataError that names file, row and key."""
+    """Read one data file in the format of its suffix. Raises DataError with the file, row and key of an error."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
@@ -41,7 +41,7 @@ def read_file(path: Path, option: str) -> Dataset:
 
 
 def read_folder(folder: Path, option: str, split: str = TRAIN) -> Dataset:
-    """Read one split of a ``save_to_disk`` folder, or of a folder with data files that are named after their splits."""
+    """Read one split of a ``save_to_disk`` folder, or of a folder with one or more data files per split."""
     if saved_splits(folder) is not None:
         return _read_saved(folder, option, split)
     files = split_files(folder, split, option)
@@ -92,7 +92,7 @@ def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, locate: Callable[[int], str]) -> pa.Table:
-    """Build a table whose columns are the union of all rows' keys, in order of appearance; a missing key is None."""
+    """Build a table with a column for every key of any row, in order of appearance. Missing values are None."""
 
     def checked() -> Iterator[tuple[int, dict[str, Any]]]:
         for number, row in rows:
@@ -132,7 +132,7 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
 
 
 def _first_misfit(values: list[Any]) -> int:
-    """Return the index of the first value that Arrow rejects, by bisection over prefixes."""
+    """Return the index of the first value that Arrow rejects."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -196,9 +196,9 @@ def _check_header(header: list[str], path: Path) -> None:
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """Convert a column to numbers if all its values are numbers without leading zeros; empty strings become None.
+    """Convert a column to numbers if all values are numbers without leading zeros. Empty strings become None.
 
-    A column with an integer of more than 18 digits, such as an id, remains text, because a float would lose digits.
+    A column that has an integer of more than 18 digits, such as an id, remains text to keep all digits.
     """
     filled = [text for text in texts if text]
     if any(_LONG_INTEGER.fullmatch(text) for text in filled):

@@ -1,6 +1,6 @@
 """Training datasets: loads rows from a path or hub reference, and encodes their prompts.
 
-Local data is read by :mod:`areno.api.dataset_files`; anything that looks like a path is never looked up on the hub.
+:mod:`areno.api.dataset_files` reads local data. A reference that looks like a path is never looked up on the hub.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
     """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
 
     Args:
-        dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files, or one that
-            ``save_to_disk`` wrote; or a hub reference.
+        dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of such files, a ``save_to_disk`` folder,
+            or a hub reference.
         option: name of the option, for error messages.
-        split: split to read from a folder with splits, or from a hub reference that names no split.
+        split: split of a folder that has splits, or of a hub reference without a split.
 
     Raises:
         DataError: a file is malformed.
@@ -62,14 +62,14 @@ def load_training_dataset(
     option: str = "--dataset-path",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load the rows for a trainer, each a mapping, with the user's loader if there is one.
+    """Load a trainer's rows, with the user's loader if ``loader_fn`` is set. Every row is a mapping.
 
-    The loader is called with the path, which it may interpret as it likes, and the keywords ``default_loader`` (bound to the
+    The loader may interpret the path in any way. The loader also receives the keywords ``default_loader`` (bound to the
     split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
         DataError: a file is malformed.
-        UsageError: the loader failed, or returned no rows or something without ``len()`` and integer indexing.
+        UsageError: the loader failed, returned no rows, or returned an object without ``len()`` or integer indexing.
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows: Any = (
@@ -92,7 +92,7 @@ def load_training_dataset(
 
 
 def first_rows(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
-    """Return the first ``limit`` rows; all for None."""
+    """Return the first ``limit`` rows, or all rows if ``limit`` is None."""
     return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
 
 
@@ -112,9 +112,9 @@ def iter_prompt_batches(
 ) -> Iterator[PromptBatch]:
     """Yield batches of encoded prompts.
 
-    Rows whose prompts are too long are skipped and counted. The last batch may be smaller; no batch is empty. ``start`` plus
-    the sum of ``scanned`` over the batches so far is the position to resume at. Skipped rows after a batch count towards
-    that batch, so that the sum reaches the end of ``order`` with the last batch.
+    Rows whose prompts are too long are skipped and counted. The last batch may be smaller; no batch is empty. To
+    resume, add the ``scanned`` numbers of all batches so far to ``start``. ``scanned`` of a batch includes the skipped
+    rows that directly follow the batch.
 
     Args:
         batch_size: accepted rows per batch.
@@ -122,7 +122,7 @@ def iter_prompt_batches(
         context_limit: maximum tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
         prompt_key: key of the prompt, a string or a list of chat messages.
         solutions_key: key of the reference answer; may be missing.
-        order: row indices in visiting order; None: the order of the file.
+        order: row indices in visiting order; None means the order of the file.
         start: first position in ``order``.
         source: name of the data in error messages.
 
@@ -163,7 +163,7 @@ def iter_prompt_batches(
 
 
 def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int, str]:
-    """Return the maximum number of prompt tokens that leaves room for an answer, and a description of that limit."""
+    """Return the maximum number of prompt tokens that leaves room for an answer, and a description of this limit."""
     if context_limit is None or context_limit > max_prompt_tokens:
         return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
     return context_limit - 1, (

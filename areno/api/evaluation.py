@@ -1,7 +1,7 @@
 """Evaluates a policy on held-out prompts, during training and in ``areno eval``.
 
-A sample's seed depends only on the run's seed, the prompt and the sample index, so evaluations of different checkpoints can be
-compared sample by sample. The seeds are separate from those of training, so an evaluation does not affect training.
+A sample's seed depends only on the run's seed, the prompt and the sample index. Evaluations of different checkpoints
+can therefore be compared sample by sample. Training uses separate seeds, so an evaluation does not affect training.
 """
 
 import math
@@ -21,7 +21,7 @@ from areno.errors import RewardError
 from areno.types import PARTS, PromptBatch, RewardRecord, RolloutSequence, SamplingParams, part_columns, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
-"""Scores records, given the token ids of prompt and response. Returns None for a score that failed."""
+"""Takes records and the token ids of their prompts and responses. Returns rewards, with None for a failed reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class EvalAnswer:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the answer; for a server that returns no tokens, the number that it reports."""
+        """Number of tokens of the answer. A server that returns no tokens reports this number."""
         return int(self.record.metadata.get("response_len", len(self.sequence.resp_tokens)))
 
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[EvalAnswer | None]]
-"""Answers the prompts of one batch, given their indices in the evaluation. Answers are ordered by prompt; None if missing."""
+"""Takes a batch and its prompts' indices in the evaluation. Returns answers in prompt order; missing answers are None."""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
-"""Receives the records of one batch of an evaluation with their rewards, None for a reward that failed."""
+"""Receives the records of an evaluation batch and their rewards. A failed reward is None."""
 
 # Second part of every seed of an evaluation; in training it is the step, which never reaches this number.
 EVALUATION_STREAM = 0x6576616C
@@ -66,9 +66,10 @@ def rollout_sampling(options: TrainOptions) -> SamplingParams:
 
 
 def evaluation_sampling(options: TrainOptions) -> SamplingParams:
-    """Return the sampling parameters of evaluations: those of training, but at ``--eval-temperature``.
+    """Return the sampling parameters of evaluations: those of training, but with ``--eval-temperature``.
 
-    Without that option, a single sample per prompt is decoded greedily, and several are sampled at ``--temperature``.
+    Without ``--eval-temperature``, decoding is greedy if ``--greedy`` is set or there is one sample per prompt.
+    Otherwise samples are drawn at ``--temperature``.
     """
     temperature = options.eval_temperature
     greedy = temperature is None and (options.greedy or options.eval_n_samples == 1)
@@ -93,26 +94,26 @@ def evaluate_prompts(
     """Generate ``n_samples`` answers to each prompt and report their rewards.
 
     Args:
-        trainer: initialized trainer, whose policy generates.
-        rows: data rows with a ``prompt``; the order determines the seeds.
+        trainer: initialized trainer; its policy generates the answers.
+        rows: data rows with a ``prompt``; the order of the rows determines the seeds.
         rewards: scores the answers of one batch.
         sampling: generation controls; see :func:`evaluation_sampling`.
         n_samples: answers per prompt.
-        max_prompt_tokens: longer prompts, and prompts that leave no room in the context, are skipped and counted.
+        max_prompt_tokens: longer prompts are skipped and counted, like prompts that leave no room in the context.
         max_running: maximum number of answers generated concurrently.
         seed: the same seed, rows and policy give the same answers.
         source: name of the data in error messages.
         on_scored: called with the records and rewards of each batch.
-        answers: source of answers instead of the policy's completions, such as an agent.
+        answers: source of answers, such as an agent; None uses the policy's completions.
 
     Returns:
         ``rewards_mean, rewards_std``, the means of reward parts as ``reward_parts/NAME``, ``accuracy`` (fraction of rewards
         above 0), ``pass@k`` for k = 1, 2, 4, ... and ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio,
-        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward are left out of the
-        rewards, ``accuracy`` and ``pass@k``.
+        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward are excluded from
+        the rewards, ``accuracy`` and ``pass@k``.
 
     Raises:
-        RewardError: no answer got a reward, or ``rewards`` returned the wrong number of rewards or one that is not finite.
+        RewardError: no answer got a reward, or ``rewards`` returned too few, too many or non-finite rewards.
     """
     if not len(rows) or n_samples < 1 or max_running < 1:
         raise ValueError(
@@ -192,7 +193,7 @@ def _completions(
 def _checked(scores: Sequence[float | None], expected: int) -> list[float | None]:
     if len(scores) != expected:
         raise RewardError(
-            f"the reward source returned {len(scores)} rewards for {expected} answers; it must return one each"
+            f"the reward source returned {len(scores)} rewards for {expected} answers; return one reward per answer"
         )
     non_finite = [score for score in scores if score is not None and not math.isfinite(score)]
     if non_finite:
@@ -203,10 +204,10 @@ def _checked(scores: Sequence[float | None], expected: int) -> list[float | None
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the probability that k of n samples, drawn without replacement, include a correct one.
+    """Return the probability that k of n samples, drawn without replacement, include a correct sample.
 
-    It is 1 - C(n - c, k) / C(n, k); its mean over prompts is the unbiased estimator of pass@k (Chen et al. 2021,
-    arXiv:2107.03374, equation 1).
+    With c = ``correct``, the probability is 1 - C(n - c, k) / C(n, k). Its mean over prompts is the unbiased estimator
+    of pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1).
     """
     if not 1 <= k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, got n={n}, correct={correct}, k={k}")
@@ -214,7 +215,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def reported_ks(n_samples: int) -> list[int]:
-    """Return the values of k for pass@k: the powers of two below ``n_samples``, and ``n_samples``."""
+    """Return the values of k for pass@k: the powers of two below ``n_samples``, and ``n_samples`` itself."""
     return [*(2**power for power in range((n_samples - 1).bit_length())), n_samples]
 
 
@@ -231,7 +232,7 @@ class _EvalTotals:
     )  # per prompt: the number of scored answers, and of those with a reward above 0
 
     def add(self, batch: PromptBatch, answers: Sequence[EvalAnswer | None], scores: Sequence[float | None]) -> None:
-        """Add one batch; answers are ordered by prompt, and ``scores`` has one entry per answer that is not None."""
+        """Add one batch. Answers are in prompt order. ``scores`` has one entry per answer that is not None."""
         self.num_prompts += len(batch.items)
         self.skipped_long += batch.skipped_long
         present = [answer for answer in answers if answer is not None]
@@ -266,7 +267,7 @@ class _EvalTotals:
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Average pass@k over the prompts with at least k scored answers; omits each k without such a prompt."""
+        """Average pass@k over the prompts with at least k scored answers. A k without such prompts is omitted."""
         metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]

@@ -6,7 +6,7 @@ from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutResult, Ro
 
 
 def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingParams) -> list[RolloutResult]:
-    """Decode the responses. With stop strings, the engine has decoded them already, up to the stop string."""
+    """Set the texts of the responses. With stop strings, the engine has already set the texts, up to the stop string."""
     sequences = [sequence for result in results for sequence in result.sequences]
     if sampling.stop or not sequences:
         return results

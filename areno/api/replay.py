@@ -1,4 +1,4 @@
-"""``areno replay`` of a run of ``areno train``: the algorithm's own trainer makes updates on recorded rows."""
+"""``areno replay`` for runs of ``areno train``: the algorithm's trainer makes updates on recorded rows."""
 
 import time
 from collections.abc import Iterator
@@ -27,33 +27,33 @@ from areno.types import TrainSequence
 
 
 class ReplayTrainer(RolloutTrainer):
-    """Trains on recorded rows instead of new samples; combined with the trainer class of an algorithm."""
+    """Trains on recorded rows instead of new samples. A mixin for the trainer class of an algorithm."""
 
     replay: RecordedStep
     keeps: bool  # write a checkpoint after the last update
 
     def load_models(self) -> None:
-        """Load the models of the algorithm, but no reward model: the rewards are recorded."""
+        """Load the models of the algorithm, but no reward model, because the rewards are recorded."""
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and count steps from the step of the rows, even if the weights are from an earlier step."""
+        """Create the objective, and continue from the step of the recorded rows, even if the weights are older."""
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
 
     def total_steps(self) -> int:
-        """Return the number of completed steps once the last update is done."""
+        """Return the number of completed steps after the last update."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the updates, all on the same rows."""
+        """Yield the updates. All updates use the same rows."""
         rows, state = self.replay.saved.rows, self.state
         for step in range(self.replay.step, self.total_steps()):
             yield PlannedStep(rows, StepInfo(state.epoch, state.epoch_step, step, 2**62, 2**62), state.position)
 
     def run_step(self, batch: Any) -> StepOutcome:
-        """Run one update; the first one prepares the rows."""
+        """Run one update. The first update also prepares the rows."""
         timings: dict[str, float] = {}
         if self.state.step == self.replay.step:
             self._stats = self._timed("advantage", timings, self._prepared, batch)
@@ -67,7 +67,7 @@ class ReplayTrainer(RolloutTrainer):
         return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
 
     def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Add to the rows what the loss needs. Return statistics of the rows if advantages are computed, otherwise {}."""
+        """Add the inputs of the loss to the rows. Return statistics if advantages are recomputed, otherwise {}."""
         self._seconds.clear()
         has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
         if has_all and not self.replay.reshapes:
@@ -88,7 +88,7 @@ class ReplayTrainer(RolloutTrainer):
 
 
 def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
-    """Adapt a replay to changed options. Raises UsageError: the options need something that was not recorded."""
+    """Adapt a replay to changed options. Raises UsageError if the options need data that was not recorded."""
     recorded, config = options.recorded, options.replayed
     kind = get_algorithm(config.algo).resolve_trainer_cls()
     if not issubclass(kind, RolloutTrainer):
@@ -107,14 +107,14 @@ def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
 
 
 def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[dict[str, Any]]:
-    """Run the updates of a replay in a new run directory; return the metrics of each update.
+    """Run the updates of a replay in a new run directory, and return the metrics of each update.
 
     Args:
         config: the options of the replay.
         replay: the recorded rows, and the checkpoint to start from.
         keeps: write a checkpoint after the last update.
 
-    Raises StopRequested: a signal ended the replay.
+    Raises StopRequested: a signal stopped the replay.
     """
     spec = get_algorithm(config.algo)
     run_dir, start = RunDirectory(config.run_path).create(), time.perf_counter()

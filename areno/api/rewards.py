@@ -10,7 +10,7 @@ from areno.types import RewardParts
 
 
 def reward_runner(options: TrainOptions, reward_fn: Callable[..., Any] | None = None) -> RewardRunner:
-    """Create a reward runner (not started) for ``reward_fn`` or ``--reward-fn-path``; exactly one of them must be set."""
+    """Create a reward runner, without starting it. Set either ``reward_fn`` or ``--reward-fn-path``, but not both."""
     return RewardRunner(
         reward_fn,
         path=options.reward_fn_path,

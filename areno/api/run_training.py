@@ -56,14 +56,14 @@ def run_training(
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train. Returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
+    """Train, and return the exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
-        reward_fn: reward function, called in this process. Ignored if ``options.reward_fn_path`` is set: that file's function
-            runs in worker processes.
+        reward_fn: reward function, called in this process. If ``options.reward_fn_path`` is set, worker processes run
+            the function of that file instead.
         loader_fn: dataset loader.
-        progress: progress display; None selects one for the terminal or pipe.
+        progress: progress display; None selects a display for the terminal or pipe.
         console_level: minimum level of console log lines; None takes ``--log-level``. ``log.txt`` has all levels.
     """
     run_dir = RunDirectory(options.run_path).create()
@@ -146,9 +146,9 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the rows of ``--eval-dataset-path`` with ``--eval-dataset-loader-fn`` or the run's loader; None without that path.
+    """Load the held-out rows of ``--eval-dataset-path``, if set, with ``--eval-dataset-loader-fn`` or the run's loader.
 
-    Restores the random state afterwards, so that a loader does not affect training.
+    The random state is restored afterwards, so that a loader does not affect training.
     """
     path, eval_loader = options.eval_dataset_path, options.eval_dataset_loader_fn
     if path is None:
@@ -214,7 +214,7 @@ def make_loop(
 
 
 def run_loop(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
-    """Run a loop to its end, and write the summary; ``start`` is when the run started (``time.perf_counter``)."""
+    """Run a training loop to its end, and write the summary. ``start`` is the run's start time (``time.perf_counter``)."""
     with loop.stop.signals():
         state = loop.fit()
     latest = loop.checkpointing.folder.latest()
@@ -239,7 +239,7 @@ def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
 
 
 def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
-    """Return the last and the best evaluation for the summary, and log the best; {} without evaluations."""
+    """Log the best evaluation. Return the last and the best evaluation for the summary; {} if there is none."""
     last, best = loop.state.evaluation, loop.state.best
     if last is None:
         return {}
@@ -255,14 +255,14 @@ def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
 
 
 def _checkpoint(options: TrainOptions) -> Path | None:
-    """Return the verified checkpoint to resume from; None starts at the first step."""
+    """Return the verified checkpoint to resume from; None if the run starts at the first step."""
     if not options.resume:
         return None
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
 
 
 def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
-    """Create the SDK trainer; a resumed run loads its checkpoint instead of ``--ckpt``."""
+    """Create the SDK trainer. A resumed run loads its checkpoint instead of ``--ckpt``."""
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,
@@ -285,7 +285,7 @@ def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = N
 
 
 def _lora(options: TrainOptions, checkpoint: Path | None) -> dict[str, Any] | None:
-    """Return the adapter's settings; a resumed run continues with the adapter of its checkpoint."""
+    """Return the adapter's settings. A resumed run loads the adapter of its checkpoint."""
     if not options.uses_lora:
         return None
     adapter = str(checkpoint) if checkpoint is not None else options.lora_adapter_path

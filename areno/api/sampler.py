@@ -1,4 +1,4 @@
-"""Generation inside rollout sessions, the base of :class:`areno.Trainer`."""
+"""The base class of :class:`areno.Trainer`, which generates in rollout sessions."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ Self = TypeVar("Self", bound="Sampler")
 class StepClock:
     """Measures the rollout, training and total time of a step, in seconds.
 
-    ``trained_s`` is the duration of the last training call, and ``trained_at`` its end (``time.perf_counter``).
+    ``trained_s`` is the duration of the last training call. ``trained_at`` is its end time (``time.perf_counter``).
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StepClock:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Measure the training calls inside the context."""
+        """Measure the training call inside the ``with`` block."""
         start = time.perf_counter()
         self._step_start = self._step_start or start
         yield
@@ -70,7 +70,7 @@ class StepClock:
 
 
 class Sampler:
-    """Generates inside rollout sessions; :class:`areno.Trainer` documents the arguments."""
+    """Generates in rollout sessions. See :class:`areno.Trainer` for the arguments."""
 
     def __init__(
         self, world_size: int, model_path: str, backend_type: BackendType | str | None = None, custom_config: Any = None
@@ -99,7 +99,7 @@ class Sampler:
         """Load the tokenizer and the model. Call this once before other methods, and again after :meth:`close`."""
         if self._backend is not None:
             raise EngineError(
-                "the trainer is already initialized; loading the model again would discard what it has learned. "
+                "the trainer is already initialized; loading the model again would discard its training. "
                 "Call close() first, or create a new Trainer"
             )
         self._backend = self._load()
@@ -112,7 +112,7 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Release the models; allowed inside a session, and idempotent."""
+        """Release the models. May be called inside a session, and more than once."""
         self._closed, self._depth = True, 0
         if self._backend is not None:
             self._backend.close()
@@ -127,11 +127,11 @@ class Sampler:
         return self.backend.dp_size
 
     def model_context_len(self) -> int | None:
-        """Return the model's maximum sequence length in tokens; None if it has no limit."""
+        """Return the model's maximum sequence length in tokens; None if the model has no limit."""
         return self.backend.context_length
 
     def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
-        """Enter a session without a context manager; pair each call with :meth:`end_rollout_session`."""
+        """Enter a session without a context manager. Each call needs a matching :meth:`end_rollout_session`."""
         if self._depth == 0:
             from areno.engine.libc_tuning import release_workers  # lazy: it imports torch
 
@@ -155,7 +155,7 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate from texts, formatted with the chat template if there is one. See :meth:`rollout_token_batch`."""
+        """Generate from texts, with the tokenizer's chat template if it has one. See :meth:`rollout_token_batch`."""
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
     async def rollout_batch_async(
@@ -244,18 +244,18 @@ class Sampler:
         micro_bs: int = 8,
         routed_experts: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Compute the log-probs of given rows under the model of a role; ``actor`` is the trained policy.
+        """Compute the log-probs of rows under the model of a role.
 
         Args:
-            role: ``actor``, ``ref`` or another role of kind ``policy``.
-            token_rows: token ids; lengths may differ.
+            role: ``actor`` (the trained policy), ``ref``, or another role of kind ``policy``.
+            token_rows: token ids of each row; rows may differ in length.
             temperatures: softmax temperature of all rows, or one per row.
-            micro_bs: rows per forward pass; does not change the result.
-            routed_experts: experts to route each row's tokens to, as in ``TrainSequence.routed_experts``; only for the actor
-                with ``return_routed_experts``.
+            micro_bs: rows per forward pass, which does not change the result.
+            routed_experts: experts for the tokens of each row, as in ``TrainSequence.routed_experts``; only for the
+                actor, with ``return_routed_experts``.
 
         Returns:
-            Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
+            For each row, one natural log-prob per token. Entry i is log p(token i | tokens before i); entry 0 is 0.0.
 
         Raises:
             EngineError: there is no such role, or it is not a policy.

@@ -43,8 +43,8 @@ def evaluate_server(
 
     Args:
         url: base URL of the server, including the API version, such as ``http://HOST:8000/v1``.
-        model: model name on the server; None: the first model that the server lists.
-        options: as for :func:`areno.api.run_training.run_evaluation`; a prompt that is a string becomes a user message.
+        model: model name on the server; None uses the first model that the server lists.
+        options: as for :func:`areno.api.run_training.run_evaluation`. A string prompt becomes a user message.
 
     Raises:
         UsageError: the server does not answer.
@@ -72,7 +72,7 @@ def evaluate_server(
 
 
 def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Iterator[PromptBatch]:
-    """Yield batches of prompts without tokens: the server tokenizes them."""
+    """Yield batches of prompts without tokens, because the server tokenizes prompts."""
     for start in range(0, len(rows), size):
         items = []
         for index in range(start, min(start + size, len(rows))):
@@ -84,7 +84,7 @@ def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Itera
 
 
 class _ServerAnswers:
-    """Requests ``n_samples`` answers to each prompt from a server, each with its own seed."""
+    """Requests ``n_samples`` answers to each prompt from a server. Every answer has its own seed."""
 
     def __init__(self, client: OpenAIClient, sampling: SamplingParams, n_samples: int, seed: int) -> None:
         self._client, self._n_samples, self._seed = client, n_samples, seed

@@ -1,7 +1,7 @@
-"""The rollout session: the context in which generation is allowed, and the endpoint of agents.
+"""The rollout session. Generation is allowed only while a session is open.
 
-With ``proxy=True`` the session serves the model to agents on a free loopback port, with the server of ``areno serve``; the
-session itself is then the agent's ``ctx``. See :mod:`areno.api.agentic` for what is recorded.
+With ``proxy=True`` the session serves the model to agents on a free loopback port, with the server of ``areno serve``.
+Pass the session to an agent as its ``ctx``. See :mod:`areno.api.agentic` for the recorded responses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RolloutSession:
     """Sync or async context manager, created by :meth:`areno.Trainer.rollout_session`, which documents the arguments.
 
-    Sessions can be nested: the outermost one prepares the backend and ends the rollout.
+    Sessions can be nested. The outermost session prepares the backend and ends the rollout.
     """
 
     trainer: Sampler
@@ -53,7 +53,7 @@ class RolloutSession:
 
     @property
     def agent_context(self) -> AgentContext:
-        """URL and API keys, in the form that agents of ``areno train`` receive."""
+        """The URL and the API keys, as the ``ctx`` that agents of ``areno train`` receive."""
         if self._context is None:
             from areno.api.agentic.context import AgentContext
 
@@ -62,7 +62,7 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """API key shared by all samples; their requests are distinguished by content."""
+        """API key shared by all samples; the content of a request identifies its sample."""
         return self.agent_context.api_key
 
     @property
@@ -75,7 +75,7 @@ class RolloutSession:
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return an API key for one task, so that its conversations are recorded separately."""
+        """Return an API key for one task. Its conversations are recorded separately."""
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
@@ -83,9 +83,10 @@ class RolloutSession:
         return self.agent_context.trajectory(item)
 
     def samples(self, trajectories: Any) -> list[AgentSample]:
-        """Convert what an agent returned to training rows and reward records; also works after the session has ended.
+        """Convert an agent's turns to training rows and reward records, even after the session has ended.
 
-        If the loss mask policy trains on context, this method waits for running generation, then scores the context.
+        If the loss mask policy trains on context tokens, their log-probs are computed once running generation has
+        finished.
 
         Args:
             trajectories: turns, trajectories, or lists of them.

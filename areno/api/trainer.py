@@ -31,9 +31,9 @@ class Trainer(Sampler):
     Args:
         world_size: number of devices or worker ranks.
         model_path: checkpoint folder or Hugging Face repo id.
-        backend_type: ``areno.Areno`` (the default), a name, or your own registered backend.
-        custom_config: the backend's configuration; default ``areno.ArenoConfig()``.
-        metrics_log_dir: folder for TensorBoard events of each :meth:`train` call; None: no events.
+        backend_type: ``areno.Areno`` (the default), your own ``BackendType``, or the name of a registered backend.
+        custom_config: the backend's configuration; by default ``areno.ArenoConfig()``.
+        metrics_log_dir: folder for TensorBoard events of each :meth:`train` call; None writes no events.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Trainer(Sampler):
             loss_mask_policy: which of an agent's tokens are trained on.
             max_running_prompts: maximum number of sequences decoded concurrently.
             timeout_s: timeout of each request of an agent, in seconds.
-            proxy: serve an OpenAI-compatible endpoint to agents; the session is their ``ctx``.
-            seed: seed of the agents' sampling; None derives one deterministically.
+            proxy: serve an OpenAI-compatible endpoint to agents; pass the session to an agent as its ``ctx``.
+            seed: seed of the agents' sampling; None derives a seed deterministically.
             disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
         """
         params = arguments.sampling(sampling_params)
@@ -121,8 +121,8 @@ class Trainer(Sampler):
         Args:
             batch_data: at least one row.
             loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.loss_interface`.
-            mini_bs: rows per forward and backward pass; does not change the result.
-            gradient_accumulation_steps: microbatches per optimizer step; None: a single step for all rows.
+            mini_bs: rows per forward and backward pass, which does not change the result.
+            gradient_accumulation_steps: microbatches per optimizer step; None makes a single step on all rows.
 
         Returns:
             Scalar statistics of the call.
@@ -131,8 +131,8 @@ class Trainer(Sampler):
             TypeError: an argument is of the wrong type.
             UsageError: a row is longer than the model's context, has an id outside the vocabulary, or has log-probs with an
                 unknown temperature.
-            ValueError: no rows; rows with different per-token lists; or, with a loss over pairs, an odd number of rows or an
-                odd ``mini_bs``.
+            ValueError: there are no rows, rows have different per-token lists, or a loss over pairs gets an odd number
+                of rows or an odd ``mini_bs``.
         """
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)
@@ -153,21 +153,21 @@ class Trainer(Sampler):
         return stats
 
     def finish_step(self) -> dict[str, float]:
-        """End a step that does not train the policy, such as one in the critic's warmup; return its times in seconds."""
+        """End a step without training of the policy, such as a critic warmup step. Returns the step's times in seconds."""
         self._steps += 1
         return self.clock.close_step()
 
     def ensure_roles(self, roles: dict[str, ModelRole]) -> None:
-        """Load auxiliary models that are not loaded yet: references, critics, reward models.
+        """Load auxiliary models that are not loaded yet: references, critics and reward models.
 
-        Frozen roles of the same checkpoint share their weights. A critic uses the scalar head of its checkpoint, or else a
-        zero-initialized head; the checkpoint of a frozen reward model must have a head.
+        Frozen roles of the same checkpoint share their weights. If a critic's checkpoint has no scalar head, the head
+        is initialized to zero. The checkpoint of a frozen reward model must have a head.
 
         Args:
-            roles: role name -> configuration.
+            roles: configurations by role name.
 
         Raises:
-            EngineError: a role of that name was loaded from another checkpoint.
+            EngineError: a role with this name was loaded from another checkpoint.
             UsageError: a checkpoint is unsuitable for its role.
         """
         arguments.of_type("roles", roles, dict)
@@ -184,7 +184,7 @@ class Trainer(Sampler):
         self.backend.drop_role(role)
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
-        """Compute the values of given rows under a critic.
+        """Compute the values of rows under a critic.
 
         Args:
             role: ``critic`` or another role of kind ``value``.
@@ -192,8 +192,8 @@ class Trainer(Sampler):
             micro_bs: rows per forward pass.
 
         Returns:
-            One value per token of each row: entry i is the value after tokens 0 to i. The baseline of response token i, which
-                is the value before that token, is therefore entry i - 1.
+            One value per token of each row. Entry i is the value after tokens 0 to i, so the baseline of response token
+                i is entry i - 1.
 
         Raises:
             EngineError: there is no such role, or it is of another kind.
@@ -232,19 +232,19 @@ class Trainer(Sampler):
 
         Args:
             role: a trainable role of kind ``value``.
-            batch_data: at least one row. Lists are aligned with tokens: the entry of response token i is the value before that
-                token, ``score_values(...)[i - 1]``.
+            batch_data: at least one row. Lists are aligned with tokens. In ``values``, entry i is the value before
+                token i, which is ``score_values(...)[i - 1]``.
             mini_bs: rows per forward and backward pass.
-            gradient_accumulation_steps: microbatches per optimizer step; None: a single step for all rows.
+            gradient_accumulation_steps: microbatches per optimizer step; None makes a single step on all rows.
             cliprange_value: clip range of the difference between new and old predictions.
             value_loss_coef: factor on the loss.
 
         Returns:
-            Scalar statistics; :meth:`train` or :meth:`finish_step` return the step's times.
+            Scalar statistics. The step's times are returned by :meth:`train` or :meth:`finish_step`.
 
         Raises:
             EngineError: there is no such role, or it is frozen.
-            ValueError: no rows, or a row without ``returns`` or ``values``.
+            ValueError: there are no rows, or a row has no ``returns`` or ``values``.
         """
         from areno.loss_fns import value_loss_fn  # lazy: it imports torch
 
@@ -264,7 +264,7 @@ class Trainer(Sampler):
         return self.backend.learning_rate(role)
 
     def set_learning_rate(self, value: float, role: str = "actor") -> None:
-        """Replace a role's schedule by a constant learning rate, starting with its next optimizer step.
+        """Set a constant learning rate for a role, instead of its schedule, from its next optimizer step on.
 
         Raises:
             EngineError: there is no such role, or it is frozen.
@@ -288,7 +288,7 @@ class Trainer(Sampler):
             dataset: rows with a ``prompt``.
             reward_fn: scores one answer with a number or a dictionary of named parts; called in this process.
             sampling_params: generation controls, usually ``SamplingParams(greedy=True, ...)`` for one sample.
-            n_samples: answers per prompt; ``pass@k`` is reported up to this k.
+            n_samples: answers per prompt; ``pass@k`` is reported for k up to this number.
             max_prompt_tokens: longer prompts are skipped and counted.
             max_running_prompts: maximum number of sequences decoded concurrently.
 
@@ -311,14 +311,14 @@ class Trainer(Sampler):
         return metrics
 
     def save_checkpoint(self, path: str) -> str:
-        """Write weights, configuration and tokenizer in Hugging Face format; returns the path."""
+        """Write weights, configuration and tokenizer in Hugging Face format. Returns the path."""
         arguments.of_type("path", path, str | os.PathLike)
         Path(path).mkdir(parents=True, exist_ok=True)
         self.backend.save_model(Path(path))
         return str(path)
 
     def close(self) -> None:
-        """Release the models and close the metrics writer; allowed inside a session, and idempotent."""
+        """Release the models and close the metrics writer. May be called inside a session, and more than once."""
         super().close()
         if self._events is not None:
             self._events.close()

@@ -88,7 +88,7 @@ class ChatSession:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str | None:
-        """Execute ``/reset`` or ``/system``; returns the notice to show, or None for any other line."""
+        """Execute ``/reset`` or ``/system`` and return the notice to show; return None for any other line."""
         name, _, text = line.partition(" ")
         if name == "/reset":
             self.messages = list(self._first)

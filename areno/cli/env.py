@@ -1,6 +1,6 @@
 """``areno env``: reports hardware, packages and environment as text or JSON, for bug reports and ``areno check``.
 
-Each part is probed separately, and the report includes failures, so the command works on a broken installation.
+Each item is probed separately, and failures are reported, so the command works on a broken installation.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""``areno explain``: explains a metric, its normal values, and what to do about others; shows its values in a run."""
+"""``areno explain``: explains a metric: its meaning, its normal values, and what to do if a value is not normal."""
 
 import math
 import shutil
@@ -97,7 +97,7 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """The recorded name that the query matches: the queried one, such as NAME/max, else the metric itself or its mean."""
+    """The recorded name that the query matches: the query itself, such as NAME/max; otherwise the metric, or its mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

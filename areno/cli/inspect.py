@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         "--limit", type=int, metavar="N", default=_NEWEST, help="How many samples to list (default: %(default)s)."
     )
     parser.add_argument(
-        "--all", action="store_true", help="Show context tokens one by one as well, and long messages in full."
+        "--all", action="store_true", help="Also show context tokens one by one, and long messages in full."
     )
     arguments = parser.parse_args(argv)
     if arguments.limit < 1:

@@ -22,7 +22,7 @@ COMMANDS = {
     "export": "Merge an adapter into its base model and write a full checkpoint.",
     "env": "Print an AReno environment/support report.",
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
-    "explain": "Explain a metric: what it means, which values are normal, and what to do about others.",
+    "explain": "Explain a metric: what it means, which values are normal, and what to do otherwise.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
     "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
@@ -76,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """Return the command to call: with ``--resume``, the one that wrote the run, so ``train`` and ``run`` resume both kinds."""
+    """Return the command to call: with ``--resume``, the one that wrote the run."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume

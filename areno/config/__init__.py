@@ -2,7 +2,7 @@
 
 Options of ``areno train``:
 
-- ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: their union.
+- ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: all of these options.
 - ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
 - ``prepare``: turns arguments into a checked run; ``validate``: checks; ``resume``: ``--resume``; ``summary``: the printed
@@ -12,15 +12,15 @@ Options of other commands:
 
 - ``eval_options`` (``areno eval``, ``export``); ``serve_options`` (``areno serve``, ``chat``).
 - ``replayed`` (``areno replay``): the options of the recorded run, with changes.
-- ``conversion``: settings of TRL and verl, for ``areno convert``; ``experiment``: the YAML of ``areno run``.
+- ``conversion``: settings of TRL and verl, for ``areno convert``; ``experiment``: the YAML files of ``areno run``.
 
-For all of them:
+For all commands:
 
 - ``options``: how an option is declared; ``parser``: flags and help; ``yaml_io``: YAML files.
 - ``hooks``: user-defined functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
-- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masks
+- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masking of
   secrets.
-- ``reward_weights``: weights of the parts of a reward; ``setting_names``: which setting corresponds to an option.
+- ``reward_weights``: weights of the parts of a reward; ``setting_names``: the setting for each option.
 - ``saved_rollouts``: the number of steps whose training rows are saved.
 """
 

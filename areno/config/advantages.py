@@ -1,8 +1,8 @@
 """The registry of advantage estimators. Built-in estimators are imported lazily, so that listing their names does not
 import torch.
 
-An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` has the prompt index of each
-sample.
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` lists the prompt index of
+each sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ _REGISTRY: dict[str, AdvantageFn | str] = {
 
 
 def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> None:
-    """Register an estimator for ``--advantage``. Raises ValueError for a taken name unless ``replace``."""
+    """Register an estimator for ``--advantage``. Raises ValueError if the name is taken, unless ``replace`` is true."""
     if name in _REGISTRY and not replace:
         raise ValueError(f"advantage {name!r} is already registered; choose another name, or pass replace=True")
     _REGISTRY[name] = fn
 
 
 def get_advantage(name: str) -> AdvantageFn:
-    """Return the estimator called ``name``. Raises ValueError if there is none."""
+    """Return the estimator called ``name``. Raises ValueError if there is no such estimator."""
     if name not in _REGISTRY:
         raise ValueError(f"advantage {name!r} is unknown; choose one of: {', '.join(list_advantages())}")
     return resolve_reference(_REGISTRY[name])  # type: ignore[no-any-return]

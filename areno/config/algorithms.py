@@ -1,7 +1,7 @@
 """The registry of training algorithms. Specs in this file refer to trainers and losses by name, so that a lookup does not
 import torch.
 
-More algorithms are in ``areno/algorithms``, one file each; these import torch. ``get_algorithm`` also accepts
+Each file in ``areno/algorithms`` defines one more algorithm; these files import torch. ``get_algorithm`` also accepts
 ``file.py:NAME``, an `AlgorithmSpec` in a user's file, and names in the entry-point group ``areno.algorithms``.
 """
 
@@ -41,7 +41,7 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that each trainer reads, with any loss."""
+"""Options that each trainer reads, regardless of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +49,24 @@ class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
     A loss with a parameter ``knobs`` receives an instance of ``options``. A loss parameter with the name of an option receives
-    the option's value. The option may be one of ``options``, one in ``uses``, or a built-in option of this algorithm, whose
-    prefix ``<name>_`` is dropped.
+    the option's value. This option may be declared in ``options``, listed in ``uses``, or built in for this algorithm. The name
+    of a built-in option is matched without the prefix ``<name>_``.
 
     Attributes:
         name: registry name, lower-case.
         trainer: trainer class, or ``module:attribute`` for a lazy import.
-        default_loss: loss function, or ``module:attribute``; None if the trainer has its own.
+        default_loss: loss function, or ``module:attribute``; None if the trainer has its own loss.
         requires_rollout: whether the algorithm generates completions and needs a reward.
         loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
             that cannot be configured by parameters alone.
-        experimental: whether ``list_algorithms(include_experimental=False)`` omits it.
+        experimental: whether ``list_algorithms(include_experimental=False)`` omits the algorithm.
         options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field annotated
             ``Section | None``, where ``Section`` is a dataclass, adds the options of that dataclass, prefixed with the field's
-            name; the field is None unless one of these options is set.
+            name. The field is None unless one of these options is set.
         uses: names of built-in options of other algorithms that this algorithm also reads, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
-        presets: defaults that replace those of ``options``.
+        presets: defaults that replace the defaults of ``options``.
         renamed: loss parameter -> name of its built-in option, if the names differ.
     """
 
@@ -93,7 +93,7 @@ class AlgorithmSpec:
         return resolve_reference(self.trainer)  # type: ignore[no-any-return]
 
     def resolve_default_loss(self) -> LossFn | None:
-        """Import and return the default loss function; None if there is none."""
+        """Import and return the default loss function; None if the algorithm declares no default loss."""
         return resolve_reference(self.default_loss)  # type: ignore[no-any-return]
 
     def reads(self, entry: Option) -> bool:
@@ -114,7 +114,9 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Instantiate ``options`` with a run's values; None if the algorithm declares no options. May raise ValueError."""
+        """Instantiate ``options`` with a run's values; None if the algorithm declares no options. Raises ValueError if
+        ``options`` rejects a value.
+        """
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
@@ -125,7 +127,7 @@ class AlgorithmSpec:
         return self.options(**values)
 
     def make_loss_fn(self, options: TrainOptions) -> LossFn | None:
-        """Return the loss function of a run with its parameters bound; None if the trainer has its own."""
+        """Return the loss function, with its parameters bound to a run's options; None if the trainer has its own loss."""
         factory = resolve_reference(self.loss_fn_factory)
         if factory is not None:
             return factory(options)  # type: ignore[no-any-return]
@@ -138,7 +140,7 @@ class AlgorithmSpec:
         return functools.partial(loss, **bound) if loss is not None and bound else loss
 
     def built_in_knobs(self) -> dict[str, Option]:
-        """Map parameters of the default loss to the built-in options that they receive."""
+        """Map each parameter of the default loss that receives a built-in option to that option."""
         loss = self.resolve_default_loss()
         names = inspect.signature(loss).parameters if loss is not None else {}
         declared = {entry.name: entry for entry in options_of(TrainOptions)}
@@ -149,7 +151,7 @@ class AlgorithmSpec:
 
     @property
     def default_loss_name(self) -> str:
-        """Name of the default loss, or of its factory, without importing it."""
+        """Name of the default loss or of its factory; imports neither."""
         source = self.default_loss or self.loss_fn_factory
         if isinstance(source, str):
             return source.rpartition(":")[2]
@@ -177,7 +179,9 @@ _REGISTRY: dict[str, AlgorithmSpec] = {}
 
 
 def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> AlgorithmSpec:
-    """Register an algorithm under its lower-case name and return it. Raises ValueError for a taken name unless ``replace``."""
+    """Register an algorithm under its lower-case name and return the algorithm. Raises ValueError if the name is taken, unless
+    ``replace`` is true.
+    """
     name = spec.name.lower()
     if name in (*_REGISTRY, *_files()) and not replace:
         raise ValueError(f"algorithm {name!r} is already registered; choose another name, or pass replace=True")
@@ -198,7 +202,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``. Raises UsageError if there is none."""
+    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``. Raises UsageError if none matches."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():
@@ -211,7 +215,7 @@ def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
     known = sorted({*list_algorithms(), *published})
     raise UsageError(
         f"{option} {name!r} is unknown{nearest(name.lower(), known)}; registered: {', '.join(known)}; "
-        "or pass your own as file.py:NAME"
+        "or pass your own algorithm as file.py:NAME"
     )
 
 
@@ -219,10 +223,10 @@ def _from_file(text: str, option: str) -> AlgorithmSpec:
     path, name = split_spec(text, option=option, default_name="NAME")
     if ":" not in text[text.rindex(".py") :]:
         raise UsageError(
-            f"{option} {text!r} does not name an object; write {text}:NAME, where NAME is an AlgorithmSpec in that file"
+            f"{option} {text!r} specifies no object; write {text}:NAME, where NAME is an AlgorithmSpec in that file"
         )
     if not Path(path).is_file():
-        raise UsageError(f"{option} file does not exist: {path}; expected an AlgorithmSpec named {name} in it")
+        raise UsageError(f"{option} file does not exist: {path}; expected an AlgorithmSpec named {name} in that file")
     module = import_user_file(path, option=option)
     if not hasattr(module, name):
         specs = [key for key, value in vars(module).items() if isinstance(value, AlgorithmSpec)]

@@ -1,4 +1,6 @@
-"""`TrainOptions`: all options of ``areno train``, declared in the modules of their groups, and properties derived from them."""
+"""`TrainOptions`: all options of ``areno train``, declared in the modules of their groups, and properties derived from these
+options.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +25,8 @@ class TrainOptions(
 ):
     """All options of ``areno train``; ``dataclasses.replace`` makes a changed copy.
 
-    ``explicit`` has the names of the options that a flag or the ``--config`` file sets; ``extra`` has the values of the
-    options that the algorithm declares.
+    ``explicit`` contains the names of the options that a flag or the ``--config`` file sets. ``extra`` contains the values of
+    the options that the algorithm declares.
     """
 
     explicit: frozenset[str] = frozenset()
@@ -32,24 +34,26 @@ class TrainOptions(
 
     @property
     def run_path(self) -> Path:
-        """The run directory. Raises ArenoError if it is not resolved yet."""
+        """The run directory. Raises ArenoError if the directory is not resolved yet."""
         if self.run_dir is None:
-            raise ArenoError("run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set it")
+            raise ArenoError(
+                "run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set run_dir"
+            )
         return Path(self.run_dir)
 
     @property
     def checkpoint_path(self) -> Path:
-        """Parent of the ``step_000100`` folders: ``--save-path``, else ``checkpoints`` in the run directory."""
+        """Parent of the ``step_000100`` folders: ``--save-path``, or by default ``checkpoints`` in the run directory."""
         return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
 
     @property
     def events_path(self) -> Path:
-        """TensorBoard directory: ``--metrics-log-dir``, else ``events`` in the run directory."""
+        """TensorBoard directory: ``--metrics-log-dir``, or by default ``events`` in the run directory."""
         return Path(self.metrics_log_dir) if self.metrics_log_dir else self.run_path / "events"
 
     @property
     def recomputes(self) -> bool | None:
-        """Whether the backward pass recomputes activations; None lets the engine decide by free memory."""
+        """Whether the backward pass recomputes activations; None lets the engine decide according to free memory."""
         undecided = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
         return None if undecided else self.activation_checkpointing
 
@@ -60,7 +64,7 @@ class TrainOptions(
 
     @property
     def most_behind(self) -> int:
-        """Maximum staleness: number of updates between the weights that sampled a token and those trained on it."""
+        """Maximum staleness: number of updates between the weights that sampled a token and the weights trained on it."""
         return self.max_staleness if self.rollout == "async" else 0
 
     @property

@@ -19,9 +19,9 @@ Words = list[str]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The equivalent of a setting: an option with its value, or a note if there is no single ``option`` for it.
+    """The equivalent of a setting: an option with its value, or a note if no single ``option`` is equivalent.
 
-    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, None to omit
+    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, or None to omit
     the option. ``together`` marks a setting that determines options only in combination with other settings.
     """
 
@@ -33,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """An ``areno train`` command, and notes on the settings that it does not include."""
+    """An ``areno train`` command, and notes on the settings that the command does not include."""
 
     words: Words
     notes: list[str]
@@ -80,7 +80,7 @@ def _above_one(value: Any, _all: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """Return a function that returns a setting's value if the setting ``name`` is on, else None."""
+    """Return a function that returns a setting's value if the setting ``name`` is on, and None otherwise."""
     return lambda value, settings: value if _is_on(settings.get(name, False)) else None
 
 
@@ -89,7 +89,7 @@ def _of_gae(value: Any, settings: Settings) -> Any:
 
 
 _ALWAYS = "always on"
-_BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens overrides it"
+_BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache-tokens sets the size"
 _PREPARED = "rows come from --dataset-path, or from your own function (--dataset-loader-fn)"
 
 TRL: dict[str, Rule] = {
@@ -104,7 +104,7 @@ TRL: dict[str, Rule] = {
         together=True, note="included in --batch-size (prompts per step) and --mini-bs"
     ),
     "gradient_accumulation_steps": Rule(
-        together=True, note="included in --batch-size: a step trains on all of its rows"
+        together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
     ),
     "num_generations": Rule("--n-samples"),
     "max_completion_length": Rule("--max-new-tokens"),
@@ -112,15 +112,15 @@ TRL: dict[str, Rule] = {
     "temperature": Rule("--temperature"),
     "top_p": Rule("--top-p"),
     "top_k": Rule("--top-k", value=_positive),
-    "beta": Rule(together=True, note="--kl-coef; for DPO --dpo-beta"),
+    "beta": Rule(together=True, note="--kl-coef, or --dpo-beta for DPO"),
     "num_iterations": Rule("--update-epochs", value=_above_one),
     "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
-    "delta": Rule(note="areno bounds the loss instead: --grpo-dual-clip"),
-    "importance_sampling_level": Rule(together=True, note="sequence is --algo gspo; token is --algo grpo"),
+    "delta": Rule(note="areno bounds the loss instead of the ratio, with --grpo-dual-clip"),
+    "importance_sampling_level": Rule(together=True, note="--algo gspo for sequence, --algo grpo for token"),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean: sequence for grpo, token for dapo and bnpo, dr_grpo for dr_grpo; for DPO --dpo-loss-type",
+        note="--grpo-loss-mean sequence for grpo, token for dapo and bnpo, and dr_grpo for dr_grpo; --dpo-loss-type for DPO",
     ),
     "scale_rewards": Rule(
         "--advantage",
@@ -143,7 +143,7 @@ TRL: dict[str, Rule] = {
     "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
-        note="--attn-backend: flash uses FlashAttention if the device supports it, native uses PyTorch's kernels"
+        note="--attn-backend flash uses FlashAttention if the device supports it; native uses PyTorch's kernels"
     ),
     "use_peft": Rule(together=True, note="--lora-rank above 0"),
     "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),
@@ -164,16 +164,14 @@ TRL: dict[str, Rule] = {
     "use_vllm": Rule(
         "--rollout-backend",
         value=lambda value, settings: "vllm" if _is_on(value) and settings.get("vllm_mode") == "server" else None,
-        note="areno's own engine generates; with --rollout-backend vllm, vLLM servers generate instead",
+        note="areno's own engine generates, unless --rollout-backend vllm selects vLLM servers",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
     "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
     "packing": Rule(note=_ALWAYS),
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
-    "mask_truncated_completions": Rule(
-        note="no equivalent: a reward function can read why an answer ended, and choose the reward accordingly"
-    ),
+    "mask_truncated_completions": Rule(note="no equivalent, but a reward function can check why an answer ended"),
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -188,7 +186,7 @@ VERL: dict[str, Rule] = {
     "data.prompt_key": Rule(note=_PREPARED),
     "data.filter_overlong_prompts": Rule(note=_ALWAYS),
     "algorithm.adv_estimator": Rule(
-        together=True, note="grpo is --algo grpo; gae is --algo ppo; rloo is --algo grpo with --advantage rloo"
+        together=True, note="--algo grpo for grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo"
     ),
     "algorithm.gamma": Rule("--gamma", value=_of_gae),
     "algorithm.lam": Rule("--lam", value=_of_gae),
@@ -206,9 +204,9 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}.optim.weight_decay": Rule("--weight-decay"),
     f"{_ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style"),
     f"{_ACTOR}.grad_clip": Rule("--grad-clip-norm"),
-    f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; for PPO --clip-eps"),
-    f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps; for PPO --clip-eps"),
-    f"{_ACTOR}.policy_loss.loss_mode": Rule(together=True, note="gspo is --algo gspo; vanilla needs no option"),
+    f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
+    f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
+    f"{_ACTOR}.policy_loss.loss_mode": Rule(together=True, note="--algo gspo for gspo; vanilla needs no option"),
     f"{_ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
     f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, --grpo-dual-clip for GRPO"),
     f"{_ACTOR}.loss_agg_mode": Rule(
@@ -221,24 +219,27 @@ VERL: dict[str, Rule] = {
             else None
         ),
     ),
-    f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; for PPO --use-kl-loss"),
+    f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0, or --use-kl-loss for PPO"),
     f"{_ACTOR}.kl_loss_coef": Rule("--kl-coef", value=_if_on(f"{_ACTOR}.use_kl_loss")),
     f"{_ACTOR}.kl_loss_type": Rule("--kl-loss-type"),
-    f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: the entropy is reported, but is not part of the loss"),
+    f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: areno reports the entropy, but the loss has no entropy term"),
     f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{_ACTOR}.ppo_mini_batch_size": Rule(
-        together=True, note="prompts per optimizer step: set --update-minibatches to train_batch_size divided by this"
+        together=True,
+        note="prompts per optimizer step: set --update-minibatches to train_batch_size divided by this value",
     ),
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
-        together=True, note="rows of a pass on one GPU; --mini-bs counts the rows on all GPUs"
+        together=True, note="rows per pass on one GPU, whereas --mini-bs counts the rows on all GPUs"
     ),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Rule(
-        note="an experiment bounds the tokens of a pass: actor.mb_spec.max_tokens_per_mb"
+        note="an experiment limits the tokens of a pass with actor.mb_spec.max_tokens_per_mb"
     ),
-    f"{_ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows by tokens: actor.mb_spec.max_tokens_per_mb"),
+    f"{_ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows up to the limit actor.mb_spec.max_tokens_per_mb"),
     f"{_ACTOR}.strategy": Rule("--fsdp", value=lambda value, _: True if str(value).startswith("fsdp") else None),
     f"{_ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
-    f"{_ACTOR}.ulysses_sequence_parallel_size": Rule(note="an experiment divides long rows: actor.backend fsdp:dNcM"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": Rule(
+        note="an experiment divides long rows among ranks with actor.backend fsdp:dNcM"
+    ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),
     "actor_rollout_ref.model.lora_rank": Rule("--lora-rank", value=_positive),
@@ -249,7 +250,7 @@ VERL: dict[str, Rule] = {
         ),
     ),
     f"{_ROLLOUT}.name": Rule(
-        note="areno's own engine generates; with --rollout-backend vllm or sglang, their servers generate instead"
+        note="areno's own engine generates, unless --rollout-backend selects vllm or sglang servers"
     ),
     f"{_ROLLOUT}.n": Rule("--n-samples"),
     f"{_ROLLOUT}.temperature": Rule("--temperature"),
@@ -272,7 +273,7 @@ VERL: dict[str, Rule] = {
     "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
-    "trainer.experiment_name": Rule(note="a run is named after its directory: --run-dir"),
+    "trainer.experiment_name": Rule(note="the run directory (--run-dir) determines the name of a run"),
     "trainer.logger": Rule(
         "--track", value=lambda value, _: next((n for n in ("wandb", "swanlab") if n in str(value)), None)
     ),
@@ -290,9 +291,9 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
 
     Args:
         tool: ``trl`` or ``verl``.
-        settings: values by name; names of verl include the section, as in ``data.train_batch_size``.
-        kind: what TRL trains: ``grpo``, ``sft`` or ``dpo``.
-        devices: number of devices, because TRL counts rows per device.
+        settings: values by name; verl's names include the section, as in ``data.train_batch_size``.
+        kind: kind of TRL training: ``grpo``, ``sft`` or ``dpo``.
+        devices: number of devices for TRL, which counts rows per device.
     """
     rules = TRL if tool == "trl" else VERL
     algorithm, words = _of_trl(settings, kind, devices) if tool == "trl" else _of_verl(settings)

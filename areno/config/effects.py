@@ -1,4 +1,6 @@
-"""Options without effect in a run, and why. Setting one explicitly is an error. ``config.yaml`` omits them."""
+"""Options that have no effect in a run, and the reasons. Setting such an option explicitly is an error. ``config.yaml`` omits
+these options.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -48,7 +50,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield from ((name, with_other("--lr-decay-style constant")) for name in ("min_lr", "lr_decay_steps"))
     if options.critic_lr_decay_style == "constant":
         for name in ("critic_min_lr", "critic_lr_decay_steps"):
-            yield name, "has no effect without --critic-lr-decay-style linear or cosine; set that too"
+            yield name, "has no effect without --critic-lr-decay-style linear or cosine; set that option too"
     yield from _adapter(options)
     if not options.eval_dataset_path:
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
@@ -56,11 +58,11 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because it applies to the models of that option, not to "
-            "checkpoints; set that option too",
+            "has no effect without --model-save-interval, because only the models of that option are saved in the background; "
+            "set --model-save-interval too",
         )
     if not options.track:
-        yield "track_project", "has no effect without a service; set --track too"
+        yield "track_project", "has no effect without a tracking service; set --track too"
     if spec.requires_rollout and not options.agent_fn:
         for name in AGENT_OPTIONS:
             if not (options.workflow and name == "agent_max_failures"):
@@ -75,7 +77,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
             yield "rollout_replicas", "has no effect without rollout processes; set --rollout async too"
         servers = ("rollout_url", "rollout_server_command", "rollout_server_args")
         for name in servers if options.rollout_backend == "areno" else ():
-            yield name, "has no effect on areno's own engine; set --rollout-backend vllm or sglang too"
+            yield name, "has no effect with areno's own engine; set --rollout-backend vllm or sglang too"
         if options.rollout_backend != "areno":
             yield (
                 "return_routed_experts",
@@ -87,12 +89,12 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
 
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield reward options that have no effect, because no reward function runs or ``--turn-discount`` excludes them."""
+    """Yield reward options that have no effect, because of ``--turn-discount`` or because no reward function runs."""
     of_parts = ("reward_weights", "reward_normalize_parts")
     of_functions = (*of_parts, "reward_timeout_s", "reward_workers", "reward_memory_gb")
     if options.workflow is not None:
         for name in ("reward_fn_path", "reward_ckpt", "on_reward_error", *of_functions):
-            yield name, "has no effect with --workflow, which returns the rewards itself; use only one of them"
+            yield name, "has no effect with --workflow, because the workflow returns the rewards; use only one of them"
     elif options.reward_ckpt and not options.reward_fn_path:
         for name in of_functions:
             yield name, "has no effect with --reward-ckpt, which runs no reward function; remove the option"
@@ -112,7 +114,8 @@ def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
         for name in ("lora_rank", "lora_alpha", "lora_target_modules"):
             yield (
                 name,
-                "has no effect with --lora-adapter-path, whose adapter_config.json sets it; use only one of them",
+                "has no effect with --lora-adapter-path, because the adapter's adapter_config.json sets the value; use only "
+                "one of them",
             )
 
 
@@ -121,7 +124,7 @@ TUNED_OPTIONS = ("max_running_prompts", "batch_size", "mini_bs")
 
 
 def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield tuning options if there is nothing to tune, and offloading options if there is nothing to offload."""
+    """Yield tuning options that have nothing to tune, and offloading options that have nothing to offload."""
     if not options.tune_params:
         for name in ("mem_frac", "tune_max_samples"):
             yield name, "has no effect without tuning; set --tune-params too"
@@ -138,11 +141,11 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
         )
     for name, what in (("offload_optimizer", "the optimizer"), ("offload_activations", "every activation")):
         if options.device == "cpu" and getattr(options, name):
-            yield name, f"has no effect on a CPU, where {what} is in host memory anyway; remove the option"
+            yield name, f"has no effect on a CPU, because {what} is in host memory anyway; remove the option"
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
-    """Yield options of KL terms and of the reference model if they are not used."""
+    """Yield the unused options of KL terms and of the reference model."""
     ppo = spec.name == "ppo" or "use_kl_loss" in spec.uses
     if options.kl_reward_coef == 0:
         yield "kl_reward_type", "has no effect without a KL penalty; set --kl-reward-coef too"

@@ -1,6 +1,6 @@
-"""Options of ``areno eval`` and ``areno export``. Most are options of training, some under shorter names.
+"""Options of ``areno eval`` and ``areno export``. Most of these options are training options, some with shorter names.
 
-Options of ``areno eval`` are mapped to `TrainOptions`, so that a checkpoint is evaluated by the same code as during training.
+Options of ``areno eval`` are mapped to `TrainOptions`, so that ``areno eval`` and evaluation during training share their code.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +23,13 @@ from areno.storage.run_layout import newest_model
 _EVAL = CommandText(
     "areno eval",
     "areno eval --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--n-samples N] [options]",
-    "Evaluate a model: answer the prompts of a dataset, score the answers, report accuracy and pass@k.",
+    "Evaluate a model: answer the prompts of a dataset, score the answers, and report accuracy and pass@k.",
 )
 
 _EXPORT = CommandText(
     "areno export",
     "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE] [--gguf TYPE]",
-    "Write a full checkpoint in Hugging Face format, and optionally as GGUF; an adapter is merged into its base model.",
+    "Write a full checkpoint in Hugging Face format, and optionally a GGUF file; an adapter is merged into its base model.",
 )
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
@@ -42,7 +42,9 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration, valid for all algorithms, with ``changes`` to its metadata or default."""
+    """Copy an option of another declaration and make the copy valid for all algorithms. ``changes`` replaces metadata or the
+    default of the copy.
+    """
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
     return option(info.pop("default", entry.default), **info)
@@ -74,7 +76,7 @@ class EvalOptions(CommandOptions):
     dataset_loader_fn: str | None = option_from(
         BasicOptions,
         "dataset_loader_fn",
-        help="Python function that converts the data to rows with a prompt; default name load_training_dataset.",
+        help="Python function that converts the data to rows with a prompt; by default load_training_dataset in the file.",
     )
     seed: int = option_from(BasicOptions, "seed", help="Seed of all sampling; the same seed reproduces the evaluation.")
     device: str = option_from(BasicOptions, "device")
@@ -115,7 +117,7 @@ class EvalOptions(CommandOptions):
     on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="If a reward fails: stop, or drop that sample from the averages and count the failure.",
+        help="What to do if a reward fails: stop, or exclude the sample from the averages and count the failure.",
     )
     score_micro_bs: int = option_from(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
@@ -126,7 +128,11 @@ class EvalOptions(CommandOptions):
         EvaluationOptions, "eval_n_samples", help="Answers per prompt; pass@k is reported for k up to this number."
     )
     output: str | None = option(
-        None, group="Evaluation", metavar="FILE.JSONL", unset="not written", help="Write every answer with its reward."
+        None,
+        group="Evaluation",
+        metavar="FILE.JSONL",
+        unset="not written",
+        help="Write every answer with its reward to this file.",
     )
     json: bool = option(False, group="Evaluation", help="Print one line of JSON instead of a table.")
 
@@ -138,7 +144,7 @@ class EvalOptions(CommandOptions):
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
-    """Parse and check the arguments of ``areno eval``; run directories become their newest checkpoints."""
+    """Parse and check the arguments of ``areno eval``; a run directory is replaced by its newest checkpoint."""
     return parse_command(argv, EvalOptions, _EVAL, _with_checkpoints, _problems)
 
 
@@ -168,7 +174,7 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     if options.output is not None:
         path = Path(options.output).expanduser()
         if not options.output or path.is_dir():
-            yield f"--output {options.output!r} is not a file name; pass one such as samples.jsonl"
+            yield f"--output {options.output!r} is not a file name; pass a file name such as samples.jsonl"
         else:
             yield unwritable(path.parent, "--output")
 
@@ -178,7 +184,7 @@ def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
         for name in _LOCAL_MODEL_ONLY:
             yield name, "on the model of a server; remove the option"
     else:
-        yield "model", "on a local model; it selects a model on the server at --ckpt"
+        yield "model", "on a local model; the option selects a model on the server at --ckpt"
     if options.greedy:
         for name in ("temperature", "top_k", "top_p"):
             yield name, "with --greedy; use only one of them"
@@ -186,7 +192,7 @@ def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
             yield "n_samples", "with --greedy, which gives the same answer each time; use only one of them"
     elif options.temperature is None and options.n_samples == 1:
         for name in ("top_k", "top_p"):
-            yield name, "on a single sample, which is greedy; set --temperature or --n-samples too"
+            yield name, "on a single sample, which is decoded greedily; set --temperature or --n-samples too"
     if options.reward_ckpt:
         yield "reward_fn_path", "with --reward-ckpt, which provides the reward; use only one of them"
         for name in ("reward_weights", "reward_timeout_s", "reward_workers", "reward_memory_gb"):
@@ -205,7 +211,7 @@ class ExportOptions(CommandOptions):
         help="What to export: the folder of an adapter or of a full model, a .gguf file, or a run directory (its newest "
         "checkpoint). Required.",
     )
-    output: str | None = option(None, group="Basic", metavar="FOLDER", help="Folder to write. Required.")
+    output: str | None = option(None, group="Basic", metavar="FOLDER", help="Folder to write to. Required.")
     dtype: str = option_from(
         BasicOptions,
         "dtype",
@@ -238,7 +244,7 @@ def _export_problems(options: ExportOptions) -> Iterator[str]:
     if options.gguf and (missing := missing_packages("gguf")):
         yield f"--gguf needs {missing}"
     if not options.output:
-        yield "--output is required; give the folder to write"
+        yield "--output is required; give the folder to write to"
         return
     folder = Path(options.output).expanduser()
     if folder.is_dir() and any(folder.iterdir()):

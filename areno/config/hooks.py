@@ -60,12 +60,12 @@ def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]
     rest, colon, name = spec[end:].partition(":")
     path = spec[:end] + rest
     if not path or (colon and not name.isidentifier()):
-        raise UsageError(f"{option} {spec!r}: write it as file.py or file.py:{default_name}")
+        raise UsageError(f"{option} {spec!r}: write file.py or file.py:{default_name}")
     return Path(path).expanduser(), name or default_name
 
 
 def hook_file_problem(spec: str, hook: Hook) -> str:
-    """Return why the file of a hook cannot be used, without reading it; empty if it can."""
+    """Return why the file of a hook cannot be used, without reading the file; empty if the file is usable."""
     try:
         path, name = hook.split(spec)
     except UsageError as error:
@@ -77,7 +77,7 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 def import_user_file(path: Path, *, option: str) -> ModuleType:
     """Import a Python file under a unique module name. An unchanged file is imported only once.
 
-    Raises UsageError with the line of a syntax error, or the line in the user's code that raised.
+    Raises UsageError with the line of a syntax error, or the line of user code that raised an exception.
     """
     path = path.resolve()
     try:
@@ -96,15 +96,15 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{option} {path} is not a Python file; pass one that ends in .py")
+        raise UsageError(f"{option} {path} is not a Python file; pass a file that ends in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(
-            f"{option} {path}: importing it raised {type(error).__name__}: {error}{user_frame(error, path)}; "
-            "fix the file, or install what it imports"
+            f"{option} {path}: importing the file raised {type(error).__name__}: {error}{user_frame(error, path)}; fix the "
+            "file, or install its imports"
         ) from error
     return module
 
@@ -116,14 +116,14 @@ def user_frame(error: BaseException, path: Path) -> str:
 
 
 def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
-    """Load the callable in ``file.py`` or ``file.py:function``, and check that it accepts the hook's arguments."""
+    """Load the callable in ``file.py`` or ``file.py:function``, and check that the callable accepts the hook's arguments."""
     if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
     path, name = hook.split(spec)
     module, expected = import_user_file(path, option=hook.option), f"{name}({hook.signature})"
     if not hasattr(module, name):
         raise UsageError(
-            f"{hook.option} {path} defines no {name}; define {expected}, or name another function as {path}:function"
+            f"{hook.option} {path} defines no {name}; define {expected}, or specify another function as {path}:function"
         )
     function = getattr(module, name)
     if not callable(function):
@@ -134,7 +134,8 @@ def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
         pass  # some C callables have no signature
     except TypeError as error:
         raise UsageError(
-            f"{hook.option} {path}: {name} does not accept the arguments of its call: {error}; define it as {expected}"
+            f"{hook.option} {path}: {name} does not accept the arguments that areno passes: {error}; define the function as "
+            f"{expected}"
         ) from error
     return function  # type: ignore[no-any-return]
 
@@ -147,7 +148,7 @@ def check_hook(spec: str, hook: Hook) -> None:
         code = subprocess.run(words, env={**os.environ, **search_path()}).returncode
         if code:
             raise UsageError(
-                f"{hook.option} {spec}: importing it ended the process with exit code {code}; fix the file"
+                f"{hook.option} {spec}: importing the file ended the process with exit code {code}; fix the file"
             )
         if problem := report.read_text(encoding="utf-8"):
             raise UsageError(problem)
@@ -177,16 +178,14 @@ def named_object(spec: str, *, option: str) -> Any:
     else:
         source, _, name = spec.replace(":", ".").rpartition(".")
         if not source:
-            raise UsageError(f"{option} {spec!r}: write it as package.module.Name or file.py:Name")
+            raise UsageError(f"{option} {spec!r}: write package.module.Name or file.py:Name")
         try:
             module = importlib.import_module(source)
         except Exception as error:  # a user's module may fail in any way
             raise UsageError(
-                f"{option}: importing {source} raised {type(error).__name__}: {error}; check the name, and that its folder "
-                "is on the Python path"
+                f"{option}: importing {source} raised {type(error).__name__}: {error}; check the name, and add the folder of "
+                "the module to the Python path"
             ) from error
     if not name or not hasattr(module, name):
-        raise UsageError(
-            f"{option} {spec!r}: {source} defines no {name or 'object of that name'}; write it as {source}:Name"
-        )
+        raise UsageError(f"{option} {spec!r}: {source} defines no {name or 'object of that name'}; write {source}:Name")
     return getattr(module, name)

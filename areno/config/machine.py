@@ -18,11 +18,11 @@ NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; 
 
 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
-    """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless they are set.
+    """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
     Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 if the model allows
-    it and neither ``--fsdp`` nor ``--load-in-4bit`` is set. On a CPU, and with ``--device cuda:N``, the default is one rank. A
-    resumed run keeps its layout.
+    this size and neither ``--fsdp`` nor ``--load-in-4bit`` is set. On a CPU, and with ``--device cuda:N``, the default is one
+    rank. A resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -36,7 +36,7 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
-    """Read the ``config.json`` of a language model or of an adapter's base model; {} if not local or unreadable."""
+    """Read the ``config.json`` of a language model or of an adapter's base model; {} if that file is missing or unreadable."""
     try:
         config = json.loads((Path(base_of(model)).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported by `ckpt_problem`
@@ -45,7 +45,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
-    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if they can."""
+    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if this is possible."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:
@@ -63,14 +63,14 @@ def rollout_ranks(options: TrainOptions) -> int:
 
 
 def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
-    """Return why there are too few GPUs for training and rollout; empty if there are enough, or on a CPU."""
+    """Return why there are too few GPUs for training and rollout; empty if there are enough GPUs, or on a CPU."""
     ranks, device = rollout_ranks(options), resolved_device(options.device, gpus)
     first = _first_gpu(device)
     if not ranks or not device.startswith("cuda") or first + options.world_size + ranks <= gpus:
         return ""
     return (
         f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size) from GPU "
-        f"{first} on and rollout needs {ranks} more, but this machine has {gpus}; use fewer, or remove --rollout and "
+        f"{first} on and rollout needs {ranks} more, but this machine has {gpus}; use fewer GPUs, or remove --rollout and "
         "--rollout-backend"
     )
 
@@ -105,9 +105,10 @@ def tensor_parallel_problem(fsdp: bool = False) -> str:
 
 
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:
-    """Return why there is no GPU for each rank; empty if there is one, or on a CPU.
+    """Return why some rank would have no GPU; empty if every rank has a GPU, or on a CPU.
 
-    Rank 0 is on ``device`` (resolved) and the others on the following GPUs, unless ``chosen`` lists the GPU of each rank.
+    Rank 0 is on ``device`` (resolved) and the other ranks are on the following GPUs, unless ``chosen`` lists the GPU of each
+    rank.
     """
     if not device.startswith("cuda"):
         return ""

@@ -1,10 +1,10 @@
 """Declaration of options: each is a dataclass field made by ``option(...)``, from which flags, YAML keys and help are derived.
 
 The options themselves are in the modules ``*_options.py`` of this package. The settings of experiments (YAML) are in
-``experiment/*_sections.py`` and made by ``setting(...)`` of ``experiment/setting_declaration.py``.
+``experiment/*_sections.py`` and are made by ``setting(...)`` of ``experiment/setting_declaration.py``.
 
 An option's type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
-``tuple[str, ...]`` for repeatable options. Does not import torch.
+``tuple[str, ...]`` for repeatable options. The module does not import torch.
 """
 
 import difflib
@@ -40,10 +40,10 @@ class OptionInfo:
     Attributes:
         stored: whether the value is written to ``config.yaml``; False for options that concern a single invocation or the
             location of the run.
-        path: ``place`` if the value may be a file or folder, ``python`` if it may be a ``file.py:name``; paths that exist are
-            stored as absolute paths.
-        inherits: dotted path of another setting; if this setting is unset or empty, it takes the other setting's value, if any.
-        inner: for a section: paths that replace the ``inherits`` of some of its fields, by field name; a field with an empty
+        path: ``place`` if the value may be a file or folder, or ``python`` if the value may be a ``file.py:name``; paths that
+            exist are stored as absolute paths.
+        inherits: dotted path of another setting; a setting that is unset or empty takes the other setting's value, if any.
+        inner: for a section, paths that replace the ``inherits`` of some fields, by field name; a field with an empty
             path inherits nothing.
         documented: default according to the documentation of the format, if areno's default differs; a setting with this value
             is treated as unset.
@@ -80,7 +80,7 @@ class OptionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A declared option: ``kind`` is the type of one value, ``many`` whether it is repeatable."""
+    """A declared option: ``kind`` is the type of one value, and ``many`` is true if the option is repeatable."""
 
     name: str
     kind: type
@@ -90,7 +90,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Command-line spelling, ``--mini-bs`` for ``mini_bs``."""
+        """Command-line spelling, such as ``--mini-bs`` for ``mini_bs``."""
         return flag_of(self.name)
 
     @property
@@ -126,7 +126,7 @@ class Option:
         return ""
 
     def number_problem(self, value: float, label: str) -> str:
-        """Return an error message if ``value`` is not finite or out of bounds, else ""; ``label`` names the option."""
+        """Return an error message if ``value`` is not finite or out of bounds, else ""; ``label`` is the name of the option."""
         if not math.isfinite(value):
             return f"{label} {value} is not a finite number; {self.bounds_remedy}"
         problem = self.bounds_problem(value)
@@ -159,7 +159,7 @@ def options_of(declaration: type) -> tuple[Option, ...]:
     for entry in fields(declaration):
         if METADATA_KEY in entry.metadata:
             if entry.default is MISSING:
-                raise UsageError(f"option {entry.name} of {declaration.__name__} has no default; give it one")
+                raise UsageError(f"option {entry.name} of {declaration.__name__} has no default; add a default")
             shape, kind, _ = parse_annotation(hints[entry.name])
             if shape not in ("scalar", "tuple"):
                 raise UsageError(
@@ -229,7 +229,9 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:
-    """Convert a flag's text, or a scalar or list from YAML, to the option's type; ``label`` names the option in errors."""
+    """Convert a flag's text, or a scalar or list from YAML, to the option's type; ``label`` is the name of the option in
+    errors.
+    """
     if not entry.many:
         return _convert_one(entry, raw, label)
     items: list[Any] = list(raw) if isinstance(raw, list | tuple) else [raw]

@@ -1,4 +1,4 @@
-"""Optional packages: detects missing ones without importing any, and builds the command that installs them."""
+"""Optional packages: detects missing packages without importing any, and builds the command that installs them."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def transformers_problem(what: str, major: int, minor: int) -> str:
 def install_command(extra: str) -> str:
     """Return a command that installs an extra for the running interpreter: from the source folder, or package by package.
 
-    Not ``pip install areno[...]``: PyPI has another project of that name.
+    The command is not ``pip install areno[...]``, because PyPI has another project named areno.
     """
     folder, editable = _source_folder()
     source = [*(["--editable"] if editable else []), f"{folder}[{extra}]"]
@@ -40,7 +40,7 @@ def install_command(extra: str) -> str:
 
 
 def _source_folder() -> tuple[Path | None, bool]:
-    """Return the project's folder, and whether areno is imported from it."""
+    """Return the project's folder, and whether areno is imported from that folder."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return _PACKAGE.parent, True
     try:

@@ -18,7 +18,7 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""Options that have another name in other commands, for hints."""
+"""Options that have a different name in some commands, for hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,20 @@ class CommandText:
 TRAIN = CommandText(
     "areno train",
     "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
-    "Train a language model with the local areno engine: load data, roll out, score, update, save.",
+    "Train a language model with the local areno engine: load data, roll out, score, update and save.",
     "Every on/off option has a --no- form, and every option can be set in the --config file. "
-    "Names in parentheses after an option are the built-in algorithms that read it; variants such as dapo may read it too.",
+    "Names in parentheses after an option are the built-in algorithms that read the option; variants such as dapo may also "
+    "read the option.",
 )
 
 PLAN = CommandText(
     "areno plan",
     "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]\n"
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
-    "Estimate the memory of a training run by phase, and say whether it fits into the free memory of this machine, and "
-    "what to change if it does not. Takes the options of areno train, without data and rewards; reads no weights. "
-    "With a file and settings of areno run, estimates each engine of that experiment; in this form, --tune-params also prints "
-    "the largest sizes that fit. "
+    "Estimate the memory of each phase of a training run, and report whether the run fits into the free memory of this "
+    "machine. If the run does not fit, the report suggests changes. The command takes the options of areno train, needs "
+    "neither data nor rewards, and reads no weights. With a file and settings of areno run, the command estimates each engine "
+    "of that experiment; --tune-params then also prints the largest sizes that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
@@ -54,7 +55,7 @@ PLAN = CommandText(
 
 @dataclass
 class Problems:
-    """Collects input errors, to report them all at once."""
+    """Collects input errors, so that all errors are reported at once."""
 
     messages: list[str] = field(default_factory=list)
 
@@ -72,7 +73,7 @@ class Problems:
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raise UsageError with the problem, or with a numbered list of several problems; do nothing if there are none."""
+        """Raise UsageError with the problem, or with a numbered list of several problems; do nothing without problems."""
         if len(self.messages) == 1:
             raise UsageError(self.messages[0])
         if self.messages:
@@ -84,7 +85,7 @@ class TypedParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` instead of exiting."""
 
     shown: "ClassVar[TypedParser | None]" = None
-    """The parser whose help was formatted last; ``areno completion`` reads the options of a command from it."""
+    """The parser whose help was formatted last; ``areno completion`` reads the options of a command from this parser."""
 
     def format_help(self) -> str:
         """Format the help."""
@@ -131,7 +132,7 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of a command other than ``areno train``; ``explicit`` has the names of those on the command line."""
+    """Options of a command other than ``areno train``; ``explicit`` contains the names of the options on the command line."""
 
     explicit: frozenset[str] = frozenset()
 
@@ -166,21 +167,23 @@ def parse_command(
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
-    """Return the options that the algorithm declares. Raises UsageError if one has the name of a built-in option."""
+    """Return the options that the algorithm declares. Raises UsageError if their names include a built-in option."""
     if spec is None:
         return ()
     reserved = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
     extra = spec.own_options()
     for entry in extra:
         if entry.name in reserved:
-            raise UsageError(f"algorithm {spec.name} declares {entry.flag}, an option of areno train; rename it")
+            raise UsageError(
+                f"algorithm {spec.name} declares {entry.flag}, an option of areno train; rename the algorithm's option"
+            )
     return extra
 
 
 def convert_values(
     raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
 ) -> dict[str, Any]:
-    """Convert raw values of flags or YAML by option name; adds unknown names and wrong types to ``problems``.
+    """Convert raw values of flags or YAML by option name. Unknown names and wrong types are added to ``problems``.
 
     ``label`` maps an option name to its name in messages. ``known_only`` ignores unknown names, which may belong to an
     algorithm that was not found.
@@ -199,7 +202,7 @@ def convert_values(
 
 
 def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explicit: frozenset[str]) -> TrainOptions:
-    """Create options from converted values; ``extra`` gets the options that the algorithm declares, or their defaults."""
+    """Create options from converted values; ``extra`` gets the values or defaults of the algorithm's own options."""
     core_names = {entry.name for entry in options_of(TrainOptions)}
     extra = {entry.name: values.get(entry.name, entry.default) for entry in extra_options(spec)}
     core = {name: value for name, value in values.items() if name in core_names}
@@ -263,7 +266,7 @@ def _add_arguments(parser: argparse._ActionsContainer, entries: Sequence[Option]
 
 
 class _OnOff(argparse.Action):
-    """Stores True for the plain and False for the ``--no-`` form; the last one wins."""
+    """Stores True for the plain form and False for the ``--no-`` form; the last form wins."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, [option_string == flag_of(self.dest)])
@@ -301,18 +304,20 @@ def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: Comma
     for word in dashed:
         other = _MODEL_OPTIONS.get(word)
         near = (
-            f"; this command calls it {other}" if other in spellings else nearest(flag_of(word.lstrip("-")), spellings)
+            f"; this command calls the option {other}"
+            if other in spellings
+            else nearest(flag_of(word.lstrip("-")), spellings)
         )
         problems.add(f"{word} is not an option{near}; see {command.prog} --help")
     for word in unread if not dashed else ():
-        problems.add(f"unexpected argument {word!r}; write its option first, and quote values with spaces")
+        problems.add(f"unexpected argument {word!r}; write the option before its value, and quote values with spaces")
 
 
 def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load_config(flags["config"]) if "config" in flags else {}
     if "config" in loaded:
         raise UsageError(
-            f"--config {flags['config']}: config cannot be set in a config file; copy the lines of that file into this one"
+            f"--config {flags['config']}: config cannot be set in a config file; copy the lines of that file into this file"
         )
     return loaded
 

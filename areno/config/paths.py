@@ -1,4 +1,4 @@
-"""Distinguishes paths from hub references, and checks both offline.
+"""Distinguishes paths from hub references, and checks paths and references offline.
 
 Text that looks like a path but does not exist is an error, so that a mistyped path is not downloaded from the hub.
 """
@@ -87,7 +87,9 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Read the ``adapter_config.json`` of an adapter folder. Raises UsageError if it is invalid or names no base model."""
+    """Read the ``adapter_config.json`` of an adapter folder. Raises UsageError if the file is invalid or specifies no base
+    model.
+    """
     path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -116,7 +118,7 @@ def tokenizer_of(model: str) -> str:
 
 
 def adapter_problem(text: str, option: str) -> str:
-    """Return the problem of an adapter folder; empty if it is usable."""
+    """Return the problem of an adapter folder; empty if the folder is usable."""
     path = Path(text).expanduser()
     if not path.is_dir():
         return f"{option} folder does not exist: {text}; pass the folder of a PEFT adapter"
@@ -156,23 +158,27 @@ def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-pat
     if len(parts) > 2:
         return f"{option} {text!r} has {len(parts) + 1} parts; a hub reference is name[:config[:split]]"
     if not _REPO.fullmatch(reference) or not all(parts):
-        return f"{option} {text!r} is neither a path nor a hub reference; write it as name[:config[:split]]"
+        return (
+            f"{option} {text!r} is neither a path nor a hub reference; write a hub reference as name[:config[:split]]"
+        )
     return ""
 
 
 def _data_file_problem(path: Path, has_loader: bool, option: str) -> str:
     if path.is_dir():
-        return "" if any(path.iterdir()) else f"{option} {path} is an empty folder; pass one with data files"
+        return "" if any(path.iterdir()) else f"{option} {path} is an empty folder; pass a folder with data files"
     if path.suffix.lower() not in DATA_SUFFIXES and not has_loader:
         formats = ", ".join(DATA_SUFFIXES)
-        return f"{option} {path} has an unsupported format; use {formats}, or read it in a --dataset-loader-fn"
+        return f"{option} {path} has an unsupported format; use {formats}, or read the file in a --dataset-loader-fn"
     if path.stat().st_size == 0:
         return f"{option} {path} is empty; pass a file with at least one row"
     return ""
 
 
 def unwritable(path: Path, option: str) -> str:
-    """Return why a directory cannot be created at ``path`` or written to; empty if it can. Creates nothing."""
+    """Return why ``path`` cannot be created as a directory or is not writable; empty if there is no such reason. Nothing is
+    created.
+    """
     existing = path.expanduser().absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -1,4 +1,4 @@
-"""Options of the policy loss: settings of ``actor`` in an experiment, flags of ``areno train``."""
+"""Options of the policy loss, which are settings of ``actor`` in an experiment and flags of ``areno train``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _FORWARD_PASS = ("recompute", "metrics")
 class PolicyLossOptions:
     """Options of the policy loss; see [Algorithms](algorithms.md#algorithms-that-share-one-policy-loss)."""
 
-    eps_clip: float = option(0.2, minimum=0, help="The ratio is clipped to 1 - eps_clip ... 1 + eps_clip.")
+    eps_clip: float = option(0.2, minimum=0, help="Clip the ratio to the range from 1 - eps_clip to 1 + eps_clip.")
     eps_clip_higher: float | None = option(
         None, minimum=0, help="If set, the upper bound of the clip range is 1 + eps_clip_higher (clip-higher)."
     )
@@ -20,9 +20,9 @@ class PolicyLossOptions:
     importance_sampling_level: str = option(
         "token",
         choices=("token", "sequence"),
-        help="sequence uses the geometric mean of a sequence's ratios (GSPO; its paper uses eps_clip 0.0003).",
+        help="sequence uses the geometric mean of a sequence's ratios (GSPO, published with eps_clip 0.0003).",
     )
-    use_sapo_loss: bool = option(False, help="SAPO: a soft gate instead of clipping.")
+    use_sapo_loss: bool = option(False, help="SAPO: use a soft gate instead of clipping.")
     sapo_tau_pos: float = option(1.0, above=0, help="SAPO's temperature for positive advantages.")
     sapo_tau_neg: float = option(1.05, above=0, help="SAPO's temperature for negative advantages.")
     use_cispo_loss: bool = option(
@@ -31,19 +31,21 @@ class PolicyLossOptions:
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Decoupled PPO: clip against the proximal policy (the policy before the update), and correct for the behavior "
+        help="Decoupled PPO: clip the ratio against the proximal "
+        "policy (the policy before the update), and correct for the behavior "
         "policy.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs of the decoupled loss: a forward pass (recompute, or metrics, which also "
-        "reports the errors of the other methods), interpolation (loglinear or linear), or the rollout's log-probs (rollout).",
+        help="Source of the proximal log-probs: a forward pass (recompute or metrics), interpolation (loglinear or linear), "
+        "or the rollout (rollout). metrics also reports the errors of the other methods.",
     )
     m2_threshold: float | None = option(
         None,
         above=0,
-        help="M2PO: mask the tokens with the largest squared log-ratio until the mean over the remaining tokens is below this.",
+        help="M2PO: mask the tokens with the largest squared log-ratios until the mean over the other tokens is below this "
+        "value.",
     )
 
     @property
@@ -81,22 +83,23 @@ class PolicyLossOptions:
         if self.use_cispo_loss:
             yield ("c_clip",), "with use_cispo_loss, which keeps every token; remove the option"
         if not self.use_decoupled_loss:
-            yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too"
+            yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set use_decoupled_loss too"
 
 
 @dataclass
 class RejectionSamplingConfig:
     """Masks or clamps tokens on which the proximal policy and the behavior policy differ too much.
 
-    Requires ``use_decoupled_loss``. r is a token's probability under the proximal policy divided by its probability under the
-    behavior policy: the importance weight of the decoupled loss.
+    This section requires ``use_decoupled_loss``. r, the importance weight of the decoupled loss, is a token's probability under
+    the proximal policy divided by the token's probability under the behavior policy.
     """
 
     level: str = option("token", choices=("token", "sequence"), help="Apply the bounds to tokens or to sequences.")
     action: str = option(
         "mask",
         choices=("mask", "clamp"),
-        help="mask removes tokens that are out of bounds from the loss; clamp keeps them with a bounded weight (ratio only).",
+        help="mask excludes out-of-bounds tokens from the loss; clamp keeps these tokens with a bounded weight (only for "
+        "metric ratio).",
     )
     metric: str = option(
         "ratio",
@@ -110,7 +113,7 @@ class RejectionSamplingConfig:
         help="Aggregation over a sequence's tokens. Ratios are aggregated in log space, so mean is the geometric mean.",
     )
     upper: float = option(5.0, help="Upper bound.")
-    lower: float | None = option(None, help="Lower bound; null means none (0 with clamp).")
+    lower: float | None = option(None, help="Lower bound; null means no bound (0 with clamp).")
 
     def __post_init__(self) -> None:
         if self.action == "clamp" and self.lower is None:
@@ -120,12 +123,12 @@ class RejectionSamplingConfig:
         """Yield invalid bounds and actions for the metric: the name, and the problem with its remedy."""
         lower, upper = self.lower, self.upper
         if lower is not None and lower > upper:
-            yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap them"
+            yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap the two bounds"
         if self.metric == "ratio":
             if upper <= 1:
                 yield (
                     "upper",
-                    f"{upper} would reject even an unchanged policy, whose ratio is 1; use more than 1, such as 5",
+                    f"{upper} would reject even an unchanged policy, whose ratio is 1; use a bound above 1, such as 5",
                 )
             if lower is not None and lower <= 0 and self.action == "mask":
                 yield (
@@ -138,6 +141,9 @@ class RejectionSamplingConfig:
                 f"clamp applies to the metric ratio, but metric is {self.metric}; use action mask, or metric ratio",
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
-            yield "upper", f"{upper} would reject everything, because {self.metric} is never negative; use more than 0"
+            yield (
+                "upper",
+                f"{upper} would reject everything, because {self.metric} is never negative; use a bound above 0",
+            )
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
             yield "agg", f"{self.agg} has no effect with level token, where nothing is aggregated; use level sequence"

@@ -25,7 +25,9 @@ class PreparedRun:
 
 
 def prepare_run(argv: Sequence[str]) -> PreparedRun:
-    """Parse the arguments of ``areno train``, merge them with a resumed run, validate, and load the hooks."""
+    """Parse the arguments of ``areno train``, merge the options with those of a resumed run, validate the options, and load the
+    hooks.
+    """
     options = prepare_plan(argv, needs_data=True)
     return PreparedRun(options, load_hooks(options))
 
@@ -33,7 +35,8 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
     """Parse and check the arguments of ``areno plan``, which takes the options of ``areno train``.
 
-    Data and rewards may be missing unless ``needs_data``. ``--device auto`` is checked for this machine but not replaced.
+    Data and rewards may be missing unless ``needs_data`` is true. ``--device auto`` is checked for this machine but not
+    replaced.
     """
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)
@@ -71,8 +74,8 @@ def check_workflow(reference: str) -> None:
             signature.bind(**{name: None for name in ("gconfig", "tokenizer") if name in signature.parameters})
         except TypeError as error:
             raise UsageError(
-                f"--workflow {reference}: the class is constructed with gconfig and tokenizer only: {error}; give other "
-                "parameters defaults"
+                f"--workflow {reference}: areno constructs the class with gconfig and tokenizer only: {error}; add defaults "
+                "for other parameters"
             ) from error
     if hasattr(workflow, "arun_episode"):
         return

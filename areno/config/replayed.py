@@ -1,4 +1,4 @@
-"""Options of ``areno replay``: those of the recorded run, with changes that affect an update on the recorded rows."""
+"""Options of ``areno replay``: the options of the recorded run, with changes that affect an update on the recorded rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ _CHANGEABLE = frozenset(
         *("attn_backend", "trust_remote_code", "stall_timeout"),
     }
 )
-"""Options that a replay may change, besides those of the group Train."""
+"""Options that a replay may change, besides the options of the group Train."""
 _SHAPING = (
     *("advantage", "kl_reward_coef", "kl_reward_type", "reward_weights", "reward_normalize_parts"),
     *("gamma", "lam", "whiten_advantages", "bootstrap_truncated"),
@@ -42,7 +42,7 @@ _NOT_REPEATED: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "max_sequences", "early_stop_patience", "resume")),
     **{"track": (), "trace": False, "keep_best": False},
 }
-"""Options of the run that a replay resets, because it neither evaluates nor reports, and writes elsewhere."""
+"""Options of the run that a replay resets, because a replay neither evaluates nor reports, and writes to another directory."""
 _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},
@@ -52,7 +52,7 @@ _UNREAD: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """The options of a run and those of its replay."""
+    """The options of a run and of its replay."""
 
     recorded: TrainOptions
     replayed: TrainOptions
@@ -107,6 +107,7 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
             )
     if get_algorithm(options.algo).trainer not in (spec.trainer, POLICY_TRAINER):
         yield (
-            f"--algo {options.algo} cannot train on samples of {spec.name}, because it needs inputs that these samples lack, "
+            f"--algo {options.algo} cannot train on samples of {spec.name}, because this algorithm needs inputs that the "
+            "samples lack, "
             "such as a critic's state or preference pairs"
         )

@@ -21,13 +21,13 @@ from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import is_run
 
 RUNS_ROOT = Path("runs")
-"""Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs here."""
+"""Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs in this folder."""
 
 _AUTO = "auto"  # value of the bare flag
 
 
 def apply_resume(options: TrainOptions) -> TrainOptions:
-    """Resolve the run directory: a new one, or with ``--resume`` the old one with its configuration.
+    """Resolve the run directory: a new directory, or with ``--resume`` the old directory with its configuration.
 
     With ``--resume``, options not in ``explicit`` come from the old run, and ``resume`` becomes the old run's directory.
     Raises UsageError for an explicit option that would change results.
@@ -35,8 +35,8 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
     if options.resume is None:
         if options.resume_step is not None:
             raise UsageError(
-                f"--resume-step {options.resume_step} needs --resume, because it selects a checkpoint of the resumed run; "
-                "add --resume"
+                f"--resume-step {options.resume_step} needs --resume, because the option selects a checkpoint of the resumed "
+                "run; add --resume"
             )
         return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
     if options.resume != _AUTO:
@@ -56,7 +56,7 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 
 
 def claim_run_dir(options: TrainOptions) -> TrainOptions:
-    """Create the directory of a new run without ``--run-dir``, under another name if a concurrent run has taken the first."""
+    """Create the directory of a new run without ``--run-dir``; if a concurrent run has taken its name, choose another name."""
     if options.resume is not None or "run_dir" in options.explicit:
         return options
     while True:
@@ -67,7 +67,8 @@ def claim_run_dir(options: TrainOptions) -> TrainOptions:
             options = replace(options, run_dir=str(new_run_dir(options.algo)))
         except OSError as error:
             raise UsageError(
-                f"run directory {options.run_path} cannot be created: {error.strerror or error}; choose one with --run-dir"
+                f"run directory {options.run_path} cannot be created: {error.strerror or error}; choose another directory "
+                "with --run-dir"
             ) from error
 
 
@@ -81,7 +82,7 @@ class StoredRun:
 
     @classmethod
     def read(cls, path: Path, option: str = "--resume") -> StoredRun:
-        """Read the options of a run directory; messages name ``option``."""
+        """Read the options of a run directory; messages mention ``option``."""
         file = path / "config.yaml"
         raw = load_config(file, option=option)
         spec = get_algorithm(str(raw.get("algo", TrainOptions.algo)))
@@ -92,14 +93,16 @@ class StoredRun:
         return cls(path, replace(build_options(values, spec, frozenset()), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return the options that affect results and differ, as (old, new); if ``names`` is given, only these options."""
+        """Return the options that affect results and differ, as (old, new). If ``names`` is given, only these options are
+        compared.
+        """
         checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))
         return {e.name: (a, b) for e, a, b in zip(checked, old, new, strict=True) if a != b}
 
 
 def value_of(options: TrainOptions, name: str) -> Any:
-    """Return the value of a built-in option or of one declared by the algorithm."""
+    """Return the value of a built-in option or of an option that the algorithm declares."""
     return options.extra[name] if name in options.extra else getattr(options, name, None)
 
 

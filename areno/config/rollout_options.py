@@ -40,9 +40,9 @@ class RolloutOptions:
         1.0,
         above=0,
         remedy="for greedy decoding use --greedy",
-        help="Sampling temperature; log-probs are those of the scaled distribution.",
+        help="Sampling temperature; log-probs are computed from the scaled distribution.",
     )
-    top_k: int = _rollout(-1, minimum=-1, help="Sample from the k most likely tokens; -1 for all.")
+    top_k: int = _rollout(-1, minimum=-1, help="Sample from the k most likely tokens; -1 for all tokens.")
     top_p: float = _rollout(
         1.0,
         above=0,
@@ -68,13 +68,13 @@ class RolloutOptions:
         0,
         minimum=0,
         maximum=63,
-        help="Speculative decoding by prompt lookup: maximum draft tokens per step; answers do not change. Faster for large "
-        "models and few sequences.",
+        help="Speculative decoding by prompt lookup: maximum draft tokens per decode step; answers do not "
+        "change. This is faster for large models and few sequences.",
     )
     return_routed_experts: bool = _rollout(
         False,
         help="Record the experts of each token and reuse them in training, so that routing does not make rollout and "
-        "training log-probs differ. On a CPU, this disables the compilation of decode steps.",
+        "training log-probs differ. On a CPU, this option disables the compilation of decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
         False, help="Free the KV cache after each rollout: saves memory, but the next rollout starts more slowly."
@@ -82,8 +82,8 @@ class RolloutOptions:
     attn_backend: str = _shared(
         "flash",
         choices=("flash", "native"),
-        help="Attention kernels. flash: FlashAttention if the device supports it, else the kernels of PyTorch; native: "
-        "the kernels of PyTorch.",
+        help="Attention kernels: flash uses FlashAttention if the device supports it and PyTorch's kernels otherwise; native "
+        "always uses PyTorch's kernels.",
     )
     disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that support it.")
     rollout: str = _rollout(
@@ -97,22 +97,26 @@ class RolloutOptions:
     rollout_backend: str = _rollout(
         "areno",
         choices=("areno", *SERVERS),
-        help="Inference engine: areno's own, or vLLM or SGLang servers, as many as --rollout-replicas. Servers alternate "
+        help="Inference engine: areno's own engine, or vLLM or SGLang servers. --rollout-replicas sets the number of servers. "
+        "Servers alternate "
         "with training unless --rollout async is set.",
     )
     rollout_url: tuple[str, ...] = _rollout_free(
         (),
         metavar="URL",
-        help="Servers: use the server at this address instead of starting one. Repeatable, one per replica.",
+        help="Servers: use the running server at this address instead of starting a server. Repeatable: one address per "
+        "replica.",
     )
     rollout_server_command: str | None = _rollout_free(
         None,
         metavar="COMMAND",
-        unset="the one installed in this environment",
+        unset="the server installed in this environment",
         help="Servers: command that starts a server, such as /PATH/bin/vllm serve.",
     )
     rollout_server_args: str | None = _rollout_free(
-        None, metavar="ARGUMENTS", help="Servers: additional arguments of this command, as one quoted string."
+        None,
+        metavar="ARGUMENTS",
+        help="Servers: additional arguments of --rollout-server-command, as one quoted string.",
     )
     max_staleness: int = _rollout(
         1,
@@ -147,7 +151,7 @@ class RolloutOptions:
         minimum=0,
         maximum=1,
         help="Agentic rollout: stop the run if more than this fraction of a step's samples (with --workflow, prompts) fails "
-        "after all retries, or if all fail; otherwise drop the failed ones.",
+        "after all retries, or if all fail; otherwise drop the failed samples.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."
@@ -158,8 +162,8 @@ class RolloutOptions:
         maximum=1,
         algorithms=("gspo", "grpo"),
         unset="all turns get the same reward",
-        help="Agentic rollout: credit each turn with its own reward and those of later turns, discounted by this "
-        "factor per turn.",
+        help="Agentic rollout: credit each turn with its own reward and the rewards of later turns, discounted by this factor "
+        "per turn.",
     )
     reward_fn_path: str | None = _rollout(
         None,
@@ -175,12 +179,13 @@ class RolloutOptions:
         "a weight get 1.",
     )
     reward_normalize_parts: bool = _rollout(
-        False, help="Standardize each part of the reward over the samples of a prompt before weighting it (GDPO)."
+        False, help="Standardize each part of the reward over the samples of a prompt before weighting (GDPO)."
     )
     reward_ckpt: str | None = _rollout(
         None,
         path="place",
-        help="Reward model instead of a function: a sequence classifier in Hugging Face format, or a repo id.",
+        help="Reward model to use instead of a reward function: a folder or repo id of a sequence classifier in Hugging Face "
+        "format.",
     )
     reward_timeout_s: float = _rollout_free(
         60.0, above=0, help="Timeout of one call of the reward function, in seconds."
@@ -192,12 +197,12 @@ class RolloutOptions:
         None,
         above=0,
         unset="no limit",
-        help="Memory limit, in GiB, of each process that runs the reward function; a record that exceeds it fails.",
+        help="Memory limit, in GiB, of each process that runs the reward function; a record that exceeds the limit fails.",
     )
     on_reward_error: str = _rollout_free(
         "stop",
         choices=("stop", "drop"),
-        help="If a reward fails: stop the run, or drop that sample and count the failure.",
+        help="What to do if a reward fails: stop the run, or drop the sample and count the failure.",
     )
 
 
@@ -207,11 +212,11 @@ class TuningOptions:
 
     tune_params: bool = _tuning(
         False,
-        help="Before the first step, probe memory and choose those of --max-running-prompts, --batch-size and --mini-bs that "
-        "are not set. Also sets --drop-rollout-state.",
+        help="Before the first step, probe memory and choose values for --max-running-prompts, --batch-size and --mini-bs, "
+        "unless these options are set. Also sets --drop-rollout-state.",
     )
     mem_frac: float = _tuning(
-        0.9, above=0, maximum=1, help="Fraction of memory that the tuned run may fill, including what it already uses."
+        0.9, above=0, maximum=1, help="Fraction of memory that the tuned run may fill, including memory already in use."
     )
     tune_max_samples: int = _tuning(
         256, minimum=1, help="Largest number of concurrent sequences, and of rows per step, that tuning may choose."

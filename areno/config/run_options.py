@@ -38,7 +38,7 @@ class BasicOptions:
         "gspo",
         path="python",
         help="Training algorithm: gspo, grpo, dapo, cispo, sapo, m2po, icepop, gmpo, ppo, sft, dpo, simpo, rm (a reward "
-        "model), one registered by an installed package, or your own as file.py:NAME.",
+        "model), an algorithm of an installed package, or your own as file.py:NAME.",
     )
     epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the dataset.")
     max_steps: int | None = _basic_free(
@@ -64,8 +64,8 @@ class BasicOptions:
     )
     fsdp: bool = _basic_free(
         False,
-        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that do not fit; without it, "
-        "only optimizer states are sharded. Needs a --world-size of at least twice --tp-size.",
+        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that do not fit on one device; "
+        "by default only optimizer states are sharded. --world-size must be at least twice --tp-size.",
     )
     stall_timeout: float = _basic_free(
         600.0,
@@ -87,18 +87,18 @@ class BasicOptions:
     dtype: str = _basic(
         "auto",
         choices=("auto", "float32", "bfloat16"),
-        help="Compute dtype; auto is float32 on a CPU, bfloat16 on CUDA.",
+        help="Compute dtype; auto is float32 on a CPU and bfloat16 on CUDA.",
     )
     trust_remote_code: bool = _basic_free(
-        False, help="Run Python code shipped in the checkpoint. Only for sources you trust."
+        False, help="Run Python code shipped in the checkpoint. Use this only for sources that you trust."
     )
     config: str | None = _basic_free(
-        None, metavar="FILE", stored=False, help="YAML file of option names and values; flags override it."
+        None, metavar="FILE", stored=False, help="YAML file of option names and values; flags override the file."
     )
     dry_run: bool = _basic_free(
         False,
         stored=False,
-        help="Check everything, print the resolved configuration and the memory plan, then exit.",
+        help="Check everything, print the resolved configuration and the memory plan, and exit.",
     )
 
 
@@ -128,7 +128,8 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="keep all",
-        help="Keep only the newest N checkpoints, and the last one before the first update with non-finite results, if any.",
+        help="Keep only the newest N checkpoints, and the last checkpoint before the first update with non-finite results, if "
+        "any.",
     )
     keep_best: bool = _checkpoint(
         False,
@@ -143,8 +144,8 @@ class CheckpointOptions:
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background, if one process has the full model. This takes "
-        "memory for a second copy of the weights.",
+        help="Write the models of --model-save-interval in the background, if one process has the full model. A second copy "
+        "of the weights takes memory.",
     )
     resume: str | None = _checkpoint(
         None,
@@ -152,7 +153,7 @@ class CheckpointOptions:
         stored=False,
         bare="auto",
         unset="start a new run",
-        help="Resume the run in this directory; without a PATH, the newest run with the same configuration.",
+        help="Resume the run in this directory; without a PATH, resume the newest run with the same configuration.",
     )
     resume_step: int | None = _checkpoint(
         None,
@@ -175,9 +176,9 @@ class EvaluationOptions:
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Loader of the held-out data, if it needs a different one.",
+        help="Loader of the held-out data, if that data needs a different loader.",
     )
-    eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
+    eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last step.")
     eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")
     early_stop_patience: int | None = _evaluation(
         None,
@@ -215,14 +216,17 @@ class ObservabilityOptions:
         "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, and MLFLOW_TRACKING_URI sets the address of MLflow.",
     )
     track_project: str = _observability(
-        "areno", metavar="NAME", help="Project of the run in these services; the run is named after its directory."
+        "areno",
+        metavar="NAME",
+        help="Project of the run in the services of --track; the run directory determines the name of the run.",
     )
     save_rollouts: str | None = _observability(
         None,
         metavar="[N|all]",
         rollout_only=True,
         unset="none",
-        help="Save the training rows of the newest N steps (or of all) to rollouts/ in the run directory, for areno replay.",
+        help="Save the training rows of the newest N steps (or of all steps) to "
+        "rollouts/ in the run directory, for areno replay.",
     )
     trace: bool = _observability(
         False,
@@ -232,6 +236,6 @@ class ObservabilityOptions:
         "auto",
         choices=("auto", "debug", "info", "warning", "error"),
         stored=False,
-        help="Minimum level of console lines; auto is ARENO_LOG_LEVEL, else info. If debug or info is set, a terminal "
-        "shows log lines instead of the live display. log.txt has all levels.",
+        help="Minimum level of console lines; auto uses ARENO_LOG_LEVEL, or info by default. If debug or info is set, a "
+        "terminal shows log lines instead of the live display. log.txt has all levels.",
     )

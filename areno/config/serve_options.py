@@ -20,7 +20,7 @@ from areno.storage.run_layout import newest_model
 SERVE = CommandText(
     "areno serve",
     "areno serve --model-path MODEL [--host ADDRESS] [--port N] [options]",
-    "Serve a model over an OpenAI-compatible HTTP API: chat, completions, streaming, tools, structured output.",
+    "Serve a model over an OpenAI-compatible HTTP API: chat, completions, streaming, tools and structured output.",
 )
 
 CHAT = CommandText(
@@ -51,20 +51,20 @@ class ServeOptions(CommandOptions):
         None, unset="the value of --model-path", help="Name of the model in requests and responses."
     )
     host: str = _basic("127.0.0.1", help="Address to listen on; any address other than loopback needs --api-key.")
-    port: int = _basic(8000, minimum=0, maximum=65535, help="Port to listen on; 0 picks a free one.")
+    port: int = _basic(8000, minimum=0, maximum=65535, help="Port to listen on; 0 picks a free port.")
     api_key: str | None = _basic(
         None,
         unset=f"the environment variable {API_KEY_VARIABLE}, or none",
         help="Bearer token that clients must send.",
     )
     cors_origin: tuple[str, ...] = _basic(
-        (), metavar="URL", help="Allow web pages of this origin to call the server. Repeatable; * for all."
+        (), metavar="URL", help="Allow web pages of this origin to call the server. Repeatable; * allows all."
     )
     allowed_host: tuple[str, ...] = _basic(
         (),
         metavar="NAME",
         help="Additional host name that requests may use if the server has no API key, such as the name of a reverse "
-        "proxy; localhost is always allowed. Repeatable; * for all.",
+        "proxy; localhost is always allowed. Repeatable; * allows all.",
     )
     max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further connections get status 503.")
     world_size: int = option_from(BasicOptions, "world_size", documented_default="")
@@ -73,7 +73,9 @@ class ServeOptions(CommandOptions):
     dtype: str = option_from(BasicOptions, "dtype")
     trust_remote_code: bool = option_from(BasicOptions, "trust_remote_code")
     drain_timeout_s: float = _basic(
-        30.0, minimum=0, help="On SIGTERM or SIGINT, let running requests finish for this long, then cancel them."
+        30.0,
+        minimum=0,
+        help="On SIGTERM or SIGINT, let running requests finish for this long, and then cancel the remaining requests.",
     )
 
     max_running_prompts: int = option_from(RolloutOptions, "max_running_prompts", default=16, unset="")
@@ -95,25 +97,26 @@ class ServeOptions(CommandOptions):
         None,
         minimum=0,
         unset="a quarter of the KV cache",
-        help="Size in tokens of the prefix cache, so that a continued conversation is not recomputed; 0 disables the cache.",
+        help="Size in tokens of the prefix cache, which avoids recomputing continued conversations; 0 disables the cache.",
     )
     eager_decode: bool = option_from(RolloutOptions, "eager_decode")
     speculate: int = option_from(RolloutOptions, "speculate")
     attn_backend: str = option_from(RolloutOptions, "attn_backend")
     disable_thinking: bool = option_from(RolloutOptions, "disable_thinking")
     tool_call_parser: str = _rollout(
-        "auto", help="Format of the model's tool calls; auto detects it from the chat template."
+        "auto", help="Format of the model's tool calls; auto detects the format from the chat template."
     )
     reasoning_parser: str = _rollout(
         "auto",
-        help="Format of the model's reasoning; auto detects it from the chat template, none leaves reasoning in the text.",
+        help="Format of the model's reasoning; auto detects the format from the chat template, and none leaves reasoning in "
+        "the text.",
     )
 
     decode_progress_interval_s: float = option(
         0.0,
         group="Observability",
         minimum=0,
-        help="Interval in seconds of log lines about decode speed; 0 disables them.",
+        help="Interval in seconds between log lines about decode speed; 0 disables these lines.",
     )
 
     @property
@@ -127,7 +130,9 @@ class ChatOptions(CommandOptions):
     """All options of ``areno chat``."""
 
     model_path: str | None = _basic(None, help=f"{_MODEL_HELP} Loaded in this process.")
-    base_url: str | None = _basic(None, metavar="URL", help="A running server, such as http://127.0.0.1:8000/v1.")
+    base_url: str | None = _basic(
+        None, metavar="URL", help="Address of a running server, such as http://127.0.0.1:8000/v1."
+    )
     model: str | None = _basic(
         None, unset="the server's first", help="Name of the model on the server, with --base-url."
     )
@@ -189,7 +194,7 @@ def _served(options: ServeOptions) -> ServeOptions:
 
 
 def _resolved(options: Any) -> Any:
-    """Replace a run directory with its newest checkpoint, and a missing API key with that of the environment."""
+    """Replace a run directory with its newest checkpoint, and a missing API key with the key in the environment."""
     path, key = options.model_path, options.api_key
     key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
     return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)
@@ -205,7 +210,7 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
         TrainOptions(device=options.device, world_size=options.world_size, tp_size=options.tp_size)
     )
     if options.served_model_name == "":
-        yield "--served-model-name must not be empty; pass a name, or omit it"
+        yield "--served-model-name must not be empty; pass a name, or omit the option"
     yield from key_problems(options.host, options.api_key)
     yield from _origin_problems(options)
 
@@ -226,10 +231,10 @@ def _origin_problems(options: ServeOptions) -> Iterator[str]:
         yield "--allowed-host has no effect with an API key, which allows any host name; use only one of them"
     for host in options.allowed_host:
         if not host or {"/", " "} & set(host) or (":" in host and not _is_address(host)):
-            yield f"--allowed-host {host!r} is not a host name; write it without scheme and port, as in proxy.example.org"
+            yield f"--allowed-host {host!r} is not a host name; omit scheme and port, as in proxy.example.org"
     for origin in options.cors_origin:
         if origin != "*" and not origin.startswith(("http://", "https://")):
-            yield f"--cors-origin {origin!r} is not an origin; write it as https://example.org"
+            yield f"--cors-origin {origin!r} is not an origin; write an origin as https://example.org"
 
 
 def _chat_problems(options: ChatOptions) -> Iterator[str]:
@@ -243,7 +248,7 @@ def _chat_problems(options: ChatOptions) -> Iterator[str]:
         yield from _unused(options, ("model", "api_key"), "--model-path")
     else:
         if not str(options.base_url).startswith(("http://", "https://")):
-            yield f"--base-url {options.base_url!r} is not a URL; write it as http://127.0.0.1:8000/v1"
+            yield f"--base-url {options.base_url!r} is not a URL; write a URL as http://127.0.0.1:8000/v1"
         names = ("device", "dtype", "trust_remote_code", "kv_cache_tokens", "attn_backend")
         yield from _unused(options, names, "--base-url")
     yield from value_problems(options)

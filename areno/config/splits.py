@@ -1,4 +1,4 @@
-"""Splits of a dataset: which files of a folder, and which rows of a reference, belong to a split. Reads no rows."""
+"""Splits of a dataset: the files of a folder, and the rows of a reference, that belong to a split. The module reads no rows."""
 
 import json
 import re
@@ -16,9 +16,9 @@ _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
     """Return the data files of a split in a folder, all of one format.
 
-    A file belongs to the split that its name starts with (``test.jsonl``, ``test-00000-of-00002.parquet``; ``valid``, ``val``
-    and ``dev`` mean ``validation``, ``eval`` means ``test``). If no file name starts with ``train``, the files without a split
-    in their names are the training data. If no file name names a split, all files belong to every split.
+    A file belongs to the split with which its name starts (``test.jsonl``, ``test-00000-of-00002.parquet``; ``valid``, ``val``
+    and ``dev`` mean ``validation``, and ``eval`` means ``test``). If no file name starts with ``train``, the files without a
+    split in their names are the training data. If no file name contains a split, all files belong to every split.
     """
     files = _data_files(folder)
     members = [file for file in files if _belongs(file, split)]
@@ -28,10 +28,12 @@ def split_files(folder: Path, split: str, option: str) -> list[Path]:
     if not members:
         splits = sorted({_split_named_by(file) or TRAIN for file in files})
         has = f"it has {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
-        raise UsageError(f"{option} {folder}: no files of the split {split}; {has}; pass one file instead")
+        raise UsageError(f"{option} {folder}: no files of the split {split}; {has}; pass a single file instead")
     formats = sorted({file.suffix.lower() for file in members})
     if len(formats) > 1:
-        raise UsageError(f"{option} {folder}: files of several formats ({', '.join(formats)}); pass one file instead")
+        raise UsageError(
+            f"{option} {folder}: files of several formats ({', '.join(formats)}); pass a single file instead"
+        )
     return members
 
 
@@ -47,7 +49,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Return why a data reference has no rows of a split, judging by file names; empty if it may have some."""
+    """Return why a data reference has no rows of a split, judging by file names; empty if the reference may have such rows."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):
@@ -55,7 +57,7 @@ def split_problem(reference: str, split: str, option: str) -> str:
             if saved is None:
                 split_files(path, split, option)
             elif saved and split not in saved:
-                return f"{option} {reference}: no split {split}; it has {', '.join(saved)}"
+                return f"{option} {reference}: no split {split}; the dataset has {', '.join(saved)}"
     except (UsageError, OSError) as error:
         return str(error)
     return ""

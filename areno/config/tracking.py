@@ -1,4 +1,4 @@
-"""Experiment tracking services and their prerequisites. Does not import them."""
+"""Experiment tracking services and their prerequisites. The module does not import the services' packages."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ def mode_of(service: str) -> str:
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
     """Return what a service lacks in a mode: its package or, for W&B, a login; None if nothing is missing.
 
-    ``key`` is the API key set for the run, ``address`` the address of a W&B server.
+    ``key`` is the API key set for the run, and ``address`` is the address of a W&B server.
     """
     if importlib.util.find_spec(service) is None:
         return f"needs the package {service}; install it: {install_command('track')}"

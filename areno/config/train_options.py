@@ -32,14 +32,14 @@ class UpdateOptions:
     )
     activation_checkpointing: bool = _train(
         True,
-        help="Recompute activations in the backward pass: less memory, more time. Unless this is set explicitly, "
-        "areno recomputes only if memory is short.",
+        help="Recompute activations in the backward pass, which saves memory but takes time. Unless this option is set "
+        "explicitly, areno recomputes only if memory is short.",
     )
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="If rows of a micro-batch share a prefix, such as a prompt, compute it only once; results are the same up to "
-        "rounding.",
+        help="Compute the common prefixes of the rows of a microbatch, such as prompts, only once; results are the same up "
+        "to rounding.",
     )
     offload_activations: bool = _train_free(
         False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
@@ -71,7 +71,7 @@ class UpdateOptions:
     )
     update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
     update_minibatches: int = _policy(
-        1, minimum=1, help="Optimizer steps per training pass, each on a different part of the prompts."
+        1, minimum=1, help="Optimizer steps per training pass, each on a different subset of the prompts."
     )
     ref_ckpt: str | None = _train(
         None,
@@ -94,7 +94,7 @@ class UpdateOptions:
     )
     critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Clip the critic's gradients to this global norm.")
     critic_warmup_steps: int = _ppo(
-        20, minimum=0, help="Number of steps that train only the critic, before policy updates start."
+        20, minimum=0, help="Number of steps that train only the critic, before the first policy update."
     )
     gspo_clip_eps: float = _train(
         3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a sequence."
@@ -106,7 +106,8 @@ class UpdateOptions:
         None,
         above=0,
         unset="same as the lower clip range",
-        help="Upper clip range, if it differs from the lower one; a larger value lets unlikely tokens gain more (clip-higher).",
+        help="Upper clip range, if it differs from the lower clip range; a "
+        "larger value lets unlikely tokens gain more (clip-higher).",
     )
     grpo_dual_clip: float | None = _train(
         None,
@@ -152,8 +153,8 @@ class UpdateOptions:
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="For answers truncated at --max-new-tokens, use the critic's value at the last token as the return of "
-        "the part that is missing (bootstrapping). Disable this if most answers are truncated: the reward already scores the "
+        help="For answers truncated at --max-new-tokens, use the critic's value at the last token as the return of the "
+        "missing tokens (bootstrapping). Disable this option if most answers are truncated: the reward already scores the "
         "truncated text, and values would grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
@@ -181,13 +182,15 @@ class LoraOptions:
         0.0,
         minimum=0,
         below=1,
-        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts: rollouts have no "
-        "dropout, so the importance ratio would be noise.",
+        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts, because rollouts use no "
+        "dropout and the importance ratio would be noisy.",
     )
     lora_target_modules: str = _lora(
         ALL_LINEAR,
         metavar="NAME[,NAME...]",
-        help="Linear layers that get an adapter, by the last part of their name; all-linear means all but the output head.",
+        help="Linear layers that get an adapter, by the last component of the layer name; "
+        "all-linear means all linear layers except "
+        "the output head.",
     )
     lora_adapter_path: str | None = _lora(
         None,

@@ -1,6 +1,6 @@
-"""Validates the options of a run before any expensive work: values, combinations, paths. Reports all problems at once.
+"""Validates the options of a run before any expensive work: values, combinations and paths. All problems are reported at once.
 
-An option without effect is also a problem. Hook files are not imported here, but by `areno.config.hooks`.
+An option without effect is also a problem. `areno.config.hooks` imports hook files; this module does not.
 """
 
 import re
@@ -31,7 +31,7 @@ from areno.storage.run_layout import is_run
 
 
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
-    """Check parsed options, merged with those of a resumed run. Raises UsageError with all problems and remedies.
+    """Check parsed options, merged with the options of a resumed run. Raises UsageError with all problems and remedies.
 
     ``needs_data`` is False for planning, which needs neither data nor rewards.
     """
@@ -135,7 +135,7 @@ def value_problems(options: Any) -> Iterator[str]:
 
 
 def value_problem(entry: Option, value: Any) -> str:
-    """Return the problem of one option's value, regardless of other options; empty if there is none."""
+    """Return the problem of one option's value, regardless of other options; empty if the value is valid."""
     items = value if entry.many else (value,)
     for item in items:
         if item is None or entry.kind is bool:
@@ -144,7 +144,7 @@ def value_problem(entry: Option, value: Any) -> str:
             if entry.info.choices and item not in entry.info.choices:
                 return f"{entry.flag} {item!r} is unknown; choose {', '.join(entry.info.choices)}"
             if entry.many and not item:
-                return f"{entry.flag} must not be empty; pass some text, or omit it"
+                return f"{entry.flag} must not be empty; pass some text, or omit the option"
         elif problem := entry.number_problem(item, entry.flag):
             return problem
     return ""
@@ -209,14 +209,14 @@ def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     if options.lora_dropout > 0 and spec.requires_rollout:
         yield (
             f"--lora-dropout {options.lora_dropout}: rollouts of {spec.name} have no dropout, so the importance ratio would "
-            "be noise; remove the option"
+            "be noisy; remove the option"
         )
     if options.lora_adapter_path is not None:
         yield adapter_problem(options.lora_adapter_path, "--lora-adapter-path")
     if options.ckpt and is_adapter(options.ckpt):
         yield (
             f"--ckpt {options.ckpt} is an adapter, not a model; pass its base model as --ckpt and the adapter as "
-            f"--lora-adapter-path {options.ckpt}, or merge it first with areno export"
+            f"--lora-adapter-path {options.ckpt}, or merge the adapter first with areno export"
         )
 
 
@@ -277,7 +277,7 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         yield from _fsdp(options)
     if options.lr_decay_style != "constant" and options.min_lr > options.lr:
         yield (
-            f"--min-lr {options.min_lr} is above --lr {options.lr}, so the rate would rise; "
+            f"--min-lr {options.min_lr} is above --lr {options.lr}, so the learning rate would rise; "
             f"use --min-lr {options.lr / 10:g} or --lr-decay-style constant"
         )
     if options.device == "mps":
@@ -365,18 +365,18 @@ def _output_paths(options: TrainOptions) -> Iterator[str]:
     for name in ("run_dir", "save_path", "metrics_log_dir"):
         directory = getattr(options, name)
         if directory == "":
-            yield f"{flag_of(name)} must not be empty; pass a directory, or omit it"
+            yield f"{flag_of(name)} must not be empty; pass a directory, or omit the option"
         elif directory is not None:
             yield unwritable(Path(directory), flag_of(name))
     if options.resume is not None:
         return
     if options.run_dir and is_run(Path(options.run_dir)):
         run = options.run_dir
-        yield f"--run-dir {run} already contains a run; choose another, or continue it with --resume {run}"
+        yield f"--run-dir {run} already contains a run; choose another directory, or continue that run with --resume {run}"
     if options.metrics_log_dir and any(Path(options.metrics_log_dir).glob("events.out.tfevents.*")):
         yield (
             f"--metrics-log-dir {options.metrics_log_dir} already contains the events of another run, which TensorBoard would "
-            "merge with this one; choose an empty directory"
+            "merge with this run's events; choose an empty directory"
         )
     if options.save_path and CheckpointFolder(options.save_path).steps():
         yield (

@@ -1,6 +1,6 @@
 """Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
 
-The options stored with a run exclude its location and options that it does not read, so that the file works as a
+The options stored with a run exclude the run's location and options that the run does not read, so that the file works as a
 ``--config`` file.
 """
 
@@ -19,7 +19,7 @@ from areno.errors import UsageError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects duplicate keys; PyYAML would silently use the last one."""
+    """Rejects duplicate keys; PyYAML would silently use the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -31,7 +31,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options; returns raw values by option name, with underscores. ``option`` is for messages.
+    """Read a YAML file of options; returns raw values by option name, with underscores. ``option`` appears in messages.
 
     Keys without a value are omitted: ``null`` means unset.
     """
@@ -42,7 +42,9 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
 
 
 def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings by dotted name; with ``indexed``, also those in lists of mappings: ``name.0.key``."""
+    """Yield the values in nested mappings by dotted name; with ``indexed``, also the values in lists of mappings:
+    ``name.0.key``.
+    """
     for name, value in values.items():
         if indexed and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = dict(enumerate(value))
@@ -72,12 +74,12 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         if not isinstance(key, str):
-            raise UsageError(f"{where}: key {key!r} is not an option name; quote it or remove it")
+            raise UsageError(f"{where}: key {key!r} is not an option name; quote or remove the key")
         if isinstance(value, dict):
-            raise UsageError(f"{where}: {key} is a mapping; options are flat, write one value or a list")
+            raise UsageError(f"{where}: {key} is a mapping; options are flat, so write one value or a list")
         name = name_of(key)
         if name in values:
-            raise UsageError(f"{where}: {key} appears twice, with dashes and with underscores; keep one")
+            raise UsageError(f"{where}: {key} appears twice, with dashes and with underscores; keep only one spelling")
         if value is not None:
             values[name] = value
     return values

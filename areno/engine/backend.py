@@ -1,4 +1,7 @@
-"""The interface through which trainers, the training loop and the server use the models of a run. Imports no torch."""
+"""The interface through which trainers, the training loop and the server use the models of a run.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ACTOR = "actor"
-"""Name of the generating role."""
+"""Name of the role that generates."""
 
 
 class Generator(Protocol):
-    """Answers generation requests."""
+    """Serves generation requests."""
 
     tokenizer: Any
 
@@ -38,15 +41,17 @@ class Generator(Protocol):
         """
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; its future resolves to the tokens sampled so far."""
+        """Abort one request. The request's future then resolves to the tokens sampled before the abort."""
 
     def load(self) -> EngineLoad:
         """Current generation load, summed over all replicas."""
 
 
 class Backend(Generator, Protocol):
-    """The models of a run: :class:`areno.engine.engine.Engine` holds them in this process,
-    :class:`areno.engine.parallel.group.EngineGroup` in rank processes.
+    """The models of a run.
+
+    :class:`areno.engine.engine.Engine` holds the models in this process, and
+    :class:`areno.engine.parallel.group.EngineGroup` holds them in rank processes.
     """
 
     config: EngineConfig
@@ -65,10 +70,10 @@ class Backend(Generator, Protocol):
         """KV cache capacity of a replica in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the concurrent sequences of all replicas together; None restores each replica's configured limit."""
+        """Limit the total number of concurrent sequences of all replicas; None restores the configured limit per replica."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off; no effect unless the configured ``prefix_cache_tokens`` is 0."""
+        """If the configured ``prefix_cache_tokens`` is 0, turn the prefix cache on or off; otherwise do nothing."""
 
     def end_rollout(self) -> None:
         """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
@@ -81,7 +86,7 @@ class Backend(Generator, Protocol):
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:
-        """Wait for running generation, train a role on rows, and return scalar statistics."""
+        """Wait until generation has finished, train a role on rows, and return scalar statistics."""
 
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
@@ -98,7 +103,7 @@ class Backend(Generator, Protocol):
     ) -> list[list[float]]:
         """Per row, the log-prob of each token given the tokens before it; entry 0 is 0.0.
 
-        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`); for the actor only.
+        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`). It applies to the actor only.
         """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
@@ -110,12 +115,12 @@ class Backend(Generator, Protocol):
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not loaded yet.
 
-        Raises EngineError: a role of the same name is loaded with a different checkpoint, kind or ``trainable`` setting.
-        Raises UsageError: a checkpoint does not suit its role.
+        Raises EngineError: a role of the same name has been loaded with a different checkpoint, kind or ``trainable``
+        setting. Raises UsageError: a role cannot use its checkpoint.
         """
 
     def drop_role(self, name: str) -> None:
-        """Unload an auxiliary role. Raises EngineError if the role does not exist, or is the actor."""
+        """Unload an auxiliary role. Raises EngineError if the role does not exist or is the actor."""
 
     def learning_rate(self, role: str) -> float:
         """Learning rate of a role's next optimizer step."""
@@ -130,19 +135,20 @@ class Backend(Generator, Protocol):
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write what a resume needs besides the actor's model: optimizer states, and the models of other trainable roles."""
+        """Write the optimizer states and the models of trainable roles other than the actor, so that training can resume."""
 
     def load_state(self, checkpoint: Path) -> None:
-        """Restore the state of a checkpoint whose weights the actor has already loaded.
+        """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
 
-        Raises CheckpointError: the state is missing, corrupt, or belongs to other parameters.
+        Raises CheckpointError: the state is missing, corrupt, or belongs to different parameters.
         """
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call ``function(engine, *arguments)`` on every rank; return the results in rank order.
+        """Call ``function(engine, *arguments)`` on every rank, and return the results in rank order.
 
-        If all ranks raise the same type of error, that error is raised; if only some raise, or the types differ, EngineError.
+        If all ranks raise errors of the same type, an error of this type is raised. Otherwise an error on any rank raises
+        EngineError.
         """
 
     def close(self) -> None:
-        """Release all models and end all ranks."""
+        """Release all models and stop all rank processes."""

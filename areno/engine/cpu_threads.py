@@ -1,9 +1,9 @@
 """Adapt PyTorch's CPU thread count to the cores that other programs leave free.
 
-If another process is busy on one of two cores, two OpenMP threads are twice as slow as one, because every parallel region
-waits for the thread on the busy core. So the thread count follows the load: it is first set after the model has been
-loaded, and then revised at most every ``PERIOD_S`` seconds; each change is logged. ``OMP_NUM_THREADS`` fixes the count. Results
-are bitwise reproducible at equal thread counts.
+If another process is busy on one of two cores, two OpenMP threads are twice as slow as one thread, because every
+parallel region waits for the thread on the busy core. The thread count therefore follows the load. It is set after the
+model has been loaded, and revised at most every ``PERIOD_S`` seconds. Each change is logged. ``OMP_NUM_THREADS`` fixes
+the count. Results are bitwise reproducible at equal thread counts.
 """
 
 import logging
@@ -24,14 +24,14 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """Return the new thread count, at most ``most``, if other programs leave ``free`` cores."""
+    """Return the new thread count, at most ``most``, given that other programs leave ``free`` cores."""
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)
 
 
 class CpuThreads:
-    """The thread count of this process; use the shared instance :data:`CPU_THREADS`."""
+    """The thread count of this process. Use the shared instance :data:`CPU_THREADS`."""
 
     def __init__(self) -> None:
         self.adapts = False  # whether the count follows the load
@@ -44,18 +44,18 @@ class CpuThreads:
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
         """Declare that ``processes`` processes of a run divide the cores evenly.
 
-        ``root_pid`` is the process that started them (None: this one). ``fixed``: whether their thread count is
-        constant; None: only if ``OMP_NUM_THREADS`` is set.
+        ``root_pid`` identifies the process that started these processes; None means this process. ``fixed`` keeps
+        their thread count constant; None keeps it constant only if ``OMP_NUM_THREADS`` is set.
         """
         self._sharing, self._root_pid = processes, root_pid or os.getpid()
         self._fixed = self._fixed if fixed is None else fixed
         self.adapts = False
 
     def begin(self) -> None:
-        """Start to follow the load. Call before loading a model: the CPU load during loading decides the first count.
+        """Start to follow the load; has no effect if already started.
 
-        The calling thread's count, within the process's CPU limit, is the maximum. While the count follows the load,
-        another call has no effect.
+        Call this method before loading a model, because the CPU load during loading determines the first count. The
+        maximum is the calling thread's count, limited to the cores that the process may use.
         """
         if self.adapts:
             return
@@ -72,7 +72,7 @@ class CpuThreads:
         return self._current
 
     def apply(self) -> None:
-        """Apply the count to the calling thread. PyTorch also gives it to threads started later."""
+        """Set the thread count of the calling thread. PyTorch also uses this count for threads started later."""
         if self.adapts and torch.get_num_threads() != self.current():
             torch.set_num_threads(self._current)
 

@@ -11,24 +11,24 @@ from areno.errors import UsageError
 
 
 def use_device(device: torch.device) -> None:
-    """Set the calling thread's current GPU, which Triton, streams and graphs use regardless of where tensors are.
+    """Set the calling thread's current GPU. Triton, streams and graphs use this GPU even for tensors on another GPU.
 
-    New threads start on GPU 0; they do not inherit their parent's device.
+    A new thread starts on GPU 0, not on its parent's GPU.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def use_deterministic_algorithms() -> None:
-    """Enable PyTorch's deterministic algorithms; PyTorch warns about operations that have none."""
+    """Enable PyTorch's deterministic algorithms. PyTorch warns about operations without a deterministic algorithm."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this variable
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
-    """Return one device per rank of an engine: consecutive GPUs from ``first`` on, or the ``chosen`` ones.
+    """Return one device per rank of an engine: the ``chosen`` GPUs, or consecutive GPUs from ``first`` on.
 
-    Raises UsageError if there are too few GPUs, or if ``chosen`` does not list one per rank.
+    Raises UsageError if there are too few GPUs, or if the length of ``chosen`` is not the number of ranks.
     """
     if chosen is not None and len(chosen) != ranks:
         raise UsageError(f"devices={chosen} has length {len(chosen)}, but world_size={ranks}; give one device per rank")
@@ -41,7 +41,7 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
 
 
 def read_all(values: Sequence[Tensor | float]) -> list[float]:
-    """Read one-element tensors as floats with one host-device synchronization per device, not per tensor."""
+    """Read one-element tensors as floats, with one host-device synchronization per device instead of one per tensor."""
     by_device: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
@@ -55,7 +55,7 @@ def read_all(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a host tensor to a device; CUDA copies go through pinned memory and are asynchronous."""
+    """Copy a host tensor to a device. Copies to a GPU are asynchronous and use pinned memory."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

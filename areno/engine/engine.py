@@ -1,7 +1,7 @@
-"""All models of a run on one device: the actor generates and trains; other roles score, and some train.
+"""All models of a run on one device. The actor generates and trains. The other roles score rows, and some also train.
 
-Rollout and training share the actor's module, so weights are never copied between them. ``version`` counts optimizer
-steps; every generated token carries the version of the weights that sampled it.
+Rollout and training share the actor's module, so weights are never copied for a rollout. ``version`` counts optimizer
+steps. Every generated token carries the version of the weights that sampled it.
 """
 
 import logging
@@ -54,7 +54,7 @@ _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed mem
 
 
 class Engine:
-    """The models of a run on one device. If ``path`` is an adapter, loads its base model and merges the adapter."""
+    """The models of a run on one device. If ``path`` is an adapter, it is merged into its base model."""
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
@@ -153,7 +153,7 @@ class Engine:
         return self._loop.scheduler.budget_tokens if self._loop is not None else 0
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit concurrent sequences per replica; None restores the configured limit. Raises ValueError below 1."""
+        """Limit concurrent sequences per replica; None restores the configured limit. Raises ValueError for a limit below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
         limit, loop = self.config.max_running if sequences is None else sequences, self.loop
@@ -162,7 +162,7 @@ class Engine:
         loop.scheduler.max_running = limit
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off; no effect unless the configured ``prefix_cache_tokens`` is 0."""
+        """If the configured ``prefix_cache_tokens`` is 0, turn the prefix cache on or off; otherwise do nothing."""
         if self.config.prefix_cache_tokens == 0:
             prefixes = self.loop.prefixes
             prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if enabled else 0
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def loop(self) -> RolloutLoop:
-        """The rollout loop. Raises EngineError if the actor is a reward model, or a stage of a pipeline."""
+        """The rollout loop. Raises EngineError if the actor is a reward model or a pipeline stage."""
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:
@@ -192,13 +192,13 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights, and keep them gathered until the rollout ends or a model trains; all ranks must call it."""
+        """Gather sharded weights until the rollout ends or a model trains. All ranks must call this method."""
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Merge the adapter if it can be merged, and queue requests; see :meth:`RolloutLoop.submit`.
+        """Merge the adapter if possible, and queue requests; see :meth:`RolloutLoop.submit`.
 
-        Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not been called.
+        Raises EngineError: the weights are sharded and not gathered; see :meth:`begin_rollout`.
         """
         if not self.actor.model.weights.whole:
             raise EngineError("the weights are sharded across ranks: call begin_rollout on all ranks first")
@@ -215,7 +215,7 @@ class Engine:
         return self.loop.load()
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and free the KV cache unless configured to keep it."""
+        """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
         self.loop.cancel_all()
         self._rest()
         if not self.config.keep_rollout_state:
@@ -229,7 +229,7 @@ class Engine:
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:
-        """Train a role on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
+        """Wait until generation has finished, then train a role on rows; see :meth:`TrainStep.run`."""
         self._rest()
         trainee = self.role(role)
         trainee.check(row.tokens for row in rows)
@@ -238,17 +238,17 @@ class Engine:
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records of the actor's training rows since the last call, by the rows' ``observed`` numbers."""
+        """Return the token records of the rows trained by the actor since the last call, keyed by ``observed`` number."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call ``function(self, *arguments)``; this engine is the only rank."""
+        """Call ``function(self, *arguments)`` on this engine, which is the only rank."""
         return [function(self, *arguments)]
 
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Compute loss and statistics of a trainable role without updating it. Waits for running generation first."""
+        """Wait until generation has finished, then compute a trainable role's loss and statistics without an update."""
         self._rest()
         trainee = self.role(role)
         trainee.check(row.tokens for row in rows)
@@ -257,7 +257,7 @@ class Engine:
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load missing roles; frozen roles of the same checkpoint and kind share weights."""
+        """Load the missing roles. Frozen roles with the same checkpoint and kind share weights."""
         self.wait_idle()
         for name, spec in roles.items():
             loaded = self.roles.get(name)
@@ -306,7 +306,7 @@ class Engine:
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """Options for the adapter of a trainable role other than the actor: those of the actor, for a new adapter."""
+        """The actor's adapter options, for a new adapter of another trainable role."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
@@ -315,11 +315,11 @@ class Engine:
     def drop_role(self, name: str) -> None:
         """Unload an auxiliary role."""
         if self.role(name) is self.actor:
-            raise EngineError("the actor cannot be dropped; close() ends the trainer")
+            raise EngineError("the actor cannot be dropped; use close() to close the trainer")
         del self.roles[name]
 
     def role(self, name: str) -> Role:
-        """Look up a loaded role. Raises EngineError if no role has that name."""
+        """Look up a loaded role. Raises EngineError if no role has this name."""
         if name not in self.roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded: {', '.join(self.roles)}. Load it with "
@@ -355,12 +355,12 @@ class Engine:
         temperatures: float | Sequence[float] = 1.0,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
-        """Wait for running generation, then score rows with a role; see :func:`areno.engine.scoring.score`."""
+        """Wait until generation has finished, then score rows with a role; see :func:`areno.engine.scoring.score`."""
         self.wait_idle()
         return self.role(role).score(what, rows, micro_bs, temperatures, routed)
 
     def wait_idle(self) -> None:
-        """Wait for running generation, then unmerge the adapter."""
+        """Wait until generation has finished, then unmerge the adapter."""
         if self._loop is not None:
             self._loop.wait_idle()
         if self.actor.model.adapter is not None:
@@ -369,7 +369,7 @@ class Engine:
                 self._loop.follow_weights()
 
     def _rest(self) -> None:
-        """Wait for running generation, then release gathered weights."""
+        """Wait until generation has finished, then reshard gathered weights."""
         self.wait_idle()
         self.actor.model.weights.release()
 
@@ -380,7 +380,7 @@ class Engine:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint with the state of all trainable roles."""
+        """Approximate size in bytes of a checkpoint with the state of all trainable roles."""
         return sum(role.checkpoint_bytes() for role in self.roles.values() if role.trainable)
 
     def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
@@ -388,8 +388,10 @@ class Engine:
         self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write ``trainer_state/optimizer/``, and for a critic ``trainer_state/critic_optimizer/`` and the Hugging Face
-        checkpoint ``critic/``; see :meth:`Backend.save_state`.
+        """Implement :meth:`Backend.save_state`.
+
+        The actor's optimizer state is written to ``trainer_state/optimizer/``. For a critic, the optimizer state is
+        written to ``trainer_state/critic_optimizer/``, and the model to ``critic/`` in Hugging Face format.
         """
         target = checkpoint / STATE_FOLDER
         target.mkdir(exist_ok=True)  # another rank may have created it
@@ -400,10 +402,10 @@ class Engine:
                     role.save_model(checkpoint / name, self.tokenizer)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Restore the state of a checkpoint whose weights the actor has already loaded.
+        """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
 
-        Call :meth:`ensure_roles` first: only loaded roles are restored. For trainable roles other than the actor, the
-        weights are loaded too.
+        Call :meth:`ensure_roles` first, because only loaded roles are restored. The weights of trainable roles other
+        than the actor are also restored.
         """
         self._rest()
         for name, role in list(self.roles.items()):
@@ -423,7 +425,7 @@ class Engine:
         return reloaded
 
     def close(self) -> None:
-        """Stop the rollout thread and free the cache."""
+        """Stop the rollout thread, and free the KV cache."""
         if self._loop is not None:
             self._loop.close()
 

@@ -16,10 +16,12 @@ from areno.engine.train.optimizer import OptimizerOptions
 class EngineConfig:
     """How an engine loads, generates and trains.
 
-    ``trains``: with ``policy``, the actor is a trainable policy; with ``reward``, a trainable sequence classifier, which
-    cannot generate; with ``nothing``, a policy without an optimizer.
-    ``decode``: ``auto`` loads the compiled decode step from disk if an earlier run has compiled it, else compiles it in the
-    background if the remaining work justifies that; ``compiled`` compiles it before the first token; ``eager`` never does.
+    ``trains`` is ``policy`` (the actor is a trainable policy), ``reward`` (the actor is a trainable sequence classifier,
+    which cannot generate) or ``nothing`` (the actor is a policy without an optimizer).
+
+    ``decode`` is ``auto``, ``compiled`` or ``eager``. With ``auto``, the engine loads the decode step from disk if an
+    earlier run has compiled it. Otherwise ``auto`` compiles the decode step in the background if the remaining work
+    justifies the compilation. ``compiled`` compiles the decode step before the first token; ``eager`` never compiles it.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -54,7 +56,7 @@ class EngineConfig:
         return str(self.dtype).removeprefix("torch.")
 
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
-        """Load options of the checkpoint that ``option`` names."""
+        """Options for loading the checkpoint set by ``option``."""
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,

@@ -1,11 +1,11 @@
-"""Liveness counter of this process: every long-running operation advances it."""
+"""Liveness counter of this process. Every long-running operation advances the counter."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """A progress counter; use the process-wide :data:`HEARTBEAT`."""
+    """A progress counter. Use the process-wide instance :data:`HEARTBEAT`."""
 
     count: float = 0.0
 

@@ -9,7 +9,7 @@ logger = logging.getLogger("areno.engine.inference")
 
 
 class DecodeProgress:
-    """Logs decode throughput at most every ``interval_s`` seconds; 0 or less disables logging."""
+    """Logs decode throughput at most every ``interval_s`` seconds; an interval of 0 or less disables logging."""
 
     def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
         self.interval_s = interval_s
@@ -18,7 +18,7 @@ class DecodeProgress:
         self._tokens = 0
 
     def step(self, active: int, cuda_graph: bool = False) -> None:
-        """Count one decode step of ``active`` sequences; log if the interval has elapsed."""
+        """Count one decode step of ``active`` sequences, and log the throughput if the interval has elapsed."""
         if self.interval_s <= 0:
             return
         now = time.perf_counter()

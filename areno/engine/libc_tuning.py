@@ -1,15 +1,15 @@
 """Tune OpenMP and the C allocator for a process that generates and trains on CPUs.
 
 *One OpenMP worker pool at a time.* Every thread that calls into PyTorch gets its own OpenMP workers and keeps them. The
-rollout and training threads together would oversubscribe the cores twofold, and GNU OpenMP then makes all workers sleep at
-every barrier: on two cores a decode step took 15 ms instead of 4. So a thread ends its workers when it goes idle; the next
-parallel region restarts them in well under a millisecond.
+workers of the rollout thread and the training thread would oversubscribe the cores twofold, and GNU OpenMP would then
+make all workers sleep at every barrier. On two cores, a decode step took 15 ms instead of 4 ms. A thread therefore
+stops its workers when it becomes idle. The next parallel region restarts the workers in well under a millisecond.
 
-*Freed memory is retained.* By default malloc returns large freed blocks to the system, and new ones are faulted in page by
-page: training on 64 rows with a 135 M model took 22 s on two cores instead of 14.6, with 10 million page faults per step. So
-large tensors come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If that cannot be compiled, glibc retains
-memory in one untrimmed heap, whose fragmentation makes the peak a third higher to twice as high. When the system runs short of
-memory, each pass first returns retained memory.
+*Freed memory is retained.* By default, malloc returns large freed blocks to the system, and the pages of new blocks must be
+faulted in again. Training a model of 135 M parameters on 64 rows took 22 s on two cores instead of 14.6 s, with 10 million page
+faults per step. Large tensors therefore come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If the
+allocator cannot be compiled, glibc retains memory in one untrimmed heap. The fragmentation of this heap raises the memory peak
+by 33% to 100%. When the system runs short of memory, each pass returns the retained memory before it starts.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: keeps the program's settings
 
 
 def release_workers() -> None:
-    """Stop the OpenMP workers of the calling thread, which must not be inside a parallel region."""
+    """Stop the calling thread's OpenMP workers. The thread must not be inside a parallel region."""
     pause = _pause_call()
     if pause is not None:
         pause(_PAUSE_SOFT)
@@ -54,7 +54,7 @@ def _pause_call() -> Callable[[int], int] | None:
 
 
 def trim_freed_memory() -> None:
-    """Return retained memory to the system; a no-op without glibc."""
+    """Return retained memory to the system; without glibc, do nothing."""
     if _ALLOCATOR:
         _ALLOCATOR[0].release_unused()
     trim = _of_libc("malloc_trim")
@@ -63,7 +63,7 @@ def trim_freed_memory() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Retain freed memory; a no-op without glibc, or if the user has configured malloc or preloaded another allocator."""
+    """Retain freed memory, unless glibc is missing or the user has configured malloc or preloaded another allocator."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
     if _ALLOCATOR or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used
@@ -77,7 +77,7 @@ def retain_freed_memory() -> None:
 
 
 def retained_bytes() -> int:
-    """Size in bytes of the freed memory that the process retains for reuse; 0 if unknown."""
+    """Size in bytes of freed memory retained for reuse; 0 if unknown."""
     if _ALLOCATOR:
         return _ALLOCATOR[0].unused_bytes()
     count = _of_libc("mallinfo2")
@@ -89,7 +89,7 @@ def retained_bytes() -> int:
 
 
 def _resident_heap() -> int:
-    """Size in bytes of the heap's resident part; malloc's own count of free bytes also includes trimmed pages."""
+    """Resident size of the heap in bytes. The free bytes counted by malloc also include trimmed pages."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
         inside = False
         for line in maps:
@@ -100,12 +100,12 @@ def _resident_heap() -> int:
 
 
 class _HeapFigures(ctypes.Structure):
-    """``struct mallinfo2``; ``uordblks`` and ``fordblks`` are the used and free bytes of the heap."""
+    """``struct mallinfo2``. ``uordblks`` is the number of used bytes of the heap, and ``fordblks`` the number of free bytes."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
 def _of_libc(name: str) -> Any:
-    """A function of the C library on Linux, or None."""
+    """A function of the C library; None if it does not exist or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -1,7 +1,7 @@
 """Context length and vocabulary limits of a model, read from its configuration before any weights are loaded.
 
-A row beyond the limits would index an embedding table out of bounds, which crashes the process on a GPU, or silently run a
-rotary model at positions on which it was never trained.
+On a GPU, a row that exceeds a limit would crash the process by indexing an embedding table out of bounds. A model with
+rotary embeddings would silently run at positions on which it was never trained.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ _SCALED = ("yarn", "llama3", "longrope")
 
 
 def context_length(config: Any) -> int | None:
-    """Maximum number of positions of a ``transformers`` configuration; None if it states no limit.
+    """Maximum number of positions of a ``transformers`` configuration; None if the configuration states no limit.
 
-    Most configurations with scaled rotary embeddings state the extended length. If a configuration states the original length
-    (YaRN in Qwen models, linear scaling), that length is multiplied by the scaling factor.
+    Most configurations with scaled rotary embeddings state the extended length. Other configurations (YaRN in Qwen
+    models, linear scaling) state the original length, which is then multiplied by the scaling factor.
     """
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
@@ -48,11 +48,11 @@ def vocabulary_size(config: Any) -> int:
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
     """Check that a checkpoint has an embedding for every id that the tokenizer produces.
 
-    Special tokens that neither the tokenizer nor the chat template inserts, such as padding, may have ids beyond the embedding
-    table: a prompt that contains such a token is rejected on submission.
+    A special token that neither the tokenizer nor the chat template inserts, such as padding, may have an id without an
+    embedding. The engine rejects a prompt that contains this token.
 
     Args:
-        option: name of the option that set the checkpoint, for error messages.
+        option: option that sets the checkpoint, for error messages.
 
     Returns:
         Maximum number of tokens of a row; None if the model states no limit.
@@ -84,9 +84,9 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 
 
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
-    """Reject a role whose vocabulary differs from the actor's: it would score different text.
+    """Reject a role if its vocabulary differs from the actor's, because the role would score different text.
 
-    Raises UsageError: the vocabularies differ, or an id has no embedding.
+    Raises UsageError: the vocabularies differ, or a token id has no embedding.
     """
     from areno.text.chat import load_tokenizer
 
@@ -106,9 +106,9 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
-    """Cap each request's new tokens at what its prompt leaves of the context; at the cap, a sample ends with ``length``.
+    """Limit the new tokens of each request to the context length minus the prompt length.
 
-    Raises EngineError: a request is invalid or can never fit.
+    Raises EngineError: a request is invalid, or cannot fit in the context or the KV cache.
     """
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 
@@ -127,11 +127,13 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
     most, limit = sampling.max_new_tokens, tightest(context, sampling.max_context_len)
     if limit is not None:
         if prompt >= limit:
-            raise EngineError(f"a prompt of {prompt} tokens leaves no room for an answer in a context of {limit}")
+            raise EngineError(
+                f"a prompt of {prompt} tokens leaves no room for an answer in a context of {limit} tokens"
+            )
         most = min(most, limit - prompt)
     if prompt + most > kv_tokens:
         raise EngineError(
-            f"a request of {prompt} prompt tokens and up to {most} new ones can never fit the KV cache of {kv_tokens} "
+            f"a request of {prompt} prompt tokens and up to {most} new tokens cannot fit in the KV cache of {kv_tokens} "
             "tokens; raise --kv-cache-tokens or lower --max-new-tokens"
         )
     if most == sampling.max_new_tokens:
@@ -141,5 +143,5 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
 
 
 def unknown_id(ids: Iterable[int], vocabulary: int) -> int | None:
-    """The first id without an embedding, or None."""
+    """The first token id without an embedding; None if all ids have embeddings."""
     return next((token for token in ids if not 0 <= token < vocabulary), None)

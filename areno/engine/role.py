@@ -1,6 +1,6 @@
-"""Model roles: the trainable actor, a frozen reference, a critic, a reward model.
+"""Model roles: the trainable actor, a frozen reference, a critic and a reward model.
 
-Every role scores given rows; a role with an optimizer also trains. The actor, if it is a policy, also generates.
+Every role scores rows, and a role with an optimizer also trains. An actor that is a policy also generates.
 """
 
 import functools
@@ -79,7 +79,7 @@ class Role:
         return Pipeline(self.model, self.peers) if self.model.stage is not None else None
 
     def check(self, rows: Iterable[Sequence[int]]) -> None:
-        """Raise UsageError for rows that exceed the context length or the vocabulary."""
+        """Raise UsageError if a row exceeds the context length or contains a token id outside the vocabulary."""
         context, vocabulary = self.model.context_length, self.model.vocab_size
         for index, row in enumerate(rows):
             if context is not None and len(row) > context:
@@ -103,8 +103,9 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        Raises EngineError if a policy is asked for values or rewards, or another kind of model for log-probs; UsageError for
-        rows that :meth:`check` rejects; ValueError unless there is one temperature, or one per row.
+        Raises EngineError if values or rewards are requested from a policy, or log-probs from another kind of model.
+        Raises UsageError if :meth:`check` rejects a row. Raises ValueError unless there is one temperature in total or
+        one per row.
         """
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
             requested = "log-probs" if what == "logprobs" else what
@@ -119,8 +120,10 @@ class Role:
             return score(self.model, what, rows, micro_bs, per_row, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
-        """Copy the weights to host memory; return a function that saves the copy, like :meth:`save_model`, while training
-        continues. Adapters, which are small, and models on several ranks are not copied: for these, returns None.
+        """Copy the weights to host memory, and return a function that saves the copy while training continues.
+
+        The function writes the same files as :meth:`save_model`. Returns None for an adapter, which is small, and for
+        a model on several ranks.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None
@@ -134,9 +137,10 @@ class Role:
         return lambda folder: self.save_model(folder, tokenizer, weights)
 
     def save_model(self, folder: str | Path, tokenizer: Any, weights: dict[str, torch.Tensor] | None = None) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format; with an adapter, only the adapter.
+        """Write weights, configuration and tokenizer in Hugging Face format. With an adapter, the weights and
+        configuration are those of the adapter.
 
-        ``weights`` replace the model's own; see :meth:`stage_model`.
+        ``weights`` are saved instead of the model's current weights; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
             if self.peers.replica == 0 or self.peers.layout.fsdp:
@@ -162,14 +166,14 @@ class Role:
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer state; each rank writes its own shard, so all ranks must call it."""
+        """Write the optimizer state. Each rank writes its own shard, so all ranks must call this method."""
         optimizer = self.trained_by()
         save_state(folder, optimizer.state_head(), optimizer.state_parts(), self.peers)
 
     def load_optimizer(self, folder: Path) -> None:
-        """Restore a saved optimizer state; the weights must come from the same checkpoint.
+        """Restore a saved optimizer state. The weights must come from the same checkpoint.
 
-        Raises CheckpointError: the state is missing, corrupt, or belongs to other parameters.
+        Raises CheckpointError: the state is missing, corrupt, or belongs to different parameters.
         """
         optimizer = self.trained_by()
         try:
@@ -195,9 +199,9 @@ def load_role(
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
 ) -> Role:
-    """Load a role's checkpoint; the checkpoint of a frozen critic or reward model must have a scalar head.
+    """Load a role's checkpoint. The checkpoint of a frozen critic or reward model must have a scalar head.
 
-    Raises UsageError: the checkpoint does not suit the role, or options conflict.
+    Raises UsageError: the role cannot use the checkpoint, or options conflict.
     """
     _check_choices(name, path, options, optimizer, checkpointing, adapter, offload_activations)
     if adapter is not None:
@@ -240,8 +244,8 @@ def _check_choices(
         raise UsageError(f"--offload-activations has no effect for role {name!r}, which is on a CPU; remove the option")
     if optimizer is not None and offload_activations and checkpointing is False:
         raise UsageError(
-            f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, so that there is "
-            "one tensor per layer to offload"
+            f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, because only the "
+            "inputs of checkpointed layers are offloaded"
         )
     if adapter is not None and is_adapter(path):
         raise UsageError(
@@ -261,7 +265,7 @@ def _check_choices(
     }
     for conflicting, present in chosen.items():
         if present:
-            raise UsageError(f"--fsdp with {conflicting} are not sharded; remove one of them")
+            raise UsageError(f"--fsdp with {conflicting} are not sharded; remove one of these options")
 
 
 def _optimizer(model: PackedModel, config: OptimizerOptions, peers: RankContext) -> Optimizer:

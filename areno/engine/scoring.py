@@ -1,4 +1,4 @@
-"""Score fixed token rows with any role: log-probs, values, rewards. Computes no gradients."""
+"""Score token rows with any role, without gradients: log-probs, values or rewards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,12 +56,12 @@ def score(
 ) -> list[Any]:
     """Score rows with a policy (log-probs), a critic (values) or a reward model (rewards).
 
-    ``routed`` holds each row's recorded expert choices; a model prepared for routing replay replays them.
+    ``routed`` holds each row's recorded expert choices. They are replayed if the model is prepared for routing replay.
 
     Returns:
         ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
-        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. The stages of a
-        ``pipeline`` before the last one return an empty list.
+        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. On a stage of a
+        ``pipeline`` before the last stage, the list is empty.
     """
     results: list[Any] = []
     batches = _batches(model, rows, micro_bs, temperatures, routed)
@@ -98,7 +98,7 @@ def _batches(
 
 
 def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> list[Any]:
-    """Scores of a batch's rows from its hidden states [T, C]."""
+    """Scores of a batch's rows, computed from the hidden states [T, C] of the batch."""
     plan = batch.plan
     if isinstance(model, ValueModel):
         if what == "rewards":
@@ -112,11 +112,11 @@ def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> 
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
-    """Split rows in order into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens, or of one longer row."""
+    """Split rows, in order, into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens, or of one longer row."""
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:
-            raise ValueError(f"row {index} is empty: a row to score needs at least one token")
+            raise ValueError(f"row {index} is empty; a row must have at least one token to be scored")
         if batch and (len(batch) == micro_bs or sum(map(len, batch)) + len(row) > MAX_TOKENS):
             yield batch
             batch = []

@@ -31,7 +31,7 @@ def check_inputs(config: BaseExperimentConfig) -> None:
 NO_REWARD = (
     "reward.fn is missing: name the reward function as file.py:NAME or module.NAME, or a reward model as reward.path"
 )
-"""Message for a built-in workflow without a reward."""
+"""Error message if a built-in workflow has no reward."""
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:

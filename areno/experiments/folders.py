@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def _user() -> str:
-    """User name for paths, or the user id if there is no name, as in some containers."""
+    """User name for paths; the user id where it has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -39,7 +39,7 @@ def _user() -> str:
 
 @contextmanager
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
-    """Open the run directory and its log for the block; the first log line names the directory.
+    """Open the run directory and its log for the duration of the block; the first log line is the directory's path.
 
     Does not import torch, which would take seconds. Nested calls only return the directory.
     """

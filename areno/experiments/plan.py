@@ -172,7 +172,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes on the fullest training rank if the layout shards weights, without the overhead of the process."""
+    """Bytes on the training rank that needs the most if the layout shards weights, without the process itself."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0
@@ -226,7 +226,7 @@ def _largest_pass(config: Any, longest: int) -> int:
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
     """The largest sizes with which an experiment fits into memory; empty if none fits.
 
-    First sizes the rollout cache to hold all answers at maximum length, then uses the rest for microbatches.
+    The rollout cache is sized first, to hold all answers at maximum length; microbatches get the remaining memory.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):

@@ -32,7 +32,7 @@ _NOT_REPEATED = (
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
-"""Settings that override the settings of the run: a replay neither evaluates nor reports to services."""
+"""Overrides of the run's settings: a replay neither evaluates nor reports to services."""
 _KEEPS_NOTHING = (
     "recover.mode=disabled",
     "saver.mode=off",
@@ -91,7 +91,7 @@ class ReplayPPOTrainer(PPOTrainer):
         return StepOutcome(rows, numbers, rewards=[row.reward for row in rows])
 
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
-        """Before the first update, add what the loss needs; advantages are recomputed if the replay requires it."""
+        """Before the first update, add the inputs of the loss, and recompute advantages if the replay requires it."""
         if self.state.step == self.replay.step:
             has_all = self.config.critic is None or all(row.returns for row in rows)
             if self.replay.reshapes or not has_all:

@@ -1,4 +1,4 @@
-"""Submits an experiment to Slurm as one job, in which ``areno run`` starts the workers as job steps."""
+"""Submits an experiment to Slurm as one job, in which ``areno run`` starts each worker as a job step."""
 
 import os
 import shlex

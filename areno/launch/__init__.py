@@ -1,7 +1,7 @@
-"""Starts worker processes: on this machine, on a Ray cluster, or on the nodes of a Slurm job.
+"""Starts worker processes on this machine, on a Ray cluster, or on the nodes of a Slurm job.
 
 - ``launcher``: the interfaces; ``local``, ``ray_cluster`` and ``slurm_steps``: their implementations.
-- ``links``: signed connections of workers on other machines; ``placement``: which worker goes to which node.
+- ``links``: signed connections of workers on other machines; ``placement``: assigns workers to nodes.
 
-:mod:`areno.experiments.slurm_job` submits jobs to Slurm; :mod:`areno.engine.parallel.workers` supervises groups of processes.
+:mod:`areno.experiments.slurm_job` submits jobs to Slurm. :mod:`areno.engine.parallel.workers` supervises groups of processes.
 """

@@ -19,18 +19,18 @@ from areno.name_resolve import NameOptions
 from areno.python_process import python_command
 
 NODE = "ARENO_NODE"
-"""Environment variable with the name of a worker's machine."""
+"""The environment variable with the name of a worker's machine."""
 
 _POLL_S, _AT_ONCE = 0.05, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A process to start: a Python module that connects back (:func:`areno.launch.links.dial`).
+    """A process to start. It runs a Python module that connects to this process (:func:`areno.launch.links.dial`).
 
     Attributes:
-        role, number: role and index of the worker; the launcher knows the resources of the role.
-        environment: variables in addition to those of the machine that runs the task.
+        role, number: role and index of the worker. The launcher knows the resources of each role.
+        environment: environment variables in addition to those of the machine that runs the task.
         log_file: file for the output; None inherits the launcher's output.
     """
 
@@ -43,13 +43,13 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Role and number."""
+        """The role and the number of the worker."""
         return f"{self.role}/{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """Resources of each worker of a role; undocumented fields are those of ``SchedulingSpec``."""
+    """Resources of each worker of a role. ``SchedulingSpec`` documents the other fields."""
 
     workers: int = 1
     together: int = 1  # number of consecutive workers that must be on one machine
@@ -69,7 +69,7 @@ class RoleNeed:
     beside: str = ""  # role with which this role is colocated, worker by worker
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
-        """Return the command that starts a task, wrapped in a container and shell commands if requested."""
+        """Return the command that starts a task, including the container and the shell commands of the role."""
         words = [*self._python(python), "-m", task.module, *task.arguments]
         if self.image and self.container_type != "none":
             binds = ["--bind", self.mount] if self.mount else []
@@ -80,7 +80,7 @@ class RoleNeed:
         return words
 
     def _python(self, default: str) -> list[str]:
-        """Return the command that starts Python; a module in ``cmd`` is replaced by areno's worker."""
+        """Return the command that starts Python. If ``cmd`` runs a module, areno's worker replaces the module."""
         words = shlex.split(self.cmd or "")
         if "-m" in words:
             words = words[: words.index("-m")]
@@ -88,12 +88,12 @@ class RoleNeed:
 
 
 class RunningTask(Protocol):
-    """A process on some machine, with some methods of :class:`subprocess.Popen`.
+    """A process on this or another machine, with some methods of :class:`subprocess.Popen`.
 
     Attributes:
-        pid: process id on its machine; 0 if unknown.
-        node: name of the machine; empty for this one.
-        returncode: None while it is running, as of the last poll.
+        pid: process id on the machine of the process; 0 if unknown.
+        node: name of the machine of the process; empty for this machine.
+        returncode: exit code; None if the process was running at the last poll.
     """
 
     pid: int
@@ -104,10 +104,10 @@ class RunningTask(Protocol):
         """Update and return ``returncode``."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process ends. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait until the process exits. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal."""
+        """Send a signal to the process."""
 
     def kill(self) -> None:
         """Kill the process."""
@@ -115,7 +115,7 @@ class RunningTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkedTask:
-    """A task that has connected."""
+    """A running task that has connected to this process."""
 
     process: RunningTask
     connection: Connection
@@ -123,14 +123,14 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The name service of a run's tasks: its options, and ``root``, a prefix of all names that is unique to the run."""
+    """The name service of a run's tasks. ``root`` is the prefix of all names, and is unique to the run."""
 
     options: NameOptions
     root: str
 
 
 class Launcher(Protocol):
-    """Starts tasks with the resources of their roles; must be closed.
+    """Starts tasks with the resources of their roles. A launcher must be closed.
 
     Attributes:
         names: name service of the tasks; None if all tasks are on this machine.
@@ -141,17 +141,17 @@ class Launcher(Protocol):
     host: str
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """Start tasks and wait until all have connected. If one does not, kills all and raises EngineError."""
+        """Start tasks, and wait until all tasks have connected. If a task fails, kill all tasks and raise EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Reserve resources for ``workers`` workers of a role. If it raises EngineError or UsageError, nothing has changed."""
+        """Reserve resources for ``workers`` workers of a role. After an EngineError or UsageError, nothing has changed."""
 
     def close(self) -> None:
-        """Kill running tasks and release reserved resources; idempotent."""
+        """Kill running tasks, and release reserved resources. A second call does nothing."""
 
 
 class RemoteLauncher(ABC):
-    """Base of launchers for other machines, whose tasks connect to this process.
+    """Base class of launchers that start tasks on other machines. The tasks connect to this process.
 
     Args:
         needs: resources of each role.
@@ -169,14 +169,14 @@ class RemoteLauncher(ABC):
 
     @abstractmethod
     def launch(self, task: Task) -> RunningTask:
-        """Start one task. Raises EngineError if the cluster has no resources for it, or cannot start it."""
+        """Start one task. Raises EngineError if the cluster has no resources for the task, or cannot start the task."""
 
     @abstractmethod
     def resize(self, role: str, workers: int) -> None:
         """See :class:`Launcher`."""
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """See :class:`Launcher`; tasks are launched concurrently."""
+        """See :class:`Launcher`. Tasks are launched concurrently."""
         deadline = time.monotonic() + timeout_s
         names = [f"{task.name}/{uuid.uuid4().hex}" for task in tasks]
         connections = [self.listener.expect(name) for name in names]
@@ -222,7 +222,7 @@ def _wait_for_connection(
         code = process.poll()
         where = f"{task.name} on {process.node}" if process.node else task.name
         if code is not None and not connection.done():
-            raise EngineError(f"{where} ended with exit code {code} before it connected")
+            raise EngineError(f"{where} exited with code {code} before it connected")
         if time.monotonic() > deadline:
             raise EngineError(
                 f"{where} has not connected within {timeout_s:g} s; workers must be able to reach the machine that started "

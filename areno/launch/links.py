@@ -1,8 +1,9 @@
 """Connections from worker processes on other machines to the process that started them.
 
-A worker dials the process that started it (the starter). In a handshake both sides prove that they know the run's key, which a
-worker gets in its environment. After the handshake every message is signed (:class:`areno.frames.SignedFormat`). Nothing is
-encrypted. The starter detects an unreachable worker within 45 s; a worker detects an unreachable starter within three minutes.
+A worker connects to the process that started it (the starter). In a handshake, the worker and the starter prove that they know
+the run's key, which is in the worker's environment. After the handshake, every message is signed
+(:class:`areno.frames.SignedFormat`). Nothing is encrypted. The starter detects an unreachable worker within 45 s. A worker
+detects an unreachable starter within three minutes.
 """
 
 import hashlib
@@ -21,11 +22,11 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker: ``HOST:PORT/NAME`` to dial (on one machine the number of an inherited socket), and the
-run's key in hex (on one machine none)."""
+"""Environment variables of a worker. Between machines, they are the address ``HOST:PORT/NAME`` and the run's key in hex. On one
+machine, the first variable is the number of an inherited socket, and there is no key."""
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
-"""Environment variable that a worker sets: the address at which other machines reach its machine."""
+"""An environment variable that a worker sets. Its value is the address at which other machines reach the worker's machine."""
 
 _NONCE_BYTES, _MAC_BYTES = 32, 32
 _HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3
@@ -37,7 +38,7 @@ _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A socket between a worker, which dialed, and its starter. ``key`` signs messages between machines."""
+    """A socket between a worker and its starter. ``key`` signs messages between machines."""
 
     socket: socket.socket
     key: bytes | None
@@ -45,18 +46,18 @@ class Connection:
 
     @property
     def far(self) -> bool:
-        """Whether the two ends may be on different machines."""
+        """Whether the worker and the starter may be on different machines."""
         return self.key is not None
 
     def frames(self, limit: int = sys.maxsize) -> Frames:
-        """Wrap the socket in frames; both ends must call this method."""
+        """Wrap the socket in frames. The worker and the starter must both call this method."""
         if self.key is not None:
             return Frames(self.socket, SignedFormat(self.key, self.dials), limit)
         return Frames.follow(self.socket) if self.dials else Frames.lead(self.socket, limit)
 
 
 class Listener:
-    """Accepts connections of workers; must be closed.
+    """Accepts connections of workers. A listener must be closed.
 
     Attributes:
         address: ``HOST:PORT``.
@@ -72,7 +73,7 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Expect a worker that will be started, and return a future of its connection. Names must be unique."""
+        """Expect a worker with a unique name before it is started, and return a future of its connection."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future
@@ -82,11 +83,11 @@ class Listener:
         self._expected.pop(name, None)
 
     def environment(self, name: str) -> dict[str, str]:
-        """Return the environment variables with which a worker dials under a name."""
+        """Return the environment variables with which a worker connects under a name."""
         return {LINK: f"{self.address}/{name}", KEY: self._key.hex()}
 
     def close(self) -> None:
-        """Accept no more connections; existing ones stay open."""
+        """Accept no more connections. Existing connections stay open."""
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -130,7 +131,7 @@ class Listener:
 
 
 def dial() -> Connection:
-    """Connect this worker to its starter, and remove the variables from its environment.
+    """Connect this worker to its starter, and remove the variables :data:`LINK` and :data:`KEY` from the environment.
 
     Raises EngineError if the starter is unreachable, or does not know the key.
     """

@@ -1,4 +1,4 @@
-"""Processes on this machine, each connected by a private socket pair."""
+"""Processes on this machine. Each process is connected by a private socket pair."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Uses only the variables and commands of a role, and reserves nothing."""
+    """See :class:`areno.launch.launcher.Launcher`. Uses the environment and commands of roles, but reserves no resources."""
 
     names: Names | None = None
     host = "127.0.0.1"
@@ -32,7 +32,7 @@ class LocalLauncher:
         self.needs = dict(needs or {})
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """See :class:`areno.launch.launcher.Launcher`; tasks are connected at once."""
+        """See :class:`areno.launch.launcher.Launcher`. Tasks are connected from the start."""
         started: list[LinkedTask] = []
         try:
             for task in tasks:
@@ -46,10 +46,10 @@ class LocalLauncher:
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """Do nothing: resources are not reserved."""
+        """Do nothing, because resources are not reserved."""
 
     def close(self) -> None:
-        """Do nothing: a task ends when its connection is closed."""
+        """Do nothing, because a task exits when its connection is closed."""
 
     def _start(self, task: Task) -> LinkedTask:
         need = self.needs.get(task.role, RoleNeed())
@@ -66,5 +66,5 @@ class LocalLauncher:
 def start_process(
     command: Sequence[str], file: int, environment: Mapping[str, str], log: IO[bytes] | None
 ) -> LocalProcess:
-    """Start a command that inherits one end of the socket pair, and writes to a log."""
+    """Start a command that inherits the file descriptor ``file`` and writes its output to ``log``."""
     return LocalProcess(command, pass_fds=[file], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -6,14 +6,14 @@ from areno.errors import UsageError
 from areno.launch.launcher import RoleNeed
 
 Placement = dict[str, list[str]]
-"""Node of each worker, by role."""
+"""The nodes of the workers of each role, in the order of the workers."""
 
 
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Place the workers of all roles; the first worker of the first role is on the first node.
+    """Place the workers of all roles. The first worker of the first role is on the first node.
 
-    Workers with GPUs fill node after node; workers without GPUs go to the node with the fewest cores in use. Raises UsageError
-    if there are too few GPUs, or a role's ``nodelist`` and ``exclude`` leave no node.
+    Workers with GPUs fill one node after another. Workers without GPUs go to the node with the fewest cores in use. Raises
+    UsageError if there are too few GPUs, or if a role's ``nodelist`` and ``exclude`` leave no node.
     """
     gpus, cores = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     placed: Placement = {}
@@ -52,7 +52,7 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int]:
-    """Return the maximum number of cores and GPUs in use on a node."""
+    """Return the maximum numbers of cores and GPUs in use on a node."""
     cores, gpus = dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

@@ -1,8 +1,8 @@
-"""Tasks on a Ray cluster: each is a process that an actor starts, on the node where Ray has placed the actor.
+"""Runs tasks on a Ray cluster. An actor starts the process of each task, on the node where Ray has placed the actor.
 
-Each role has its own placement groups. A task is a separate process, not the actor itself, so that Ray's threads and pickling
-do not affect the task, and a hanging task can be killed. A task ends when its connection ends, regardless of Ray. Its output
-goes to Ray's logs, and to its log file if the folder of that file exists on its node.
+Each role has its own placement groups. A task is not the actor itself. Therefore Ray's threads and pickling do not affect the
+task, and a hanging task can be killed. A task exits when its connection is closed. The output of a task goes to Ray's
+logs, and to the task's log file if the folder of this file exists on the node.
 """
 
 import logging
@@ -51,14 +51,14 @@ class TaskHost:
         return self._process.pid
 
     def wait(self) -> int:
-        """Wait for the end of the task, and return its exit code."""
+        """Wait until the task exits, and return its exit code."""
         assert self._process is not None
         code = self._process.wait()
         self._copier.join(_REST_S)  # the last output of the task
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal to the task; SIGKILL also kills its child processes."""
+        """Send a signal to the task. SIGKILL also kills the child processes of the task."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             if sig == signal.SIGKILL:
@@ -135,9 +135,9 @@ class RayTask:
 
 
 class RayLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`; this process must be connected to the cluster. Ignores container images.
+    """See :class:`areno.launch.launcher.Launcher`. This process must be connected to the cluster. Ignores container images.
 
-    Raises UsageError: the cluster has too few resources for the roles.
+    Raises UsageError if the cluster has too few resources for the roles.
     """
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names) -> None:
@@ -179,7 +179,7 @@ class RayLauncher(RemoteLauncher):
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`areno.launch.launcher.Launcher`; additional workers get separate placement groups."""
+        """See :class:`areno.launch.launcher.Launcher`. Additional workers get separate placement groups."""
         need = self.needs[role]
         if need.beside and workers > need.workers:
             raise UsageError(
@@ -240,7 +240,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        Each engine gets its own group. With ``ray_placement_strategy=shared``, single-worker engines share the role's group.
+        Each engine gets a group. With ``ray_placement_strategy=shared``, engines with one worker share one group of the role.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
@@ -270,7 +270,7 @@ class RayLauncher(RemoteLauncher):
 
 
 def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise UsageError if all nodes together are too small, or no node is large enough for a worker.
+    """Raise UsageError if the cluster is too small for all roles, or if no node is large enough for a worker.
 
     Ray itself would wait forever.
     """
@@ -291,8 +291,8 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         available = sum(node.get(name, 0.0) for node in nodes.values())
         if needed > available:
             raise UsageError(
-                f"scheduler.type=ray: the roles need {needed} {name}s, the cluster has {available:g}: {_listing(nodes)}; use "
-                "smaller sizes in backend and scheduling_spec, or add nodes"
+                f"scheduler.type=ray: the roles need {needed} {name}s, but the cluster has {available:g}: {_listing(nodes)}; "
+                "use smaller sizes in backend and scheduling_spec, or add nodes"
             )
 
 
@@ -314,7 +314,7 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the node of each worker from number ``first`` on, round-robin over the list; empty without a node list."""
+    """Return the node of each worker from number ``first`` on, round-robin over the list. Empty without a node list."""
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []
 

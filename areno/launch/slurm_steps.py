@@ -1,6 +1,6 @@
-"""Tasks on the nodes of a Slurm job: each is a separate job step.
+"""Runs tasks on the nodes of a Slurm job. Each task is a separate job step.
 
-The job itself is submitted by :mod:`areno.experiments.slurm_job`.
+:mod:`areno.experiments.slurm_job` submits the job itself.
 """
 
 import os
@@ -45,7 +45,7 @@ _OF_THE_JOB = (
 
 
 class SlurmTask:
-    """See :class:`areno.launch.launcher.RunningTask`; ``pid`` is the process id of srun on this machine."""
+    """See :class:`areno.launch.launcher.RunningTask`. ``pid`` is the process id of srun on this machine."""
 
     def __init__(self, srun: subprocess.Popen[bytes], job: str, step: str, node: str) -> None:
         self.pid, self.node, self.returncode = srun.pid, node, None
@@ -88,9 +88,9 @@ class SlurmTask:
 
 
 class SlurmLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`; this process must be in the job, on one of its nodes.
+    """See :class:`areno.launch.launcher.Launcher`. This process must belong to the job, and run on one of its nodes.
 
-    Raises UsageError: the job has too few nodes for the roles.
+    Raises UsageError if the job has too few nodes for the roles.
     """
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names, gpus_per_node: int) -> None:
@@ -124,7 +124,7 @@ class SlurmLauncher(RemoteLauncher):
         return SlurmTask(srun, self._job, step, node)
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`RemoteLauncher`; fails if the job's nodes have no room."""
+        """See :class:`RemoteLauncher`. Raises UsageError if the job's nodes have no room."""
         if workers <= len(self._placed[role]):
             return
         listed = self._listed | {role: replace(self._listed[role], workers=workers)}
@@ -137,7 +137,7 @@ class SlurmLauncher(RemoteLauncher):
 
 
 def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
-    """Return the srun command of one worker, without the program."""
+    """Return the srun command that starts a worker, without the program of the worker."""
     words = ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={step}"]
     words.append(f"--cpus-per-task={need.cpu}")
     if need.mem is not None:
@@ -152,7 +152,7 @@ def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """Expand an expression such as ``n[1-4]``."""
+    """Expand a node list such as ``n[1-4]`` to the names of its nodes."""
     return run(["scontrol", "show", "hostnames", nodelist]).split()
 
 
@@ -161,14 +161,14 @@ def _expanded(nodelist: str | None) -> str | None:
 
 
 def _own_address(other: str) -> str:
-    """Return the local address of the route to another machine, without sending anything."""
+    """Return the address of this machine on the route to another machine. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])
 
 
 def address_of(node: str) -> str:
-    """Return the address of a node according to Slurm."""
+    """Return the address of a node, as known to Slurm."""
     return socket.gethostbyname(_fields(run(["scontrol", "show", "node", node])).get("NodeAddr", node))
 
 
@@ -176,8 +176,8 @@ def size() -> tuple[int, int]:
     """Return the numbers of nodes and cores of this process's job. Raises UsageError outside a job."""
     if not in_job():
         raise UsageError(
-            "scheduler.type=slurm: not in a Slurm job; submit the experiment with 'areno run FILE.yaml', or start "
-            "your program in a job (sbatch, salloc)"
+            "scheduler.type=slurm: this process is not in a Slurm job; submit the experiment with 'areno run FILE.yaml', or "
+            "start your program in a job (sbatch, salloc)"
         )
     cores = 0
     for part in os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1").split(","):
@@ -187,10 +187,10 @@ def size() -> tuple[int, int]:
 
 
 def exit_code_of(job: str) -> int | None:
-    """Return the exit code of a finished job (128 + signal if killed), or None while it is pending or running.
+    """Return the exit code of a finished job (128 + signal if killed), or None if the job is pending or running.
 
-    Retries for a while, because a controller that is restarting may not know the job. Raises EngineError if the controller
-    does not answer, or does not know the job.
+    Retries for a minute, because a restarting controller may not know the job yet. Raises EngineError if the controller does
+    not answer, or does not know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:
@@ -211,7 +211,7 @@ def exit_code_of(job: str) -> int | None:
 
 
 def _fields(shown: str) -> dict[str, str]:
-    """Parse ``Name=value`` fields of ``scontrol show``."""
+    """Parse the ``Name=value`` fields in the output of ``scontrol show``."""
     return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
 
 
@@ -221,7 +221,7 @@ def in_job() -> bool:
 
 
 def run(command: Sequence[str]) -> str:
-    """Return the output of a Slurm command. Raises UsageError if it is not installed, EngineError if it fails."""
+    """Return the output of a command. Raises UsageError if the command is not installed, and EngineError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except FileNotFoundError as error:

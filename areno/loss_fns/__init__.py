@@ -1,15 +1,15 @@
-"""Losses and advantages: pure functions of tensors. No trainer, no engine, no I/O.
+"""Losses and advantages as pure functions of tensors, without trainer, engine or I/O.
 
-- ``loss_interface``: what a loss receives and returns, and ``reduces_over``.
+- ``loss_interface``: inputs and outputs of a loss, and ``reduces_over``.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
 - ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
 - ``clipping``: the clipped objective min(r A, clip(r) A), averages and statistics of all policy losses; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
 - ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
-- ``stats``: statistics that are aggregated exactly; ``units``: losses that are means over tokens or pairs.
+- ``stats``: exactly aggregated statistics; ``units``: losses that are means over tokens or pairs.
 
-To add a loss, write a function with the interface of ``loss_interface`` and name it in the ``SPEC`` of a new file
-``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in a file of your own for ``--algo FILE.py:NAME``; see
+To add a loss, write a function with the interface of ``loss_interface``. List this function in the ``SPEC`` of a new
+file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in your own file for ``--algo FILE.py:NAME``. See
 docs/algorithms.md#your-own. This package needs no change.
 """
 

@@ -1,7 +1,7 @@
-"""Advantage estimators: one number per sample, from the rewards of its comparison group.
+"""Advantage estimators compute one number per sample from the rewards of the sample's group.
 
-An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds the prompt index
-of each sample. Equal rewards always give exactly zero, so that rounding of the mean never becomes a learning signal.
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step. ``groups`` holds the prompt
+index of each sample. Equal rewards always give exactly zero, so that rounding errors never become a learning signal.
 Mismatched lengths and non-finite rewards raise ``ValueError``.
 """
 
@@ -23,7 +23,7 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:
-    """Rewards minus their mean; exactly zero if all are equal."""
+    """Rewards minus their mean; exactly zero if all rewards are equal."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -73,9 +73,9 @@ def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 
 def normalized_parts(rewards: Sequence[float], groups: Sequence[int], weights: Mapping[str, float]) -> list[float]:
-    """sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps), with mean and std of part k over the prompt's samples.
+    """sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps), with mean and std of reward part k over the prompt's samples.
 
-    Followed by :func:`batch_advantages` this is GDPO (Liu et al. 2026, arXiv:2601.05242).
+    GDPO (Liu et al. 2026, arXiv:2601.05242) applies :func:`batch_advantages` to the result.
 
     Raises:
         RewardError: the rewards have no parts.

@@ -1,4 +1,4 @@
-"""Importance ratios and their clipping, which all policy losses share, and the averages and statistics of a policy step."""
+"""Shared functions of all policy losses: importance ratios, clipping, averages and statistics."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Clip:
     Attributes:
         eps_high: width of the range above 1; None takes ``eps``. A wider range lets the probability of unlikely tokens grow
             faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
-        dual: None, or a bound on the loss where the advantage is negative, as a multiple of the advantage's magnitude (Ye et
-            al. 2020, arXiv:1912.09729).
+        dual: bound on the loss where the advantage A is negative, as a multiple of abs(A) (Ye et al. 2020,
+            arXiv:1912.09729); None disables the bound.
 
     Raises:
         ValueError: a width is negative, or the dual bound is not above 1.
@@ -70,7 +70,7 @@ class Clip:
         return -bounded * advantage
 
     def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where the upper bound is active, which zeroes the gradient."""
+        """True where the upper bound is active, so that the gradient is zero."""
         return (ratio > self.high) & (advantage > 0)
 
     def is_low(self, ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Clip:
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Share of the entries under ``mask`` whose gradient any bound removes, and the share for each bound."""
+        """Share of the entries under ``mask`` whose gradient is removed by any bound, and the share for each bound."""
         high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
         removed = self.removes(ratio, advantage)
         shares = {"clip_fraction": removed, "clip_fraction_high": high, "clip_fraction_low": low}
@@ -103,7 +103,7 @@ def log_difference(pack: DataPack, logprobs: Tensor) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio, whose magnitude is first clamped to ``MAX_LOG_RATIO``."""
+    """exp(log_ratio), with the magnitude of log_ratio clamped to ``MAX_LOG_RATIO``."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -113,12 +113,12 @@ def advantages_of(pack: DataPack) -> Tensor:
 
 
 def over_tokens(values: Tensor, pack: DataPack) -> Mean:
-    """Average of values [A] over all response tokens; the values must be 0 elsewhere. Carries gradient."""
+    """Average of values [A] over all response tokens, with gradient. The values must be 0 outside the response mask."""
     return Mean(values.sum(), pack["packed_response_mask"].sum())
 
 
 def over_sequences(values: Tensor) -> Mean:
-    """Average of per-sequence values [packed_num_sequences]. Carries gradient."""
+    """Average of per-sequence values [packed_num_sequences], with gradient."""
     return Mean(values.sum(), torch.tensor(len(values)))
 
 
@@ -133,7 +133,7 @@ def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
-    """The loss policy + coef * KL and its statistics; both terms are averages over the same units."""
+    """The loss policy + coef * KL, and its statistics. Both terms must be averages over the same units."""
     total = policy.total if kl is None else policy.total + coef * kl.total
     metrics: dict[str, Any] = {
         "policy_loss": policy.detached(),
@@ -150,7 +150,7 @@ def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
-    """Statistics common to all policy losses; ``ratio`` is per token [A]."""
+    """Statistics of all policy losses. ``ratio`` is per token [A]."""
     mask = pack["packed_response_mask"]
     difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)

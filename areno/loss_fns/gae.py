@@ -1,6 +1,6 @@
 """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
 
-Computes in Python floats, that is float64, because each advantage sums over thousands of later tokens.
+Computes in float64, because each advantage sums over thousands of later tokens.
 """
 
 import math
@@ -21,7 +21,7 @@ def compute_gae(
         rewards: reward of each response token [T].
         values: value before each response token [T].
         gamma: discount of later rewards, 0 to 1.
-        lam: GAE lambda, 0 to 1; 0 relies on the values, 1 on the rewards.
+        lam: GAE lambda, 0 to 1; 0 relies on the values, and 1 relies on the rewards.
         next_value: value after the last token; 0 for a finished response.
 
     Returns:
@@ -47,7 +47,7 @@ def compute_gae(
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Discounted returns R_i = r_i + discount R_{i+1}; entries may be, for example, the turns of a conversation."""
+    """Discounted returns R_i = r_i + discount R_{i+1} of tokens, turns or other steps."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -65,15 +65,16 @@ def fill_gae(
     lam: float,
     bootstrap: bool,
 ) -> None:
-    """Set the old values, returns and advantages of a row at its trained tokens, and 0 elsewhere.
+    """Set the old values, returns and advantages of a row at its trained tokens. Other tokens get 0.
 
-    Untrained tokens in between are skipped: neither gamma nor lam is applied to them.
+    Untrained tokens are skipped; gamma and lam are applied only between trained tokens.
 
     Args:
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
         rewards: reward of each trained token, in order.
         values: value after each token of the row.
-        bootstrap: take the value after the last trained token from ``values`` (for a truncated response); otherwise it is 0.
+        bootstrap: take the value after the last trained token from ``values``, for a truncated response; otherwise this
+            value is 0.
     """
     actions = [index for index, trained in enumerate(row.trainable()) if trained]
     old = [values[index - 1] for index in actions]
@@ -85,16 +86,16 @@ def fill_gae(
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
-    """Standardize over all tokens that count: (x - mean) / std, with the population std.
+    """Standardize over the tokens under ``masks``: (x - mean) / std, with the population std.
 
-    If the std is at most 1e-6, only the mean is subtracted; equal values give exactly zero.
+    If the std is at most 1e-6, only the mean is subtracted. Equal values give exactly zero.
 
     Args:
         rows: one list of per-token numbers per sequence.
-        masks: same shape, True for tokens that count.
+        masks: same shape; True for tokens to standardize.
 
     Returns:
-        Lists of the same shape, 0 for tokens that do not count.
+        Lists of the same shape; 0 for masked-out tokens.
 
     Raises:
         ValueError: shapes differ.

@@ -40,22 +40,22 @@ def grpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
 
-    The ratio is taken against the log-probs recorded by the rollout. On fresh samples it is 1 on the first pass; it is clipped
-    only once the policy has moved. ``loss_mean`` selects the mean, including that of the KL term: ``token`` divides the sum
-    over all response tokens of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476); ``sequence``
-    averages each sequence over its own tokens, then over sequences (Shao et al.); ``dr_grpo`` sums each sequence, divides by
-    the constant ``max_tokens`` and averages over sequences, which removes the length bias (Liu et al. 2025,
-    arXiv:2503.20783). A sequence without response tokens contributes 0 and still counts.
+    The rollout records log pi_rollout. On fresh samples the ratio is 1 in the first pass, so clipping starts only after
+    the policy has changed. ``loss_mean`` selects the mean of the policy term and the KL term. ``token`` is the mean
+    over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476). ``sequence`` averages over
+    the tokens of each sequence, then over sequences (Shao et al.). ``dr_grpo`` divides the sum over each sequence by
+    the constant ``max_tokens``, then averages over sequences, which removes the length bias (Liu et al. 2025,
+    arXiv:2503.20783). A sequence without response tokens contributes 0 and counts as a sequence.
 
     Args:
-        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
-            ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
+        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
+            ``packed_num_sequences``; with a KL term also ``packed_ref_logprobs``.
         clip_eps: width of the clip range below 1.
         clip_eps_high: width of the clip range above 1; None takes ``clip_eps``.
-        dual_clip: bound on the loss of a token with a negative advantage, as a multiple of the advantage's magnitude.
+        dual_clip: bound on the loss where the advantage A is negative, as a multiple of abs(A).
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
         max_tokens: divisor of ``dr_grpo``, the maximum response length.
-        kl_coef: weight of the KL term, the divergence from the reference; 0 disables it.
+        kl_coef: weight of the KL divergence to the reference; 0 disables the KL term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Raises:
@@ -75,7 +75,7 @@ def grpo_loss_fn(
 
 
 def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | None) -> Mean:
-    """Average values [A], which must be 0 outside the response mask, in the way that ``loss_mean`` selects."""
+    """Average values [A] as ``loss_mean`` specifies. The values must be 0 outside the response mask."""
     if loss_mean == "token":
         return over_tokens(values, pack)
     if loss_mean == "sequence":

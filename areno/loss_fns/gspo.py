@@ -32,13 +32,14 @@ def gspo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean_i [-min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i].
 
-    The ratio of a sequence is s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)); A_i is the mean advantage and KL_i
-    the mean KL of its response tokens. A sequence without response tokens contributes 0 and still counts. Clip range and KL
-    term are those of :func:`~areno.loss_fns.grpo.grpo_loss_fn`.
+    The ratio of sequence i is s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)), where L_i is its number of
+    response tokens. A_i and KL_i are the means of advantage and KL over these tokens. A sequence without response
+    tokens contributes 0 and counts as a sequence. :func:`~areno.loss_fns.grpo.grpo_loss_fn` describes the clip range
+    and the KL term.
 
     Args:
-        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
-            ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
+        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
+            ``packed_num_sequences``; with a KL term also ``packed_ref_logprobs``.
 
     Raises:
         ValueError: an argument is out of range, or the pack lacks a required tensor.

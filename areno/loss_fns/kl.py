@@ -1,7 +1,7 @@
 """Estimators of the KL divergence to a reference policy, from the log-probs of sampled tokens.
 
-Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html) names them k1, k2 and k3; GRPO
-(Shao et al. 2024, arXiv:2402.03300, eq. 4) uses k3.
+Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html) calls these estimators k1, k2 and
+k3. GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4) uses k3.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,10 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """KL(pi || pi_ref) estimated at each token, elementwise, with d = log pi - log pi_ref.
 
-    ``kl`` (alias ``k1``): d, unbiased, of either sign; ``abs``: \\|d\\|; ``mse`` (alias ``k2``): d^2 / 2; ``low_var_kl`` (alias
-    ``k3``): exp(-d) - 1 + d, unbiased and never negative, with exponent and value bounded. As a loss term, ``kl`` has the
-    same gradient on both sides of the reference; the other three pull towards the reference.
+    ``kl`` (alias ``k1``) is d, which is unbiased but may be negative. ``abs`` is \\|d\\|, and ``mse`` (alias ``k2``) is
+    d^2 / 2. ``low_var_kl`` (alias ``k3``) is exp(-d) - 1 + d, which is unbiased and never negative; exponent and value
+    are bounded. The gradient of ``kl`` as a loss term does not depend on the reference; ``abs``, ``mse`` and
+    ``low_var_kl`` pull the policy towards the reference.
 
     Args:
         logprobs: log-probs of the policy, any shape.

@@ -1,14 +1,14 @@
-"""The interface of loss functions: their view of a microbatch, and the declaration of what they average over.
+"""The interface of loss functions: the data pack of a microbatch, and the unit that a loss averages over.
 
-A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on the
-*action axis*: the concatenated sequences of the microbatch, each without its first token, which nothing predicts; the
-length is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no gradient. A critic's loss
-receives values on the same axis instead of log-probs (entry t is the value before action t is taken), a reward model's
-loss one score per sequence.
+A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on
+the *action axis*: the concatenated sequences of the microbatch, each without its first token, which is never predicted.
+The length of this axis is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no
+gradient. A critic's loss receives values on the same axis instead of log-probs; entry t is the value before action t. A
+reward model's loss receives one score per sequence.
 
 A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units of
-the optimizer step, so the split into microbatches does not change the result. Units are tokens unless declared otherwise
-with :func:`reduces_over`.
+the optimizer step, so the split into microbatches does not change the result. Units are tokens by default;
+:func:`reduces_over` declares other units.
 """
 
 import functools
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``; A is the length of the action axis. Keys for optional lists exist only if the rows have them."""
+    """Keys of ``data_pack``. A is the length of the action axis. Keys exist only for lists that the rows have."""
 
     packed_response_mask: Tensor  # bool [A], tokens that count
     packed_logprobs: Tensor  # rollout log-probs [A]
@@ -49,7 +49,7 @@ _LISTS = {
     "packed_logprobs": (
         "logprobs",
         "for rollouts use [0.0] * len(prompt) + sequence.resp_logprobs; for other rows, "
-        "trainer.score_logprobs('actor', token_rows) computes those of the policy before the update",
+        "trainer.score_logprobs('actor', token_rows) computes the log-probs before the update",
     ),
     "packed_advantages": ("advantages", "areno.compute_group_advantages computes them from rewards"),
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes them"),
@@ -59,7 +59,7 @@ _LISTS = {
 
 
 class RowData(dict[str, Any]):
-    """A data pack that raises an error with a remedy when a loss reads per-token data that the rows lack."""
+    """A data pack that raises an error with a remedy if a loss reads per-token data that is missing in the rows."""
 
     def __missing__(self, key: str) -> Any:
         if key not in _LISTS:
@@ -71,10 +71,10 @@ class RowData(dict[str, Any]):
 def reduces_over(
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction], *, entropy: bool = False, bounds: bool = False
 ) -> Callable[[F], F]:
-    """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighboring rows).
+    """Declare the unit that a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighboring rows).
 
     Args:
-        unit: the unit, or a function of the keyword arguments bound with ``functools.partial`` that returns it.
+        unit: the unit, or a function that returns the unit, given the keyword arguments bound by ``functools.partial``.
         entropy: request ``packed_entropy``, which costs one more pass over the logits.
         bounds: request ``packed_min_logits`` and ``packed_max_logits``, at the same cost.
     """
@@ -87,14 +87,14 @@ def reduces_over(
 
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
-    """Return the unit that a loss declares, even if it is wrapped by ``functools.partial``; ``token`` if it declares none."""
+    """Return the unit that a loss, possibly wrapped by ``functools.partial``, declares. The default is ``token``."""
     inner, bound = _unwrapped(loss_fn)
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
     return unit(bound) if callable(unit) else unit
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
-    """Whether a loss declares its unit, so that its rows may be split freely into microbatches."""
+    """Whether a loss declares its unit. Only then may its rows be split freely into microbatches."""
     return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 
@@ -109,12 +109,12 @@ def reads_bounds(loss_fn: LossFn) -> bool:
 
 
 def knobs_of(loss_fn: LossFn) -> Any:
-    """The argument ``knobs`` that ``functools.partial`` binds to a loss; None if it is not bound."""
+    """The argument ``knobs`` that ``functools.partial`` binds to a loss; None if ``knobs`` is not bound."""
     return _unwrapped(loss_fn)[1].get("knobs")
 
 
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
-    """The function inside nested partials, and the keyword arguments that they bind."""
+    """The function inside nested partials, and the keyword arguments that the partials bind."""
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
         bound = loss_fn.keywords | bound
@@ -130,7 +130,7 @@ def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
 
 
 def in_float(values: Tensor) -> Tensor:
-    """Cast to fp32, except for fp64: losses never compute in half precision."""
+    """Cast to fp32, except for fp64. Losses never compute in half precision."""
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -1,7 +1,7 @@
 """Normalization of rewards or advantages over a batch or over groups.
 
-Groups are identified by the id of each entry, not by position, so a prompt that lost an answer is still one group.
-Computes in float64, relative to the minimum of each group, so that equal numbers give exactly zero.
+Each entry has a group id, so groups may differ in size. Computes in float64, relative to the minimum of each group, so
+that equal numbers give exactly zero.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ Level = Literal["batch", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """y = (x - mu) / (sigma + eps) over the entries that count.
+    """y = (x - mu) / (sigma + eps) over the unmasked entries.
 
     Attributes:
-        std_level: compute sigma over the ``batch`` or the ``group``; None: no division by sigma + eps.
+        std_level: compute sigma over the ``batch`` or the ``group``; None disables the division.
 
     sigma is the root mean square of x - mu, where mu is a batch or group mean, a leave-one-out mean, or 0.
 
@@ -53,13 +53,13 @@ class Norm:
         Args:
             values: one number per entry [N].
             groups: group id of each entry [N], any integers.
-            mask: True for the entries that count [N]; None counts all.
+            mask: True for the entries to normalize [N]; None means all entries.
 
         Returns:
-            float64 [N], 0 for entries that do not count; the values unchanged if none counts.
+            float64 [N], 0 for masked-out entries; the unchanged values if all entries are masked out.
 
         Raises:
-            ValueError: lengths differ, or an entry that counts is not finite.
+            ValueError: lengths differ, or an unmasked entry is not finite.
         """
         x = torch.as_tensor(values, dtype=torch.float64)
         ids = torch.as_tensor(groups, dtype=torch.long, device=x.device)

@@ -1,11 +1,11 @@
 """The configurable policy loss of ``areno run`` and of most files in ``areno/algorithms``.
 
-It covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation. In ``areno train``,
-``gspo``, ``grpo`` and ``ppo`` use separate losses.
+The loss covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation. In ``areno
+train``, ``gspo``, ``grpo`` and ``ppo`` use separate losses.
 
-The algorithm is determined by the settings of this module and of reward shaping (:mod:`areno.loss_fns.shaping`);
-docs/algorithms.md lists the settings of each algorithm. Settings have the names of the ``actor`` and ``teacher`` sections of
-an experiment.
+The settings of this module and of reward shaping (:mod:`areno.loss_fns.shaping`) determine the algorithm.
+docs/algorithms.md lists the settings of each algorithm. Settings are named as in the ``actor`` and ``teacher`` sections
+of an experiment.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,9 @@ from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 
 @dataclass
 class PolicyLossConfig(PolicyLossOptions):
-    """Settings of :func:`policy_loss_fn`; they can be pickled. With ``m2_threshold`` the data pack must have
-    ``packed_keep``, True for the tokens that M2PO keeps.
+    """Settings of :func:`policy_loss_fn`, which can be pickled.
+
+    With ``m2_threshold`` the data pack must have ``packed_keep``, True for the tokens that M2PO keeps.
 
     Raises:
         ValueError: a setting is out of range, contradicts another, or would have no effect.
@@ -74,7 +75,7 @@ class PolicyLossConfig(PolicyLossOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Per-token inputs [A] of the loss and its statistics; tensors are 0 outside the response mask.
+    """Per-token inputs [A] of the loss and its statistics. Tensors are 0 outside the response mask.
 
     With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens that ``weights`` keeps.
     """
@@ -98,35 +99,34 @@ def policy_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = (1 / N) sum over response tokens of w_t l_t, where N counts all response tokens of the optimizer step, masked or not.
+    """L = (1 / N) sum over response tokens of w_t l_t. N is the number of response tokens in the optimizer step.
 
-    With rho = pi / pi_p per token, or exp(mean of its logarithm over the kept tokens) per sequence, l_t is
+    The ratio rho is pi / pi_p per token, or its geometric mean over the kept tokens of a sequence. l_t is
 
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
     - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347),
     - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
 
-    pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss pi_p is the proximal policy, and
-    w = pi_p / pi_behavior, with or without ``rejection_sampling``. A token masked by rejection sampling or by M2PO has w = 0
-    and still counts in N.
+    By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
+    proximal policy and w = pi_p / pi_behavior, even without ``rejection_sampling``. N includes the tokens that
+    rejection sampling or M2PO masks; these tokens have w = 0.
 
-    Distillation adds distill_loss_weight times the mean over all response tokens of
-    (pi / pi_behavior) sg[log pi - log pi_teacher]. This score-function term has the unbiased gradient of the per-token
-    reverse KL divergence to the teacher. The KL term adds kl_coef times the mean over all response tokens of the KL
-    divergence to the reference.
+    Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
+    response tokens. This score-function term has the unbiased gradient of the per-token reverse KL divergence to the
+    teacher. The KL term adds kl_coef times the mean KL divergence to the reference over all response tokens.
 
     Args:
-        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
-            ``packed_num_sequences``; depending on the settings ``packed_prox_logprobs``, ``packed_versions``,
-            ``packed_keep``, ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
-        knobs: settings; None: the defaults.
-        version: weight version that this update produces (the engine's version plus one); approximations need it.
-        kl_coef: weight of the KL term; 0 disables it.
+        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
+            ``packed_num_sequences``; depending on the settings also ``packed_prox_logprobs``, ``packed_versions``,
+            ``packed_keep`` and ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
+        knobs: settings; None means the defaults.
+        version: weight version that this update produces (the engine's version plus one), required by approximations.
+        kl_coef: weight of the KL term; 0 disables this term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss, the statistics common to all policy losses, and those documented for experiments (``importance_weight``,
+        Loss, the statistics of all policy losses, and the statistics documented for experiments (``importance_weight``,
         ``approx_kl``, ..., each with ``/avg``, ``/min`` and ``/max``).
 
     Raises:

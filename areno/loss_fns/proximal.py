@@ -1,8 +1,8 @@
-"""Approximations of the proximal policy, the policy before the update, without an extra forward pass.
+"""Approximations of the proximal policy (the policy before the update) without an extra forward pass.
 
-The approximation assumes that the policy changes at a constant rate from version v_b, which sampled a token, to version v,
-which the update produces. The proximal policy has version v - 1, so it is at the fraction alpha = (v - 1 - v_b) / (v - v_b) of
-the way.
+Version v_b of the policy sampled a token, and the update produces version v. The approximation assumes that the policy
+changes at a constant rate from v_b to v. The proximal policy has version v - 1, which is the fraction alpha = (v - 1 -
+v_b) / (v - v_b) of the way.
 """
 
 from typing import Literal
@@ -19,9 +19,9 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
 def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
-    """Return alpha of each token [A], 0 to 1, from the versions that sampled the tokens and the version after the update.
+    """Return alpha of each token [A], 0 to 1. ``versions`` sampled the tokens; the update produces ``version``.
 
-    0 for tokens of ``version`` itself and for prompt tokens, whose version is negative.
+    alpha is 0 for tokens of ``version`` itself and for prompt tokens, whose versions are negative.
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)
@@ -31,9 +31,10 @@ def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
 def approximate_proximal(
     kind: Approximation, behavior: Tensor, current: Tensor, versions: Tensor, version: int
 ) -> Tensor:
-    """Approximate log-probs of the proximal policy [A], without gradient; versions are as for :func:`interpolation_fraction`.
+    """Approximate the log-probs of the proximal policy [A], without gradient.
 
-    ``loglinear`` interpolates log-probs, l_b + alpha (l - l_b); ``linear`` interpolates probabilities; ``rollout`` returns l_b.
+    ``loglinear`` interpolates log-probs, l_b + alpha (l - l_b). ``linear`` interpolates probabilities. ``rollout``
+    returns l_b.
 
     Raises:
         ValueError: ``kind`` is unknown.
@@ -59,10 +60,10 @@ def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
 def approximation_metrics(
     behavior: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
-    """Errors of each approximation against the proximal log-probs of a forward pass, over the tokens of ``mask``.
+    """Errors of each approximation over the tokens of ``mask``, compared with the log-probs of a forward pass.
 
-    Names are ``compute_logp/...``. The metrics include :func:`divergences`, and for each approximation the errors of
-    the log-prob and of the two ratios computed from it.
+    Names are ``compute_logp/...``. The metrics include :func:`divergences`. For each approximation, they include the
+    errors of the log-prob and of the two ratios computed from the log-prob.
     """
     behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
     d = behavior - proximal

@@ -1,8 +1,8 @@
 """Rejection sampling: masks tokens whose proximal and behavior policies differ too much, or clamps their weight.
 
-r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al. 2022,
-arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). A token or sequence outside the bounds is masked out of the loss, or its
-weight is clamped. With a lower and an upper bound on the ratio this is IcePop (Ling Team 2025, arXiv:2510.18855).
+r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al.
+2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). If a token or sequence is outside the bounds, the loss masks
+it or clamps its weight. IcePop (Ling Team 2025, arXiv:2510.18855) masks with a lower and an upper bound on the ratio.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,9 @@ MIN_PROBABILITY = 1e-8
 class RejectionSampling(RejectionSamplingConfig):
     """Bounds on the divergence between the proximal and the behavior policy, as measured by a metric.
 
-    With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
-    larger of the two KL divergences between the policies' Bernoulli distributions of "this token" and "another token".
+    With d = log r, the metric ``ratio`` is r, ``kl_k1`` is d, ``kl_k2`` is d^2 / 2, and ``kl_k3`` is r - log r - 1.
+    ``binary_kl`` (KPop) compares the policies' Bernoulli distributions of "this token" and "another token": the metric
+    is the larger of the two KL divergences.
 
     Raises:
         ValueError: a name is unknown, or a bound is invalid.
@@ -52,7 +53,7 @@ def behavior_weights(
 ) -> BehaviorWeights:
     """Compute weights and mask from the proximal and the behavior log-probs [A].
 
-    Without ``sampling`` the weight of each token is its ratio.
+    Without ``sampling``, the weight of each token is its ratio r.
     """
     mask = pack["packed_response_mask"]
     # In float64, so that the decision for a sequence does not depend on the packing.
@@ -79,7 +80,7 @@ def behavior_weights(
 
 
 def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
-    """Aggregate values over the response tokens of each sequence [packed_num_sequences]; 0 if it has none."""
+    """Aggregate values over the response tokens of each sequence [packed_num_sequences]; 0 without response tokens."""
     mask = pack["packed_response_mask"]
     ids, values = pack["packed_seq_ids"][mask], values[mask]
     zeros = values.new_zeros(pack["packed_num_sequences"])
@@ -113,10 +114,11 @@ _METRICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def second_moment_keep(proximal: Tensor, behavior: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """M2PO: mask the tokens with the largest (log pi_b - log pi_p)^2 until the mean over the rest is below a threshold.
+    """M2PO: mask the tokens with the largest (log pi_b - log pi_p)^2 until the mean of the rest is below a threshold.
 
-    The selection sorts all tokens of a batch, so it is done once before the split into microbatches, and is stored in
-    the rows (:attr:`areno.types.TrainSequence.keep`). At least one token is kept. Zheng et al. 2025, arXiv:2510.01161.
+    The selection sorts all tokens of a batch. It therefore runs once, before the split into microbatches, and is stored
+    in the rows (:attr:`areno.types.TrainSequence.keep`). At least one token is kept. Zheng et al. 2025,
+    arXiv:2510.01161.
 
     Args:
         proximal: log-probs at the start of the update [N].

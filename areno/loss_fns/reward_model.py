@@ -17,7 +17,8 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
 
     Returns:
         Loss and the statistics rm_loss, rm_accuracy (share of pairs whose chosen answer scores higher), rm_margin,
-        rm_chosen_score, rm_rejected_score. Quantities (see :mod:`areno.loss_fns.units`): the same per pair, without the prefix.
+        rm_chosen_score and rm_rejected_score. Quantities (see :mod:`areno.loss_fns.units`): the same statistics per
+        pair, named without ``rm_``.
 
     Raises:
         ValueError: there is not one score per sequence, or a sequence is unpaired.

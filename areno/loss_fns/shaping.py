@@ -1,9 +1,9 @@
-"""Reward shaping: converts task rewards to per-token advantages, with penalties, scaling, normalization, a KL reward and GAE.
+"""Reward shaping: converts task rewards to per-token advantages.
 
-The order is fixed: normalize and weight the reward parts; apply the over-long penalty, bias, scaling and clip; normalize over
-samples. The result R' is added to the KL reward of the last trained token; the other trained tokens have only their KL reward.
-Then GAE runs over the trained tokens, and advantages are normalized over tokens. Untrained tokens (prompts, tool results) are
-skipped and not discounted.
+First the reward parts are normalized and weighted. Then the overlong penalty, bias, scaling and clip are applied, and
+the rewards are normalized over samples. The last trained token gets the result R' and its KL reward; earlier trained
+tokens get only their KL rewards. Finally GAE runs over the trained tokens, and advantages are normalized over tokens.
+Untrained tokens (prompts and tool results) are skipped and not discounted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +24,20 @@ from areno.types import TrainSequence
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
-"""Normalizes the rewards of samples, float64 [B], given their groups; for example a :class:`~areno.loss_fns.norm.Norm`."""
+"""Normalizes rewards of samples, float64 [B], given the samples' groups, like :class:`~areno.loss_fns.norm.Norm`."""
 AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
-"""Normalizes advantages over tokens [N], given groups and a mask of the tokens that count; for example a ``Norm``."""
+"""Normalizes advantages over tokens [N], given groups and a mask of the tokens to normalize, like ``Norm``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
-    """Settings, with the names of the ``actor`` section of an experiment.
+    """Settings of reward shaping, named as in the ``actor`` section of an experiment.
 
-    ``overlong_reward_penalty`` subtracts up to ``overlong_penalty_factor``, growing linearly over the last
+    ``overlong_reward_penalty`` subtracts a penalty that grows linearly to ``overlong_penalty_factor`` over the last
     ``overlong_tokens`` of ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With
-    ``mask_no_eos_with_zero`` a truncated answer has no task reward and no advantage, and is ignored by ``adv_norm``; remove
-    such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after the last token of a
-    truncated answer is the critic's value at that token; otherwise it is 0.
+    ``mask_no_eos_with_zero`` a truncated answer has no task reward and no advantage, and ``adv_norm`` ignores the
+    answer. Remove such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after the
+    last token of a truncated answer is the critic's value at this token; otherwise the return is 0.
 
     Raises:
         ValueError: a setting is out of range, or the penalty is incomplete.
@@ -103,7 +103,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments. A segment is a part of a row, such as a turn of a conversation, or several rows together."""
+    """Rewards of segments. A segment is a span of tokens, such as a turn, or consists of several rows."""
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
@@ -113,17 +113,18 @@ class Credits:
 def shape_advantages(
     rows: Sequence[TrainSequence], shaping: RewardShaping, values: Sequence[Sequence[float]] | None = None
 ) -> dict[str, Tensor]:
-    """Set the ``advantages`` and ``returns`` of each row, and with a critic its ``values``.
+    """Set the ``advantages`` and ``returns`` of each row and, with a critic, the ``values``.
 
     Args:
         rows: have ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
-        Values to report as mean, minimum and maximum, float64, by documented name. Per sample: ``task_reward`` (raw),
-        ``kl_rewards`` (sum over the tokens), ``final_reward`` (R' plus that sum), ``no_eos_ratios``, ``prompt_len``,
-        ``seq_len``, ``correct_seq_len`` (lengths of samples with a task reward above 0) and ``incorrect_seq_len`` (lengths
-        of all others). Per token: ``advantages``, and ``gae_advantages``, which are those before ``adv_norm``.
+        Values (float64) by documented name, to report as mean, minimum and maximum. Per sample: ``task_reward`` (raw),
+        ``kl_rewards`` (sum over the tokens), ``final_reward`` (R' plus ``kl_rewards``), ``no_eos_ratios``,
+        ``prompt_len``, ``seq_len``, ``correct_seq_len`` (lengths of samples with a task reward above 0) and
+        ``incorrect_seq_len`` (lengths of all other samples). Per token: ``advantages``, and ``gae_advantages``, the
+        advantages before ``adv_norm``.
 
     Raises:
         ValueError: there are no rows, a KL reward lacks reference log-probs, or a number is not finite.
@@ -155,7 +156,7 @@ def shape_advantages(
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
     """Set the advantage of each trained token to the shaped reward of its segment plus the GAE of the KL rewards.
 
-    Ignores the ``reward`` of the rows. Returns ``kl_rewards`` as :func:`shape_advantages` does.
+    Ignores the ``reward`` of the rows. Returns ``kl_rewards`` in the same form as :func:`shape_advantages`.
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):
@@ -198,7 +199,7 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalize(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalize advantages over the trained tokens, and set those of masked answers to zero."""
+    """Normalize advantages over the trained tokens, and set the advantages of masked answers to zero."""
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
@@ -239,7 +240,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of all others."""
+    """Return :func:`sizes`, and the numbers of sequences with and without a reward above 0."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),
@@ -259,12 +260,12 @@ def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
 
 
 def untruncated(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The rows that are not truncated: the only ones to train on with ``mask_no_eos_with_zero``."""
+    """The rows that are not truncated. With ``mask_no_eos_with_zero``, train only on these rows."""
     return [row for row in rows if not row.truncated]
 
 
 def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> float:
-    """M2PO: set ``keep`` of each row, selected over all tokens of the batch; see :func:`second_moment_keep`.
+    """M2PO: set ``keep`` of each row; see :func:`second_moment_keep`.
 
     Args:
         rows: the full batch, before the split into optimizer steps; rows have ``logprobs`` and ``prox_logprobs``.
@@ -291,10 +292,10 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
 
 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
-    """Return statistics of the staleness of the trained tokens, under the names ``version_stats/...``.
+    """Return statistics of the trained tokens' staleness, named ``version_stats/...``.
 
-    ``version`` is the weight version that the update produces (the engine's version plus one); the proximal policy has
-    ``version - 1``.
+    ``version`` is the weight version that the update produces (the engine's version plus one). The proximal policy has
+    version ``version - 1``.
     """
     for index, row in enumerate(rows):
         if not row.versions:

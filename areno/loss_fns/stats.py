@@ -1,7 +1,8 @@
 """Statistics that are aggregated exactly over microbatches.
 
-A loss reports objects of this module; the engine merges their parts over the optimizer step and over all ranks, and converts
-them to scalars once. A plain number in the metrics is averaged with the same weights as the loss.
+A loss reports objects of this module. The engine merges the parts of these objects (sums, counts, and bounds) over the
+optimizer step and all ranks, then converts the result to scalars. A plain number in the metrics is averaged with the
+same weights as the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Parts = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Sum and count of a quantity; becomes one scalar under its own name."""
+    """Sum and count of a quantity. Reports the mean under the statistic's name."""
 
     total: Tensor
     count: Tensor
@@ -31,7 +32,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Count, sum and sum of squares; becomes ``<name>_mean`` and ``<name>_std`` (population)."""
+    """Count, sum and sum of squares. Reports ``<name>_mean`` and ``<name>_std`` (population)."""
 
     total: Tensor
     square: Tensor
@@ -40,7 +41,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Count, sum, minimum and maximum of a quantity; becomes ``<name>/avg``, ``<name>/min`` and ``<name>/max``.
+    """Count, sum, minimum and maximum of a quantity. Reports ``<name>/avg``, ``<name>/min`` and ``<name>/max``.
 
     Reports no scalars if there are no values.
     """
@@ -53,16 +54,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A count; becomes one scalar under its own name, the sum over the optimizer step."""
+    """A count. Reports the sum over the optimizer step under the statistic's name."""
 
     total: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlags:
-    """A flag per action, bool [A], which reports no scalar.
+    """One flag per action, bool [A]. Reports no scalar.
 
-    Under the name ``clipped``, a loss marks the tokens whose gradient its clip range removed; recorded samples show this flag.
+    The flags ``clipped`` of a loss mark the tokens whose gradient the clip range removed. Recorded samples show these
+    flags.
     """
 
     values: Tensor
@@ -72,7 +74,7 @@ Statistic = Mean | Spread | Range | Count
 
 
 def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
-    """The kind of a statistic and its parts as tensors, so that they can be transferred together."""
+    """The kind of a statistic, and its parts as tensors."""
     return type(statistic).__name__.lower(), [getattr(statistic, entry.name) for entry in fields(statistic)]
 
 

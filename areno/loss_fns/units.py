@@ -1,7 +1,7 @@
-"""Losses that are means over units (tokens, pairs), with a table of the statistics to report.
+"""Losses that are means over units (tokens or pairs), with a table of the statistics to report.
 
-A unit function returns per-unit quantities by name, among them ``loss``. :func:`mean_loss` turns it into a loss that reports
-under the names of ``areno train`` and the SDK; :func:`with_names` reports the same loss under other names.
+A unit function returns per-unit quantities by name, including ``loss``. :func:`mean_loss` turns a unit function into a
+loss that reports statistics under the names of ``areno train`` and the SDK. :func:`with_names` replaces these names.
 """
 
 import functools
@@ -34,7 +34,7 @@ def of_all(values: Tensor) -> Quantity:
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Turn a function that returns quantities into a loss, the mean of the quantity ``loss`` over units."""
+    """Turn a unit function into a loss: the mean of the quantity ``loss`` over units."""
 
     def decorate(units: UnitsFn) -> LossFn:
         @functools.wraps(units)
@@ -50,7 +50,7 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
     """Bind options of a :func:`mean_loss` loss, and report its statistics under other names.
 
-    Names of quantities that the loss does not return are not reported.
+    Quantities that the loss does not return are omitted.
     """
     return functools.partial(_renamed, loss_fn=loss_fn, names=names, **options)
 

@@ -28,7 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""Names of a critic's statistics in an experiment, and the quantities of the loss that they report."""
+"""Names of a critic's statistics in an experiment, and the reported quantity of the loss for each name."""
 
 
 @mean_loss("token", _NAMES)
@@ -37,18 +37,18 @@ def value_loss_fn(
 ) -> dict[str, Quantity]:
     """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, -eta, eta).
 
-    The maximum removes the gradient of predictions that have already moved towards their target by more than eta.
+    The maximum removes the gradient of a prediction that has already moved towards its target by more than eta.
 
     Args:
-        data_pack: needs ``packed_response_mask``, ``packed_values``, ``packed_returns``.
+        data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
         values: current value before each action [A].
         cliprange_value: eta, in units of reward.
         value_loss_coef: weight of the loss.
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean, value_abs_error_mean. Quantities (see :mod:`areno.loss_fns.units`), per token: loss, and all
-        of these names except value_loss.
+        old_value_mean and value_abs_error_mean. Quantities per token (see :mod:`areno.loss_fns.units`): loss, and all
+        of these statistics except value_loss.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.

@@ -1,8 +1,8 @@
 """Name service of an experiment's processes.
 
-A name is a path such as ``user/experiment/trial/workers/rollout/0``; its value is a string. ``memory`` works within one
-process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, ``ray`` in a Ray cluster. The functions of this module
-share one store, which :func:`reconfigure` replaces.
+A name is a path such as ``user/experiment/trial/workers/rollout/0``, and its value is a string. The store ``memory`` works
+within one process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, and ``ray`` in a Ray cluster. The functions of
+this module share one store, which :func:`reconfigure` replaces.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class NameOptions:
     ray_actor_name: str = "ray_kv_store"
 
     def open(self) -> NameStore:
-        """Open the store. Raises UsageError if the type is unknown, or cannot be used on this machine."""
+        """Open the store. Raises UsageError if the store's type is unknown, or cannot be used on this machine."""
         if self.type == "memory":
             return MemoryStore()
         if self.type == "nfs":

@@ -1,7 +1,7 @@
-"""Names in etcd, through its HTTP gateway; each value with a time to live has its own lease.
+"""Stores names in etcd, through its HTTP gateway. Each value with a time to live has a separate lease.
 
-An etcd lease lasts a whole number of seconds, at least 2, and a value exists up to half a second longer than its lease. After
-a restart the etcd server still has its values, and restarts all leases.
+An etcd lease lasts a whole number of seconds, but at least 2 s. A value exists up to half a second longer than its lease. A
+restarted etcd server still has its values, and restarts all leases.
 """
 
 import json
@@ -25,7 +25,7 @@ _RETRY_S, _PAUSE_S = 30.0, 0.2
 class EtcdStore:
     """See :class:`NameStore`.
 
-    Raises UsageError: ``address`` is not ``HOST:PORT``, the server does not answer, or the package ``etcd3gw`` is missing.
+    Raises UsageError if ``address`` is not ``HOST:PORT``, the server does not answer, or the package ``etcd3gw`` is missing.
     """
 
     def __init__(self, address: str) -> None:
@@ -75,7 +75,7 @@ class EtcdStore:
         return [name for name in names if is_under(name, root)]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`; a value whose lease has expired, e.g. while the server was unreachable, is written again."""
+        """See :class:`NameStore`. Writes a value again if its lease has expired, for example while etcd was unreachable."""
         lease, text = self._leases.get(name, (None, ""))
         if lease is None:
             return False
@@ -104,7 +104,7 @@ class EtcdStore:
         return _plain(stored[0]) if stored else None
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Retry a call until the server is reachable. Raises ArenoError on a timeout or an error of the server."""
+        """Retry a call until the server is reachable. Raises ArenoError on a timeout or a server error."""
         deadline = time.monotonic() + _RETRY_S
         while True:
             try:

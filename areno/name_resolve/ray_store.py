@@ -1,4 +1,4 @@
-"""Names stored in an actor of a Ray cluster."""
+"""Stores names in an actor of a Ray cluster."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ _CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
 def connect(setting: str) -> Any:
     """Connect this process to the cluster at ``RAY_ADDRESS``, or to the cluster of this machine.
 
-    Returns the module ``ray``. Raises UsageError, naming ``setting``, if there is no cluster.
+    Returns the module ``ray``. Raises a UsageError that mentions ``setting`` if there is no cluster.
     """
     try:
         import ray
@@ -43,8 +43,8 @@ def connect(setting: str) -> Any:
 class RayStore:
     """See :class:`NameStore`. Raises UsageError if there is no Ray cluster.
 
-    The actor outlives the processes that use it. An actor that Ray has restarted is empty; the next :meth:`touch` writes the
-    values of this process again.
+    The actor outlives the processes that use it. An actor that Ray has restarted is empty. The next :meth:`touch` then
+    writes the values of this process again.
     """
 
     def __init__(self, actor_name: str) -> None:
@@ -90,7 +90,7 @@ class RayStore:
         return bool(self._call("touch", name, ttl))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor with retries. All methods are safe to repeat, because a restarted actor is empty."""
+        """Call a method of the actor, and retry while the actor restarts. This is safe, because a restarted actor is empty."""
         deadline = time.monotonic() + _CALL_S
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own

@@ -1,4 +1,4 @@
-"""Client of a name store in one process."""
+"""The client of a name store in one process."""
 
 import contextlib
 import logging
@@ -24,8 +24,8 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
 class Repository:
     """Names and their values in a store.
 
-    A thread of the process that added a value with a time to live keeps the value alive. The value expires soon after the
-    process ends, even if the process was killed.
+    If a process adds a value with a time to live, a thread of this process keeps the value alive. The value expires soon after
+    the process exits, even if the process was killed.
     """
 
     def __init__(self, store: NameStore) -> None:
@@ -45,7 +45,7 @@ class Repository:
 
         Args:
             delete_on_exit: whether :meth:`reset` deletes the value.
-            keepalive_ttl: seconds until the value expires after this process has died; None: never.
+            keepalive_ttl: seconds until the value expires after this process has died; None: the value does not expire.
             replace: overwrite an existing value instead of raising NameEntryExists.
         """
         name = _normal(name)
@@ -70,30 +70,30 @@ class Repository:
         return entry
 
     def delete(self, name: str) -> None:
-        """Delete a value. Raises NameEntryNotFound if there is none."""
+        """Delete the value of a name. Raises NameEntryNotFound if the name has no value."""
         name = _normal(name)
         self._forget(name)
         if not self.store.remove(name):
             raise NameEntryNotFound(f"the name {name} has no value")
 
     def get(self, name: str) -> str:
-        """Return the value of a name. Raises NameEntryNotFound if it has none."""
+        """Return the value of a name. Raises NameEntryNotFound if the name has no value."""
         value = self.store.read(_normal(name))
         if value is None:
             raise NameEntryNotFound(f"the name {name} has no value")
         return value
 
     def get_subtree(self, name_root: str) -> list[str]:
-        """Return the values of a name and of all names below it, in the order of :meth:`find_subtree`."""
+        """Return the values of ``name_root`` and of all names below ``name_root``, in the order of :meth:`find_subtree`."""
         values = (self.store.read(name) for name in self.find_subtree(name_root))
         return [value for value in values if value is not None]
 
     def find_subtree(self, name_root: str) -> list[str]:
-        """Return the sorted names that have a value and are ``name_root`` or below it."""
+        """Return the sorted names with a value: ``name_root`` and all names below ``name_root``."""
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:
-        """Wait until a name has a value, and return it. Raises TimeoutError after ``timeout`` seconds."""
+        """Wait until a name has a value, and return the value. Raises TimeoutError after ``timeout`` seconds."""
         name, start = _normal(name), time.monotonic()
         while (value := self.store.read(name)) is None:
             if timeout is not None and time.monotonic() - start >= timeout:
@@ -110,7 +110,7 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name without a value counts as lost after ``wait_timeout`` seconds.
+        A name that has no value within ``wait_timeout`` seconds counts as lost.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 
@@ -125,7 +125,7 @@ class Repository:
         threading.Thread(target=watch, name="areno-names-watch", daemon=True).start()
 
     def clear_subtree(self, name_root: str) -> None:
-        """Delete the values of a name and of all names below it."""
+        """Delete the values of ``name_root`` and of all names below ``name_root``."""
         for name in self.find_subtree(name_root):
             self._forget(name)
             self.store.remove(name)
@@ -154,7 +154,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
 
 
 def _normal(name: str) -> str:
-    """Strip slashes at the ends of a name. Raises UsageError if a word of the path is invalid."""
+    """Strip leading and trailing slashes of a name. Raises UsageError if a word of the path is invalid."""
     words = name.strip("/").split("/")
     if any(word in ("", ".", "..") or "\0" in word for word in words):
         raise UsageError(

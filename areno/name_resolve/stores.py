@@ -1,6 +1,6 @@
-"""Name stores: in this process, or in files of a shared folder.
+"""Name stores in the memory of a process, or in files of a shared folder.
 
-A store has atomic, non-blocking operations; :class:`areno.name_resolve.repository.Repository` builds on them.
+The operations of a store are atomic and do not block. :class:`areno.name_resolve.repository.Repository` builds on a store.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ class NameStore(Protocol):
     """Values by name, with an optional time to live in seconds. Errors are ArenoErrors."""
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value. Without ``replace``, return False if there is a value; of concurrent writers, only one succeeds."""
+        """Set a value. Without ``replace``, return False if there is a value. Only one concurrent writer succeeds."""
 
     def read(self, name: str) -> str | None:
-        """Return the value of a name; None if there is none."""
+        """Return the value of a name, or None if the name has no value."""
 
     def remove(self, name: str) -> bool:
-        """Delete a value; return whether there was one."""
+        """Delete the value of a name. Return whether the name had a value."""
 
     def under(self, root: str) -> list[str]:
-        """Return all names that have a value and are ``root`` or below it."""
+        """Return the names with a value: ``root`` and all names below ``root``."""
 
     def touch(self, name: str, ttl: float) -> bool:
-        """Renew the time to live of a value written by this process; return whether the value still exists."""
+        """Renew the time to live of a value that this process has written. Return whether the value still exists."""
 
 
 def is_under(name: str, root: str) -> bool:
-    """Whether a name is ``root`` or below it."""
+    """Whether a name is ``root`` or below ``root``."""
     return name == root or name.startswith(f"{root}/")
 
 
@@ -49,7 +49,7 @@ class MemoryStore:
         self._identity = uuid.uuid4().hex
 
     def identity(self) -> str:
-        """Return a unique id; a restarted actor, which is empty, has a new one."""
+        """Return a unique id. A restarted actor is empty, and has a new id."""
         return self._identity
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
@@ -92,11 +92,11 @@ class MemoryStore:
 
 
 class FileStore:
-    """Names as files ``{root}/{name}/ENTRY``; the folder is created when needed.
+    """Names as files ``{root}/{name}/ENTRY``. Folders are created when needed.
 
-    A file is written under a temporary name and then linked or renamed, so that readers never see a partial file, and only one
-    of two concurrent writers succeeds. It contains the value and the time to live in seconds as JSON. The time to live starts
-    at the file's modification time, which :meth:`touch` renews.
+    A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file, and only
+    one of two concurrent writers succeeds. A file contains the value and the time to live in seconds as JSON. The time to live
+    starts at the file's modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:

@@ -1,7 +1,6 @@
-"""Text charts: a line chart for the end of a run, a sparkline for the live display, one-line previews of text.
+"""Text charts: a line chart for the end of a run, a sparkline for the live display, and one-line previews of text.
 
-Everything falls back to ASCII if the stream cannot encode Unicode. Control characters in model text never reach the
-terminal.
+The charts fall back to ASCII if the stream cannot encode Unicode. Control characters in model text never reach the terminal.
 """
 
 import math
@@ -37,8 +36,8 @@ def text_chart(
 ) -> str:
     """Draw a line chart of ``values`` over their index.
 
-    A series of more than ``width`` values is averaged per column; NaN and infinities leave a gap. The encoding of ``stream``,
-    by default ``sys.stdout``, selects Unicode or ASCII. Raises ValueError: ``width`` or ``height`` is below 2.
+    A series of more than ``width`` values is averaged per column. NaN and infinite values leave a gap. The encoding of
+    ``stream`` (default ``sys.stdout``) selects Unicode or ASCII. Raises ValueError if ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
         raise ValueError(f"a chart needs width >= 2 and height >= 2, got width={width} height={height}")
@@ -68,7 +67,8 @@ def text_chart(
 def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
     """Draw the series in at most ``width`` characters, scaled from minimum to maximum.
 
-    A longer series is averaged per character; a character without finite values is blank, a series without any is empty.
+    A longer series is averaged per character. A character without finite values is blank. A series without finite
+    values gives an empty string.
     """
     marks = _SPARKS if unicode else _SPARKS_ASCII
     columns = _columns(values, min(width, len(values)))
@@ -87,8 +87,8 @@ def printable(text: str) -> str:
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
     """Shorten ``text`` to one line of at most ``limit`` printable characters.
 
-    Line breaks become a visible mark, and other unprintable characters a replacement character; without ``unicode``, all
-    characters outside ASCII are replaced too.
+    Line breaks become a visible mark. Other unprintable characters are replaced by a replacement character. Without
+    ``unicode``, all non-ASCII characters are replaced as well.
     """
     newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
     # Truncate first: the text may be a megabyte.
@@ -98,7 +98,7 @@ def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float | None]:
-    """Mean of the finite values of each column; None if there are none."""
+    """Mean of the finite values of each column; None for a column without finite values."""
     columns: list[float | None] = []
     for i in range(width if values else 0):
         start = i * len(values) // width
@@ -109,7 +109,7 @@ def _columns(values: Sequence[float], width: int) -> list[float | None]:
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    """Row of ``value``, from 0 at the bottom; a constant series is in the middle."""
+    """Row of ``value``, from 0 at the bottom; a constant series is drawn in the middle row."""
     return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
 
 

@@ -1,4 +1,4 @@
-"""How much data a run has, for ``environment.json``: a few prompts that are seen hundreds of times are memorized."""
+"""The amount of data of a run, for ``environment.json``: a model memorizes prompts that it sees hundreds of times."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ _MOST_ROWS = 100_000
 
 
 def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epoch: int) -> dict[str, int]:
-    """The sizes of the data sets as they were loaded, including rows that the run leaves out because they are too long.
+    """The sizes of the data sets as loaded, including rows that the run skips because they are too long.
 
     Returns:
-        ``examples``, ``prompts`` (distinct ones), ``steps_per_epoch``, ``held_out_examples``, ``held_out_prompts``;
-        unknown sizes are left out.
+        ``examples``, ``prompts`` (distinct prompts), ``steps_per_epoch``, ``held_out_examples`` and
+        ``held_out_prompts``; unknown sizes are omitted.
     """
     sizes = {"examples": len(rows), "prompts": _distinct_prompts(rows), "steps_per_epoch": steps_per_epoch}
     if held_out is not None:
@@ -23,7 +23,7 @@ def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epo
 
 
 def _distinct_prompts(rows: Any) -> int | None:
-    """The number of distinct prompts; None if a row has no prompt, or reading all rows may take long."""
+    """The number of distinct prompts; None if a row has no prompt or if reading all rows may take long."""
     if len(rows) > _MOST_ROWS:
         return None
     columns = getattr(rows, "column_names", None)
@@ -38,6 +38,6 @@ def _distinct_prompts(rows: Any) -> int | None:
 
 
 def _asked(prompt: Any) -> Any:
-    """A prompt without the answer that a conversation for SFT ends with."""
+    """The prompt without the final answer of a conversation for SFT."""
     ends = isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
     return prompt[:-1] if ends and prompt[-1].get("role") == "assistant" else prompt

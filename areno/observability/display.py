@@ -1,8 +1,8 @@
-"""Progress of a run: a live display on a terminal, one log line per step elsewhere.
+"""Progress of a run: a live display on a terminal, or one log line per step elsewhere.
 
 Except for the current memory, everything in the live display is also in the log or in ``metrics.jsonl``. A thread redraws the
-display, so that the clock of a phase advances during a step; warnings scroll above it. When the run ends, the ``with`` block or
-an exit handler restores the cursor. :mod:`areno.observability.screen` lays out the lines.
+display, so that the clock of a phase advances during a step. Warnings scroll above the display. When the run ends, the ``with``
+block or an exit handler restores the cursor. :mod:`areno.observability.screen` lays out the lines.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ProgressDisplay:
     """Progress reports of a trainer. Use it as a context manager, so that it always stops.
 
     The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``entropy``, ``grad_norm``, ``response_len``,
-    ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``; missing ones
-    are not shown.
+    ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``.
+    Missing statistics are not shown.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class ProgressDisplay:
         self.total_steps = 0
 
     def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
-        """Start a run of ``total_steps``, of which ``done_steps`` were done before it was resumed."""
+        """Start a run of ``total_steps``, of which ``done_steps`` were completed before the run was resumed."""
         self.total_steps = total_steps
         self._pace = _Pace(done_steps)
 
@@ -63,7 +63,8 @@ class ProgressDisplay:
     ) -> None:
         """Log a finished step (from 0) as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
 
-        A live display shows the numbers, the means of the reward's ``parts`` and a ``sample`` of the step instead.
+        Instead of this line, a live display shows the ``stats``, the means of the reward's ``parts`` and a ``sample``
+        of the step.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
@@ -71,7 +72,7 @@ class ProgressDisplay:
         _log.info("step %d/%d%s %s", step + 1, self.total_steps, values, self._pace.describe(self.total_steps))
 
     def evaluated(self, text: str) -> None:
-        """Report an evaluation on held-out data; a live display shows ``text`` until the next one."""
+        """Report an evaluation on held-out data; a live display shows ``text`` until the next evaluation."""
 
     def warn(self, text: str) -> None:
         """Show and log a warning."""
@@ -88,9 +89,9 @@ class ProgressDisplay:
 
 
 def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
-    """Create a ``LiveProgress`` on an interactive terminal, else a ``PlainProgress``.
+    """Create a ``LiveProgress`` on an interactive terminal, otherwise a ``PlainProgress``.
 
-    Pipes, files, ``TERM=dumb`` and an explicit log level of INFO or lower get plain lines.
+    Pipes, files, ``TERM=dumb`` and an explicit log level of INFO or lower select ``PlainProgress``.
     """
     target = stream or sys.stderr
     console = Console(file=target, highlight=False)
@@ -164,7 +165,7 @@ class LiveProgress(ProgressDisplay):
             self._state.evaluation = text
 
     def warn(self, text: str) -> None:
-        """Show the warning until later ones replace it, and log it above the display."""
+        """Show the warning until later warnings replace it, and log the warning above the display."""
         with self._lock:
             self._state.warning_count += 1
             self._state.warnings.append(text)
@@ -202,7 +203,7 @@ class LiveProgress(ProgressDisplay):
 
 
 class Picture:
-    """Lines of a frame, for rich; the texts are drawn as they are, without markup."""
+    """Lines of a frame, for rich; the texts are drawn without interpreting markup."""
 
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines
@@ -215,7 +216,7 @@ class Picture:
 
 
 def memory_use() -> MemoryUse:
-    """Memory of this process's current GPU if it uses one, else of the machine and of this process with its descendants."""
+    """Memory use of this process's current GPU; without a GPU, memory use of the machine and of this process tree."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return MemoryUse(resident_bytes(os.getpid()), free_bytes(), total_bytes(), "used by this run")
@@ -245,7 +246,7 @@ class _Pace:
 
     @property
     def rate(self) -> str:
-        """Mean duration of the last steps, such as ``1.43 s/step``; empty before the first one."""
+        """Mean duration of the last steps, such as ``1.43 s/step``; empty before the first step is done."""
         mean = self._mean
         if mean is None:
             return ""

@@ -1,6 +1,6 @@
-"""What a run ran on: versions, processor, memory and devices, for ``environment.json``.
+"""The environment of a run, for ``environment.json``: package versions, processor, memory and devices.
 
-Reads only what is cheap: package metadata, ``/proc``, and PyTorch if it is already imported.
+Only cheap sources are read: package metadata, ``/proc``, and PyTorch if it is already imported.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine and the software of this process as JSON types; bytes for sizes."""
+    """Describe the machine and the software of this process as JSON types; sizes are in bytes."""
     return {
         "areno": __version__,
         "python": platform.python_version(),

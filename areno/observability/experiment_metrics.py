@@ -1,7 +1,7 @@
-"""The statistics of experiments with their meaning; the docs page is generated from this table.
+"""The statistics of experiments with their meaning; ``docs/statistics.md`` is generated from this table.
 
-The quickstart documents some statistics under shorter names than the recorded ones. The logger adds these short names as
-aliases; ``SHORT_NAMES`` lists them.
+The quickstart documents some statistics under names that are shorter than the recorded names. The logger adds these
+short names as aliases; ``SHORT_NAMES`` lists them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,15 +47,17 @@ _ROLLOUT: _Rows = (
     ("num_turns", "model turns in the episode of each response; absent for single-turn workflows"),
 )
 _EPISODES: _Rows = (
-    ("accepted", "prompts so far whose episodes are in a batch or may become part of one"),
+    ("accepted", "prompts so far whose episodes are in a batch or may still be used in a batch"),
     ("rejected", "prompts so far whose episodes failed, returned None or were filtered out"),
     ("failed", "rejected prompts whose workflow raised"),
     ("filtered", "rejected prompts whose trajectory the filter did not accept"),
-    ("stale", "prompts so far whose episodes were too old by the time a batch could use them"),
+    ("stale", "prompts so far whose episodes became too stale before a batch used them"),
 )
-_LAG: _Rows = (("staleness", "versions by which the oldest token of each episode is behind the weights being trained"),)
+_LAG: _Rows = (
+    ("staleness", "number of versions between the oldest token of each episode and the weights being trained"),
+)
 _EVALUATED: _Rows = (
-    ("accepted", "prompts of this evaluation whose episodes finished, whatever their reward"),
+    ("accepted", "prompts of this evaluation whose episodes finished, with any reward"),
     ("rejected", "prompts of this evaluation whose episodes raised or returned None"),
     ("n_prompts", "prompts of this evaluation"),
 )
@@ -63,7 +65,7 @@ _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and res
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
-    ("kl_rewards", "-kl_ctl times the KL estimate to the reference, summed over the trained tokens of a sample"),
+    ("kl_rewards", "KL estimate to the reference times -kl_ctl, summed over the trained tokens of a sample"),
     ("final_reward", "reward of each response after penalty, bias, scaling, clip, normalization and KL"),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "tokens of each prompt"),
@@ -78,11 +80,11 @@ _BATCH_COUNTS: _Rows = (
     ("n_tokens", "tokens of the step, including prompts"),
     ("n_valid_tokens", "trained tokens"),
     ("eps_clip", "current clip range"),
-    ("c_clip", "current dual-clip bound; absent without one"),
+    ("c_clip", "current dual-clip bound; absent without dual clipping"),
     ("use_dual_clip", "1 if there is a dual-clip bound, else 0"),
     ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are not trained on"),
-    ("rs_upper", "upper bound of rejection sampling; absent without one"),
-    ("rs_lower", "lower bound of rejection sampling; absent without one"),
+    ("rs_upper", "upper bound of rejection sampling; absent if no upper bound is set"),
+    ("rs_lower", "lower bound of rejection sampling; absent if no lower bound is set"),
 )
 _UPDATE: _Rows = (
     ("importance_weight", "ratio of the policy to the proximal policy, per token; near 1"),
@@ -90,7 +92,7 @@ _UPDATE: _Rows = (
     ("new_logp", "log-prob of each trained token under the policy"),
     ("old_logp", "log-prob of each trained token when sampled"),
     ("entropy", "entropy of the policy at each trained token, in nats"),
-    ("actor_loss", "the policy loss; shows no trend and does not measure success"),
+    ("actor_loss", "the policy loss; it has no trend and does not measure success"),
     (
         "clip_ratio",
         "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; mostly below 0.1",
@@ -105,7 +107,7 @@ _UPDATE: _Rows = (
     ("rkl_loss", "distillation: reverse KL to the teacher per token"),
     ("sapo_soft_gate", "SAPO: the gate per token"),
     ("sapo_scaled_gate_pos", "SAPO: the scaled gate of tokens with an advantage above 0"),
-    ("sapo_scaled_gate_neg", "SAPO: the scaled gate of the other tokens"),
+    ("sapo_scaled_gate_neg", "SAPO: the scaled gate of tokens with an advantage of 0 or less"),
 )
 _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "trained tokens that rejection sampling keeps"),
@@ -115,17 +117,18 @@ _UPDATE_COUNTS: _Rows = (
     ("kl_coef", "with kl_loss_coef: weight of the KL term"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate"),
-    ("update_successful", "1, or 0 if the update was skipped because the gradient was not finite"),
+    ("update_successful", "0 if the update was skipped because the gradient was not finite, else 1"),
     (
         "num_micro_batches",
-        "forward and backward passes per optimizer step, summed over data-parallel replicas; mean over the update's steps",
+        "forward and backward passes per optimizer step, summed over data-parallel replicas and averaged over the "
+        "update's steps",
     ),
 )
 _LOGP: _Rows = (
     ("prox_logp_gt", "log-prob under the proximal policy, recomputed"),
     ("kl_div_direct", "k1 estimate of the KL between behavior and proximal policy, per token"),
-    ("kl_div_taylor", "k2 estimate of the same KL"),
-    ("kl_div_dual", "k3 estimate of the same KL"),
+    ("kl_div_taylor", "k2 estimate of the KL between behavior and proximal policy, per token"),
+    ("kl_div_dual", "k3 estimate of the KL between behavior and proximal policy, per token"),
 )
 _APPROXIMATED: _Rows = (
     ("approx_logp", "proximal log-prob approximated by this method"),
@@ -177,7 +180,7 @@ _DPO: _Rows = (
     ("reward_margin", "chosen minus rejected reward"),
 )
 _TIMES: _Rows = (
-    ("step", "the step, without saving and evaluation"),
+    ("step", "the whole step except saving and evaluation"),
     ("rollout", "waiting for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
     ("recompute_logp", "computing proximal log-probs"),
@@ -196,9 +199,13 @@ _MEMORY: _Rows = (
     ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
     (
         "available_gib",
-        "memory still available after the step, on this machine or within its cgroup limit, whichever is less, in GiB",
+        "memory that is available after the step, in GiB: the minimum of the machine's free memory and the rest of "
+        "the cgroup limit",
     ),
-    ("peak_gpu_gib", "with GPUs: peak memory of the trainer's tensors so far, on the GPU where it is highest, in GiB"),
+    (
+        "peak_gpu_gib",
+        "with GPUs: peak memory of the trainer's tensors so far, on the GPU with the highest peak, in GiB",
+    ),
 )
 
 SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
@@ -227,11 +234,11 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),
 )
-"""Title, scope, exported numbers and rows."""
+"""Sections of statistics with title, scope, exported numbers and rows."""
 
 
 def documented() -> Iterator[tuple[str, Statistic]]:
-    """Yield all statistics with the title of their section."""
+    """Yield each statistic with the title of its section."""
     for title, scope, exported, rows in SECTIONS:
         for name, meaning in rows:
             yield title, Statistic(f"{scope}/{name}", exported, meaning)

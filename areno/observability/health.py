@@ -1,8 +1,8 @@
 """Early warnings when a run cannot learn, each with its cause and a remedy.
 
-A warning is issued when its condition has held long enough, and again only after ``window`` consecutive steps without the
-condition, so an intermittent condition does not flood the log. The state is plain JSON in the checkpoint: a resumed run
-issues the same warnings as an uninterrupted one.
+A warning is issued when its condition has held long enough. It is repeated only after ``window`` consecutive steps
+without the condition, so that an intermittent condition does not flood the log. Checkpoints store the state of the
+monitor as JSON, so that a resumed run issues the same warnings as an uninterrupted run.
 """
 
 import math
@@ -19,24 +19,27 @@ from areno.types import part_columns
 LOGPROB_GAP_LIMIT = 0.05
 """Mean |rollout - train log-prob| above which a run warns."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
-"""The limit if rollout and training compute in fp32."""
+"""Mean |rollout - train log-prob| above which a run warns if rollout and training compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
-"""Number of steps over which the means of reward parts are compared."""
+"""Number of steps over which reward parts are compared."""
 _OPPOSED = -0.7  # correlation of two parts' means; reached by chance in one of a few thousand windows
 _RISES = 0.5  # correlation of the mean reward with the step
 _REWARD = ""  # key of the mean reward, next to the keys of its parts
 
 
 def gap_limit_of(*, fp32: bool, stale: bool) -> float:
-    """Return the limit of a run; infinite with stale samples, which are expected to differ from the trained policy."""
+    """Return the limit of the log-prob gap of a run.
+
+    The limit is infinite with stale samples, because their log-probs are expected to differ from those of the trained policy.
+    """
     if stale:
         return math.inf
     return LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
 
 
 @dataclass(slots=True)
-class _Episode:
+class _Condition:
     """History of one condition: consecutive steps with it and without it, and whether a warning was issued."""
 
     held: int = 0
@@ -72,7 +75,7 @@ class HealthMonitor:
             raise ValueError(f"window must be at least 1 step, got {window}")
         self._window = window
         self.gap_limit = logprob_gap_limit
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[str, _Condition] = {}
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
         self._parts: deque[dict[str, float]] = deque(maxlen=PARTS_WINDOW)
@@ -92,9 +95,9 @@ class HealthMonitor:
 
         Args:
             step: step index, for the messages.
-            stats: ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (samples dropped
-                because their reward function failed) are read; missing ones are not checked.
-            rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty if there are none.
+            stats: ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (number of
+                samples that were dropped because the reward function failed); missing statistics are not checked.
+            rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty if the step has no rewards.
             groups: prompt index of each sample, aligned with ``rewards``.
             truncated: whether each response reached the token limit.
 
@@ -123,9 +126,8 @@ class HealthMonitor:
             return ""
         self._loss_explained = True
         return (
-            f"step {step}: the loss is near 0, which is normal for group-normalized policy gradients: the advantages of "
-            f"a group sum to zero, so the loss cancels but the gradient does not (norm {grad_norm:.3g}). Watch the "
-            "reward instead"
+            f"step {step}: the loss is near 0, which is normal for group-normalized policy gradients: the advantages of a "
+            f"group sum to zero, so the loss cancels but the gradient does not (norm {grad_norm:.3g}). Watch the reward instead"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class HealthMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of ``state_dict``."""
         self._episodes = {
-            name: _Episode(int(held), int(absent), bool(warned))
+            name: _Condition(int(held), int(absent), bool(warned))
             for name, (held, absent, warned) in state["episodes"].items()
         }
         self._loss_explained = self._loss_explained or bool(state["loss_explained"])
@@ -151,7 +153,7 @@ class HealthMonitor:
         """Record whether a condition held in a step; return its warning if it is due."""
         if holds is None:
             return []
-        episode = self._episodes.setdefault(name, _Episode())
+        episode = self._episodes.setdefault(name, _Condition())
         if not holds:
             episode.held = 0
             episode.absent += 1
@@ -167,9 +169,7 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """For each condition, whether it holds (None: unknown in this step), and its warning, with ``{n}`` for the number of
-        steps.
-        """
+        """For each condition: whether it holds (None if unknown), and its warning with ``{n}`` for the number of steps."""
         tied, cut = _all_tied(rewards, groups), all(truncated) if truncated else None
         opposed = _opposed(self._parts)
         self._opposed = self._opposed or bool(opposed[0])
@@ -213,14 +213,14 @@ class HealthMonitor:
 
     @property
     def _moved(self) -> int:
-        """1 if the mean reward is above the means of all first steps, -1 if it is below all of them, else 0."""
+        """1 if the mean reward exceeds that of each of the first ``window`` steps, -1 if it is below each of them, else 0."""
         if len(self._start) < self._window or _REWARD not in self._parts[-1]:
             return 0
         mean = self._parts[-1][_REWARD]
         return (mean > max(self._start)) - (mean < min(self._start))
 
     def _equal(self, rewards: Sequence[float], cut: bool, length: float | None) -> str:
-        """The warning that the rewards are equal, and what that means given the run so far."""
+        """The warning that the rewards are equal, with an interpretation based on the run so far."""
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
         seen = f"{equal} for {{n}} steps: nothing can be learned, because all advantages are zero. "
@@ -243,13 +243,13 @@ class HealthMonitor:
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """The limit that cut responses of this mean length, and the option that raises it."""
+        """The limit that truncated responses of this mean length, and the option that raises the limit."""
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
             return "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"
 
     def _truncated(self, count: int, length: float | None) -> str:
-        """The warning that all responses were truncated, and what that means given the run so far."""
+        """The warning that all responses were truncated, with an interpretation based on the run so far."""
         limit, remedy = self._limit(length)
         seen = f"every response ({count}) was truncated at {limit}"
         if self._moved > 0:
@@ -271,7 +271,8 @@ class HealthMonitor:
 def overflowed(stats: Mapping[str, float]) -> bool:
     """Whether an update was skipped because a gradient overflowed in fp16.
 
-    This is normal: the loss scale falls until gradients fit. If it cannot fall any further, the engine ends the run.
+    An occasional overflow is normal: the loss scale is lowered until gradients fit. At the minimum scale, the engine
+    stops the run.
     """
     return "loss_scale" in stats and stats.get("update_skipped", 0.0) > 0 and math.isfinite(stats.get("loss", 0.0))
 
@@ -285,7 +286,7 @@ def unusable(stats: Mapping[str, float]) -> bool:
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Whether the reward rises while the parts that rise and fall most are anticorrelated, and the warning."""
+    """Whether the reward rises while its fastest rising and fastest falling parts are anticorrelated, and the warning."""
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:
         return None, ""
@@ -308,7 +309,7 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
-    """Whether rewards are equal within every group, or across the batch if all groups have one sample; None if unknown."""
+    """Whether rewards are equal within every group, or in the whole batch if each group has one sample; None if unknown."""
     if len(rewards) != len(groups):
         raise ValueError(f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}")
     members: dict[int, list[float]] = {}

@@ -1,7 +1,7 @@
 """The documented log lines of trainers and engine.
 
-The lines are a public contract (users grep them, tools parse them), so this module defines all of them, and tests compare
-their text. Each function takes the caller's logger, then the values of the line.
+The lines are a public contract: users grep them and tools parse them. So this module defines all of them, and tests
+check their text. Each function takes the caller's logger and the values of the line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ ScoreKind = Literal["logprob_score", "old_logprob_score", "value_score", "score"
 
 
 def _line(form: str) -> Callable[..., None]:
-    """Return a function that logs lines of this format; it takes the logger and the values in order."""
+    """Return a function that takes a logger and values, and logs a line of this format."""
 
     def write(logger: Logger, *values: object) -> None:
         logger.info(form, *values)
@@ -22,7 +22,7 @@ def _line(form: str) -> Callable[..., None]:
 
 
 def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
-    """Return a function that logs ``epoch=0 step=0 role=policy stage=...``, with `` rows=8`` or `` pairs=4`` if passed."""
+    """Return a function that logs ``epoch=0 step=0 role=policy stage=...``, followed by ``rows=8`` or ``pairs=4`` if passed."""
 
     def write(
         logger: Logger,
@@ -89,7 +89,7 @@ def agentic_filtered(
 ) -> None:
     """Log ``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
 
-    ``lengths`` are the token counts of the filtered trajectories, at least one; ``top`` describes the longest.
+    ``lengths`` has the token count of each filtered trajectory, at least one; ``top`` describes the longest trajectories.
     """
     ordered = sorted(lengths)
     percentiles = (ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 90))

@@ -1,9 +1,9 @@
 """Logging setup of the command line.
 
-Handlers are attached to the logger ``areno``, but only by the command line and by the trainers of experiments; other programs
-that use areno as a library keep their own. The log file of a run gets every record, the console the records of level
-``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, console lines go through the display
-(``route_console``), so that they do not corrupt it.
+Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Other programs that use
+areno as a library keep their own logging setup. The log file of a run gets every record; the console gets the records
+of level ``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, console lines go through the display
+(``route_console``), because they would corrupt it otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         self.live_level = live_level
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; a failing stream is handled by ``logging`` and does not raise."""
+        """Write one record; ``logging`` handles a failure of the stream, so nothing is raised."""
         writer = ConsoleHandler.writer
         if writer is None:
             super().emit(record)
@@ -45,9 +45,9 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class LoggingSetup:
-    """The installed handlers of the logger ``areno``; created by ``setup_logging``, at most one is active.
+    """The installed handlers of the logger ``areno``, created by ``setup_logging``. At most one setup is active.
 
-    ``shows_lines``: the console shows the lines of each step in place of a live display.
+    ``shows_lines``: whether the console shows log lines of each step instead of a live display.
     """
 
     active: ClassVar[LoggingSetup | None] = None
@@ -70,7 +70,7 @@ class LoggingSetup:
         LoggingSetup.active = self
 
     def close(self) -> None:
-        """Remove and close the handlers, unless they are closed already or a later setup has replaced them."""
+        """Remove and close the handlers, unless they are already closed or a later setup has replaced them."""
         if LoggingSetup.active is not self:
             return
         LoggingSetup.active = None
@@ -90,7 +90,7 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by case-insensitive name; None reads ``ARENO_LOG_LEVEL`` (default INFO).
+    """Console level by case-insensitive name; None means the value of ``ARENO_LOG_LEVEL`` (default INFO).
 
     Raises UsageError if the level is unknown.
     """
@@ -106,9 +106,9 @@ def setup_logging(
 ) -> LoggingSetup:
     """Install the command line's handlers on the logger ``areno``, replacing those of an earlier setup.
 
-    The log file of a run directory gets every record. With a run directory, and unless ``level`` or ``ARENO_LOG_LEVEL``
-    sets a console level, a live display shows only warnings and errors. Raises UsageError: the level is unknown, or the
-    run directory cannot be created.
+    The log file of a run directory gets every record. With a run directory, a live display shows only warnings and
+    errors, unless ``level`` or ``ARENO_LOG_LEVEL`` sets a console level. Raises UsageError if the level is unknown or
+    the run directory cannot be created.
     """
     console_level = log_level(level)
     explicit = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
@@ -123,10 +123,10 @@ def setup_logging(
 
 
 def shows_lines() -> bool:
-    """Whether the console's level was set to INFO or lower, which asks for a line per step instead of a live display."""
+    """Whether the console level was set to INFO or lower, which replaces the live display by a line per step."""
     return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:
-    """Send console lines to ``writer`` (a live display) or, if it is None, to the stream."""
+    """Send console lines to ``writer`` (a live display), or to the stream if ``writer`` is None."""
     ConsoleHandler.writer = writer

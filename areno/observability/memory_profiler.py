@@ -34,7 +34,7 @@ class MemoryProfiler:
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Record the block's memory if its step is selected, even if the step fails, for example by running out of memory."""
+        """Record the block's memory if the step is selected, even if the block raises (for example, out of memory)."""
         if global_step not in self._steps:
             yield
             return

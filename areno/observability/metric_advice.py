@@ -1,7 +1,7 @@
-"""What is normal for a metric, and what to do if it is not: shown by ``areno explain`` and in ``docs/run-directory.md``.
+"""Normal values of each metric, with a remedy for abnormal values; shown by ``areno explain`` and in ``docs/run-directory.md``.
 
-Ranges are guidance, not limits: a value outside its range is a reason to look closer. Texts name options of ``areno train``;
-:func:`advice_for` names the settings of an experiment instead.
+Ranges are guidance, not limits: a value outside its range is a reason to look closer. The texts mention options of
+``areno train``; :func:`advice_for` replaces them by the settings of an experiment.
 """
 
 import math
@@ -17,7 +17,7 @@ ABOVE_ZERO = 5e-324
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What is normal for a metric, and a remedy; ``low`` and ``high`` bound its normal range where it has one."""
+    """The normal values of a metric, and a remedy; ``low`` and ``high`` bound its normal range, if it has a range."""
 
     normal: str
     remedy: str = ""
@@ -26,7 +26,7 @@ class Advice:
 
     @property
     def range(self) -> str:
-        """The normal range, such as ``0 to 0.2`` or ``at least 0``; empty if it has none."""
+        """The normal range, such as ``0 to 0.2`` or ``at least 0``; empty if no range is set."""
         if self.low == ABOVE_ZERO:
             return "above 0"
         if self.low is None or self.high is None:
@@ -40,7 +40,7 @@ class Advice:
         return "; ".join(filter(None, (self.range, self.normal)))
 
     def accepts(self, value: float) -> bool | None:
-        """Whether a value is in the normal range; None if there is none."""
+        """Whether a value is in the normal range; None if no range is set."""
         if self.low is None and self.high is None:
             return None
         above = self.low is None or value >= self.low
@@ -53,63 +53,62 @@ _OFF_POLICY = (
 )
 _CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or teach it to stop with SFT"
 _NON_FINITE = "Lower --lr or --grad-clip-norm, or use --dtype float32; resume from a checkpoint before that step"
-_DROPPED = "The log names each dropped sample and its reason"
-_RISING_PAIRS = (
-    "If it stays at its first value, raise --lr. If the accuracy reaches 1 early, use fewer --epochs or more pairs"
-)
-_SLOWER = "docs/statistics.md says how to record where the time goes"
+_DROPPED = "The log lists each dropped sample with the reason"
+_RISING_PAIRS = "If it does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
+_SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
-    "If the difference exists from the first step on, use --dtype float32, and check that rollout and trainer have the same "
-    "weights and --temperature. If it grows, take fewer optimizer steps per rollout, or lower --lr"
+    "If the difference exists from the first step, use --dtype float32, and check that rollout and trainer have the "
+    "same weights and --temperature. If the difference grows, take fewer optimizer steps per rollout, or lower --lr"
 )
 
 ADVICE: dict[str, Advice] = {
     "rollout/rewards_mean": Advice(
         "rises over tens of steps, with noise from step to step",
-        "Flat: look at zero_std_groups and at samples (areno inspect), raise --lr or --n-samples. Falling: lower --lr. Rising "
-        "while samples get worse: the reward has a loophole",
+        "If it stays flat, look at zero_std_groups and at samples (areno inspect), or raise --lr or --n-samples. If "
+        "it falls, lower --lr. If it rises while samples get worse, the reward has a loophole",
     ),
     "rollout/rewards_std": Advice(
-        "if all rewards are equal, there is nothing to learn from",
-        "Use prompts that are sometimes answered right, a higher --temperature, a larger --n-samples, or a finer reward",
+        "there is nothing to learn from if all rewards are equal",
+        "Use prompts that are sometimes answered correctly, raise --temperature or --n-samples, or use a finer-grained reward",
         low=ABOVE_ZERO,
     ),
     "rollout/reward_parts/NAME": Advice(
         "parts rise together, or some stay constant",
-        "If one falls while another rises, read late samples: the policy may exploit the rising part. Fix the loophole, or "
-        "change --reward-weights",
+        "If one part falls while another rises, read late samples: the policy may exploit the rising part. Fix the "
+        "loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while there is something to learn, if wrong answers get a reward of 0 or less",
-        "Near 0: easier prompts, or SFT first. Near 1: the task is solved; use harder prompts",
+        "0.1 to 0.9 while there is something to learn; applies if wrong answers get a reward of 0 or less",
+        "If it is near 0, use easier prompts, or run SFT first. If it is near 1, the task is solved: use harder prompts",
     ),
     "rollout/advantages_mean": Advice(
-        "near 0 if advantages are relative to the group; not exactly 0, as it averages over tokens"
+        "near 0 if advantages are relative to the group; not exactly 0, because the mean is over tokens"
     ),
     "rollout/logprobs_mean": Advice(
-        "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary size for a randomly initialized one",
-        "Far below -2 with a pretrained model: check chat template and tokenizer",
+        "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary size for a randomly initialized model",
+        "If it is far below -2 with a pretrained model, check the chat template and the tokenizer",
     ),
     "rollout/response_len_mean": Advice(
         "drifts slowly, well below --max-new-tokens",
-        "At the limit: see truncated_ratio. Collapsing: the reward may favor short answers; lower --lr",
+        "If it reaches the limit, see truncated_ratio. If it collapses, check that the reward does not favor short "
+        "answers, and lower --lr",
     ),
     "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
-        "near 0 and without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
-        "With RL, look at the reward instead. With SFT, DPO and RM: if the loss does not fall, raise --lr; if "
-        "it jumps, lower --lr",
+        "near 0 without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
+        "With RL, look at the reward instead. With SFT, DPO and RM, raise --lr if the loss does not fall, and lower "
+        "--lr if it jumps",
     ),
-    "train/policy_loss": Advice("without a trend: it does not measure success", "Look at the reward instead"),
+    "train/policy_loss": Advice("has no trend, because it does not measure success", "Look at the reward instead"),
     "train/sft_loss": Advice(
         "falls quickly, then slowly; 0.5 to 3 for a pretrained model",
-        "If it does not fall, raise --lr and check the chat template. If it jumps, lower --lr. If eval/loss rises meanwhile, "
-        "stop earlier (--early-stop-patience)",
+        "If it does not fall, raise --lr and check the chat template. If it jumps, lower --lr. If it falls while "
+        "eval/loss rises, stop earlier (--early-stop-patience)",
     ),
     "train/entropy": Advice(
         "falls slowly; 0.1 to 3 for a pretrained model",
-        "Near 0, all answers are alike and learning ends: raise --temperature, lower --lr, or add a KL term. If entropy "
-        "rises steadily, the model degenerates: lower --lr",
+        "If it is near 0, all answers are alike and learning stops: raise --temperature, lower --lr, or add a KL "
+        "term. If it rises steadily, the model degenerates: lower --lr",
     ),
     "train/ratio_mean": Advice("1 with one optimizer step per rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.5),
@@ -120,9 +119,9 @@ ADVICE: dict[str, Advice] = {
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
     "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
-        "about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16; areno warns above "
-        f"{LOGPROB_GAP_LIMIT_FP32:g} in fp32 and {LOGPROB_GAP_LIMIT:g} otherwise, but not with an asynchronous rollout, "
-        "where the difference includes the updates since sampling",
+        f"about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16; areno warns above {LOGPROB_GAP_LIMIT_FP32:g} in fp32 "
+        f"and {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the difference includes the updates "
+        "since sampling, so areno does not warn",
         _GAP,
         0,
         LOGPROB_GAP_LIMIT,
@@ -132,19 +131,23 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/grad_norm": Advice(
         "stays within one order of magnitude during a run",
-        "0: all advantages are 0 (see zero_std_groups), or no token is trained. Spikes: lower --lr or --grad-clip-norm",
+        "If it is 0, all advantages are 0 (see zero_std_groups), or no token is trained. If it has spikes, lower "
+        "--lr or --grad-clip-norm",
         low=ABOVE_ZERO,
     ),
     "train/grad_norm_clipped": Advice(
         "at most --grad-clip-norm; always equal to --grad-clip-norm if every gradient is clipped"
     ),
     "train/grad_zero_ratio": Advice(
-        "below 0.5; higher if only a few rows of a large embedding are used", "Near 1: check loss masks", 0, 0.9
+        "below 0.5; higher if only a few rows of a large embedding are used",
+        "If it is near 1, check the loss masks",
+        0,
+        0.9,
     ),
     "train/update_skipped": Advice("", _NON_FINITE, 0, 0),
     "train/loss_scale": Advice(
         "a power of two that halves when a gradient overflows, and rises again",
-        "If it falls below 1: dtype bfloat16 or float32",
+        "If it falls below 1, use dtype bfloat16 or float32",
         low=1,
     ),
     "train/kl_loss": Advice(
@@ -157,21 +160,21 @@ ADVICE: dict[str, Advice] = {
         "small compared with the rewards", "Lower --kl-reward-coef if it outweighs the rewards"
     ),
     "train/routed_experts_changed": Advice("0 in the first optimizer step on a rollout", _OFF_POLICY, 0, 0.2),
-    "train/reward_errors": Advice("", "The log names each record: fix the reward function", 0, 0),
+    "train/reward_errors": Advice("", "Fix the reward function; the log lists each record on which it failed", 0, 0),
     "train/empty_responses": Advice(
         "", "The model stops at once: check the chat template, and that the reward does not favor empty answers", 0, 0
     ),
     "train/zero_std_groups": Advice(
-        "only the other prompts give a learning signal",
-        "If rewards are low: easier prompts, SFT first, a larger --n-samples, a higher --temperature or a finer reward. If "
-        "they are high: harder prompts",
+        "prompts whose samples have equal rewards give no learning signal",
+        "If rewards are low, use easier prompts, run SFT first, raise --n-samples or --temperature, or use a "
+        "finer-grained reward. If rewards are high, use harder prompts",
         0,
         0.5,
     ),
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
         "0 without --top-k and --top-p; below 1 - top_p with --top-p alone",
-        "Training assumes the full distribution: use a higher --top-p, or none",
+        "Training assumes the full distribution: raise --top-p, or omit it",
         0,
         0.2,
     ),
@@ -184,13 +187,15 @@ ADVICE: dict[str, Advice] = {
     "train/agent_failed": Advice("", _DROPPED, 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
-        "0 if each request extends the conversation", "docs/agentic.md says when a conversation forks", 0, 0
+        "0 if each request extends the conversation", "docs/agentic.md explains when a conversation forks", 0, 0
     ),
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
     "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
-    "train/step_wall_time_s": Advice("the sum of the stages (time/*), plus a little for reporting", _SLOWER),
+    "train/step_wall_time_s": Advice(
+        "slightly more than the sum of the stages (time/*), because it includes reporting", _SLOWER
+    ),
     "train/weight_update_time_s": Advice(
-        "small compared with the step", "docs/fleet.md compares the ways to deliver weights"
+        "small compared with the step", "docs/fleet.md compares the methods of weight transfer"
     ),
     "train/dpo_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
     "train/dpo_accuracy": Advice("0.5 at first, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
@@ -202,7 +207,7 @@ ADVICE: dict[str, Advice] = {
     "train/rm_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice("0.5 at first, then 0.6 to 0.9", _RISING_PAIRS, 0.5, 1),
     "train/critic_explained_variance": Advice(
-        "below 0 at first, then rises to 0.3 and more",
+        "below 0 at first, then rises to 0.3 or more",
         "If it stays near 0, raise --critic-lr. areno train also has --critic-warmup-steps, and --no-bootstrap-truncated for "
         "answers that are mostly truncated",
         0,
@@ -220,30 +225,31 @@ ADVICE: dict[str, Advice] = {
         "best evaluation (--keep-best, --early-stop-patience), or use more prompts",
     ),
     "eval/loss": Advice(
-        "falls, slightly above the training loss",
-        "If it rises while the training loss falls: stop earlier, or add data",
+        "falls, and stays slightly above the training loss",
+        "If it rises while the training loss falls, stop earlier or add data",
     ),
     "eval/accuracy": Advice("rises", "See eval/rewards_mean"),
     "eval/pass@K": Advice(
         "rises with K", "If pass@1 rises while pass@K falls for a larger K, diversity is lost: see train/entropy", 0, 1
     ),
     "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
-    "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers cost most"),
+    "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers take the most time"),
     "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
     "memory/peak_resident_gib": Advice(
         "rises in the first steps, then stays constant",
-        "If it keeps rising, memory leaks: look at the reward function, the agent and the loader first",
+        "If it keeps rising, memory leaks: check the reward function, the agent and the data loader first",
     ),
     "memory/available_gib": Advice(
         "stays well above 0",
-        "Near 0, the kernel may kill processes: `areno plan` shows what takes the memory and how to lower it",
+        "If it is near 0, the kernel may kill processes: `areno plan` shows what uses the memory and how to use less",
     ),
     "memory/peak_gpu_gib": Advice(
         "rises in the first steps, then stays constant",
-        "Near the size of the GPU's memory, a step may fail: `areno plan` shows what takes the memory and how to lower it",
+        "If it is near the size of the GPU's memory, a step may fail: `areno plan` shows what uses the memory and "
+        "how to use less",
     ),
 }
-"""By the metric's name in ``areno train``."""
+"""The advice, by the name of the metric in ``areno train``."""
 _LIKE = {
     "train/clip_fraction": ("train/clip_fraction_high", "train/clip_fraction_low", "ppo_actor/update/clip_ratio"),
     "train/dpo_loss": ("train/pair_loss", "dpo/loss"),
@@ -268,12 +274,12 @@ _LIKE = {
     "time/reward": ("train/reward_score_time_s",),
     "train/weight_update_time_s": ("timeperf/update_weights", "train/rollout_pause_time_s", "timeperf/rollout_pause"),
 }
-"""Maps a metric to others for which the same advice holds."""
+"""Maps a metric to other metrics with the same advice."""
 _LIKE_OF = {name: source for source, names in _LIKE.items() for name in names}
 
 
 def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
-    """The advice for a metric by full name, naming settings instead of options if ``experiment``; None if there is none."""
+    """The advice for a metric by full name, or None; with ``experiment``, the texts mention settings instead of options."""
     source = _LIKE_OF.get(name, name)
     advice = ADVICE.get(source) or next((ADVICE[key] for key in ADVICE if matches(key, source)), None)
     if advice is None or not experiment:

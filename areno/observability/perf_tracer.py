@@ -1,11 +1,11 @@
-"""Performance traces as Chrome trace events: one file per role and rank, which Perfetto opens after conversion.
+"""Performance traces as Chrome trace events: one file per role and rank. Perfetto opens the converted files.
 
     {logs}/perf_tracer/{role}/traces-r{rank}.jsonl     one event per line
     python -m areno.tools.perf_trace_converter ... out.json
 
-All processes share one time axis: the system clock at the start, a monotonic clock from there on. Scopes of asyncio tasks
-overlap, but a trace viewer draws only nested scopes on a track, so each task inside a scope gets its own track, which
-later tasks reuse. A disabled tracer costs one branch per scope.
+All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards.
+Scopes of asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task inside a scope
+gets its own track, and later tasks reuse the free tracks. A disabled tracer costs one branch per scope.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks start here, above every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
-"""Name of the event that is recorded when areno's clock is read, which gives the offset to the profiler's clock."""
+"""Name of an event that is recorded when areno's clock is read: it gives the offset between this clock and the profiler's."""
 
 
 class Category(StrEnum):
@@ -54,7 +54,7 @@ Args = Mapping[str, Any] | None
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
-    """Append records as JSON lines; without records no file is created. Raises ArenoError if the file cannot be written."""
+    """Append records as JSON lines; an empty list creates no file. Raises ArenoError if the file cannot be written."""
     if not records:
         return
     try:
@@ -72,10 +72,10 @@ def trace_path(logs: Path, role: str, rank: int) -> Path:
 
 
 class PerfTracer:
-    """Collects events and appends them to a file; if disabled, it does nothing.
+    """Collects events and appends them to a file; a disabled tracer does nothing.
 
     ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps
-    in which to run the torch profiler.
+    in which the torch profiler runs.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PerfTracer:
                 self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
 
     def save(self, step: int | None = None, force: bool = False) -> None:
-        """Append the events to the file if ``save_interval`` is due at ``step``, or with ``force``. Raises ArenoError."""
+        """Append the events to the file if ``save_interval`` is reached, or with ``force``. Raises ArenoError on failure."""
         if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
             return
         with self._lock:
@@ -236,7 +236,7 @@ def wrapped(
 
 @contextmanager
 def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int) -> Iterator[None]:
-    """Profile the block with torch, CPU and GPU; append the events to ``events``, on the clock of ``now_us``."""
+    """Profile the block on CPU and GPU with torch; append the events, converted to the clock of ``now_us``, to ``events``."""
     from torch import profiler
 
     with profiler.profile() as profile:

@@ -1,7 +1,7 @@
 """Selects samples of each step for ``samples.jsonl``, and logs completions for ``ARENO_LOG_COMPLETIONS``.
 
-The selection is bounded per step, so that the file of a long run stays small: the best, the worst and the first sample of
-each of the first eight prompts (at most 24 records, with texts of at most 8,000 characters).
+Of each of the first eight prompts of a step, the best, the worst and the first sample are selected. So a step adds at
+most 24 records, with texts of at most 8,000 characters, and the file of a long run stays small.
 """
 
 import itertools
@@ -25,9 +25,9 @@ _DATA_CHARS, _DATA_FIELDS = 500, 8
 _TEXT = reprlib.Repr()  # bounds nested values without formatting all of them
 _TEXT.maxstring = _TEXT.maxother = _DATA_CHARS
 EVAL_PROMPTS = 8
-"""Number of prompts of an evaluation whose first answers are recorded, to compare the answers over the run."""
+"""Number of evaluation prompts whose first answer is recorded, so that their answers can be compared over the run."""
 MAX_TOKENS = 8192
-"""Maximum number of tokens per step whose details are recorded."""
+"""Maximum number of tokens per step for which token details are recorded."""
 
 Texts = Callable[[int], tuple[str, list[int]]]
 """Returns the text and the bytes of a token."""
@@ -50,16 +50,16 @@ def sample_records(
     """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
 
     Args:
-        records: all samples of the step; ``metadata`` has prompt, sample and finish reason.
-        trajectories: the training rows of each sample; computed for selected samples only, and recorded up to `MAX_TOKENS`
-            tokens per step.
+        records: all samples of the step; ``metadata`` has the prompt index, the sample index and the finish reason.
+        trajectories: functions that return the training rows of a sample. Only those of selected samples are called, and at
+            most `MAX_TOKENS` tokens are recorded per step.
 
     Returns:
-        One dictionary per selected sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
-        it was selected: ``first``, ``best``, ``worst``), ``reward``, ``reward_parts`` if it has parts, ``advantage,
-        finish_reason, response_len, logprob_mean`` (over trained tokens; None if there are none), ``prompt, completion``;
-        ``data``, the other fields of the data row as text, if it has any; for agents also ``messages``; and ``rows``, within
-        the token limit.
+        One dictionary per selected sample, in the order of ``records``. All have ``step, prompt_index, sample_index``,
+        ``picked`` (the reasons: ``first``, ``best``, ``worst``), ``reward``, ``advantage``, ``finish_reason``,
+        ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt`` and ``completion``.
+        Optional entries are ``reward_parts``, ``data`` (the other fields of the data row as text), ``messages`` (of agents)
+        and ``rows`` (within the token limit).
 
     Raises:
         ValueError: the sequences differ in length.
@@ -109,12 +109,12 @@ def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8)
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Assign numbers to the rows whose tokens will be recorded, so that the engine keeps what training computes for them.
+    """Number the rows whose tokens will be recorded, so that the engine keeps the values that training computes for these rows.
 
     Args:
         prompts: the prompt of each sample.
         rewards: the reward of each sample.
-        rows: the training rows of each sample; sets ``observed`` of those that will be recorded.
+        rows: the training rows of each sample; ``observed`` is set on the rows that will be recorded.
     """
     picked = [rows[i] for i in sorted(pick(prompts, rewards))]
     sizes = (sum(len(row.tokens) for row in sample_rows) for sample_rows in picked)
@@ -132,11 +132,11 @@ def row_records(
     computed: Mapping[int, TokenRecord],
     data: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """:func:`sample_records` for training rows, one sample each.
+    """:func:`sample_records` for training rows, where each row is one sample.
 
     Args:
         prompts: prompt indices of the groups.
-        computed: what training computed for observed rows, by number.
+        computed: values that training computed for observed rows, by number.
         data: data rows of the groups, if they are known.
     """
     advantages = []
@@ -153,7 +153,7 @@ def row_records(
 def reward_records(
     prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, data: Sequence[Mapping[str, Any]] = ()
 ) -> list[RewardRecord]:
-    """Describe training rows as samples; ``prompts`` are the prompt indices of the groups, ``data`` their data rows."""
+    """Describe training rows as samples. ``prompts`` are the prompt indices of the groups, and ``data`` their data rows."""
     counts: Counter[int] = Counter()
     records = []
     for row in rows:
@@ -188,12 +188,12 @@ def row_segments(
     Args:
         roles: role of each token; None distinguishes only sampled tokens (``text``) from others (``given``).
         turns: turn of each token; None numbers the sampled spans.
-        computed: what training computed for the row.
+        computed: values that training computed for the row.
 
     Returns:
         Segments with the shared attributes ``role, turn, trained, version`` and the lists ``tokens, texts, logprobs,
-        advantages``; with ``computed`` also ``train_logprobs`` and, if the loss marks them, ``clipped``, which hold None for
-        tokens that are not trained.
+        advantages``. With ``computed``, segments also have ``train_logprobs`` and, if the loss clips, ``clipped``; both lists
+        have None for tokens that are not trained.
     """
     versions, advantages = row.versions or [-1] * len(row.tokens), row.advantages or [0.0] * len(row.tokens)
     sampled = [version >= 0 for version in versions]
@@ -237,7 +237,7 @@ class EvalSamples:
         self._samples: dict[int, dict[str, Any]] = {}
 
     def add(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
-        """Add a batch of scored answers; ``metadata`` of the records has prompt, sample and finish reason."""
+        """Add a batch of scored answers; ``metadata`` has the prompt index, the sample index and the finish reason."""
         for record, reward in zip(records, rewards, strict=True):
             index = int(record.metadata.get("prompt_index", 0))
             if index in self._samples or len(self._samples) == EVAL_PROMPTS or record.metadata.get("sample_index", 0):
@@ -269,7 +269,7 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Number of samples to log per step: ``ARENO_LOG_COMPLETIONS``, or 0. Raises UsageError if it is not an integer >= 0."""
+    """Number of samples to log per step: ``ARENO_LOG_COMPLETIONS``, or 0. Raises UsageError for an invalid value."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(
@@ -342,7 +342,7 @@ def _logprob_mean(record: RewardRecord) -> float | None:
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:
-    """The entry ``data`` of a sample: short fields of its data row, such as the expected answer, except its prompt."""
+    """The entry ``data`` of a sample: the short fields of its data row except the prompt, such as the expected answer."""
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()
@@ -352,7 +352,7 @@ def _data(record: RewardRecord) -> dict[str, Any]:
 
 
 def bounded(text: Any, limit: int = MAX_CHARS - _MARK_CHARS) -> str:
-    """Shorten a text to its head and tail, together ``limit`` characters, with a mark of at most 40 characters between them."""
+    """Shorten a text to its beginning and end, ``limit`` characters in total, separated by a mark of at most 40 characters."""
     text, half = "" if text is None else str(text), limit // 2
     if len(text) <= limit:
         return text

@@ -1,12 +1,12 @@
-"""The scalars of a step under their documented names: ``rollout/*``, ``train/*``, ``time/*``.
+"""The scalars of a step under their documented names: ``rollout/*``, ``train/*`` and ``time/*``.
 
-This module names ``rollout/*``. A ``train/*`` name is a statistic of the update, passed as ``train_stats``: from the loss
-(``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK (``areno/api/trainer.py``), or the trainer
-(``areno/api/trainers``). docs/run-directory.md lists them. ``time/*`` are the trainer's timings.
+This module computes ``rollout/*``. ``train/*`` are the statistics of the update, passed as ``train_stats``. They come from the
+loss (``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK (``areno/api/trainer.py``) and the
+trainer (``areno/api/trainers``). ``time/*`` are the trainer's timings. docs/run-directory.md lists all scalars.
 
 Statistics of advantages and log-probs cover the *trainable* response tokens (``TrainSequence.trainable``), so they respect
-the loss mask. Keys that do not apply are absent (an SFT row has no reward). Lists are flattened with ``array`` and ``numpy``:
-512 rows of 200 tokens take about 13 ms.
+the loss mask. Scalars that do not apply are absent: for example, SFT rows have no reward. Lists are flattened with ``array``
+and ``numpy``: 512 rows of 200 tokens take about 13 ms.
 """
 
 from array import array
@@ -33,9 +33,9 @@ def step_scalars(
     Args:
         train_stats: statistics of the backend and the loss; entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
-        skipped_long: prompts that were skipped in this step because they are too long.
-        total_skipped_long: prompts that were skipped as too long since the start of the run.
-        rewards: one per sample; None if there are none.
+        skipped_long: number of prompts skipped in this step because they are too long.
+        total_skipped_long: number of prompts skipped for this reason since the start of the run.
+        rewards: one per sample; None for an algorithm without rewards.
     """
     scalars = {
         **_length_scalars(rows),
@@ -96,7 +96,7 @@ def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _masked(pairs: Sequence[tuple[list[float], bytes]]) -> NDArray[np.float64]:
-    """The values of all rows whose mask (one byte per token) is set, as a flat array."""
+    """The values of all tokens whose mask (one byte per token) is set, as a flat array."""
     if not pairs:
         return np.empty(0)
     flat = array("d")

@@ -1,9 +1,8 @@
-"""What the live display shows, laid out as lines of styled text for any size of terminal.
+"""The contents of the live display, laid out as lines of styled text for any terminal size.
 
 :func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines are
-left out; if it is too narrow for a line, the last pieces of the line are left out and its first one is shortened. All
-texts of a run (answers, prompts, names, warnings) are reduced to printable characters, so that none of them can control
-the terminal.
+omitted. If a line is too long, its last pieces are omitted and its first piece is shortened. All texts of a run (answers,
+prompts, names and warnings) are reduced to printable characters, so that no text can control the terminal.
 """
 
 import math
@@ -34,7 +33,7 @@ _GIB = 2**30
 
 
 class Trend:
-    """A series of at most 240 points, each the mean of the same number of steps, so that drawing a long run stays cheap."""
+    """A series of at most 240 points, which keeps drawing cheap. Each point is the mean of the same number of steps."""
 
     def __init__(self) -> None:
         self.last = math.nan
@@ -55,17 +54,17 @@ class Trend:
             self._each *= 2
 
     def bounds(self) -> tuple[float, float] | None:
-        """Smallest and largest finite point; None if there is none."""
+        """Smallest and largest finite point; None without finite points."""
         finite = [point for point in self.points if math.isfinite(point)]
         return (min(finite), max(finite)) if finite else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeading:
-    """What runs: shown in the first line.
+    """Description of the run, shown in the first line.
 
     Attributes:
-        gap_limit: difference of rollout and train log-probs above which health warnings begin; infinite for none.
+        gap_limit: difference of rollout and train log-probs above which a run warns; infinite if it never warns.
     """
 
     algorithm: str = ""
@@ -85,7 +84,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes that the run uses (``what`` says how they are counted), and free and total bytes of the machine or device."""
+    """Bytes used by the run (``what`` describes the count), and free and total bytes of the machine or device."""
 
     used: int
     free: int
@@ -95,7 +94,7 @@ class MemoryUse:
 
 @dataclass(slots=True)
 class ScreenState:
-    """Everything that is shown; ``trends`` has ``reward`` and ``loss``, ``parts`` the parts of the reward by name."""
+    """The contents of the display; ``trends`` has ``reward`` and ``loss``, and ``parts`` the parts of the reward by name."""
 
     heading: RunHeading = field(default_factory=RunHeading)
     done: int = 0
@@ -118,7 +117,7 @@ class ScreenState:
 
 @dataclass(slots=True)
 class _Block:
-    """Lines that belong together. In a small terminal, the last lines or whole blocks are left out, the highest ranks first."""
+    """Lines that belong together. In a small terminal, blocks of the highest ``rank`` lose lines first, or are omitted."""
 
     rank: int
     lines: list[Line]
@@ -145,7 +144,7 @@ def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) 
 
 
 class _Layout:
-    """Makes the blocks of a frame, in the order in which they are shown; a tight layout shortens warnings."""
+    """Creates the blocks of a frame in display order; a tight layout shortens warnings."""
 
     def __init__(self, state: ScreenState, width: int, unicode: bool, *, is_tight: bool = False) -> None:
         self.state, self.width, self.unicode, self.is_tight = state, width, unicode, is_tight
@@ -238,7 +237,7 @@ class _Layout:
         return self._line("update", *((piece, "") for piece in pieces)) if pieces else None
 
     def _gap(self, gap: float) -> Line:
-        """The difference between the log-probs of rollout and training, judged by the limit of the health warnings."""
+        """The difference between the log-probs of rollout and training, compared with the limit of the health warnings."""
         limit = self.state.heading.gap_limit
         if math.isinf(limit):
             return self._line("log-probs", (f"gap {gap:.1e}", ""))
@@ -263,7 +262,7 @@ class _Layout:
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:
-        """The problem (the first sentence of the text) and the remedy (the rest), each on a few lines."""
+        """A warning on a few lines: first the problem (the first sentence), then the remedy (the other sentences)."""
         problem, *remedy = _SENTENCE_END.split(self._clean(text), maxsplit=1)
         first, second = (1 if remedy else 2, 2) if self.is_tight else (4, 8)
         lines = [(line, "yellow") for line in self._wrap(problem, first)]
@@ -271,7 +270,7 @@ class _Layout:
         return [self._line("" if position else "warning", line) for position, line in enumerate(lines)]
 
     def _sample(self, sample: ShownSample) -> list[Line]:
-        """The reward and the end of the prompt on one line, and the answer on the following ones."""
+        """The reward and the end of the prompt on one line, and the answer on the following lines."""
         room = self.width - _LABEL_WIDTH
         reward = "" if sample.reward is None else f"reward {sample.reward:.3g}"
         prompt = self._end(sample.prompt, room - len(reward) - 3 * bool(reward))
@@ -280,7 +279,7 @@ class _Layout:
         return lines + [self._line("", (part, "")) for part in answer]
 
     def _line(self, label: str, *pieces: Piece) -> Line:
-        """A label and pieces, as many as fit; the first one is shortened if necessary."""
+        """A label and as many pieces as fit; the first piece is shortened if necessary."""
         line: Line = [self._label(label)]
         room = self.width - cell_len(line[0][0])
         for position, (text, style) in enumerate(piece for piece in pieces if piece[0]):
@@ -313,14 +312,14 @@ class _Layout:
         return self.more[: max(width, 0)] + tail
 
     def _limited(self, lines: list[str], limit: int) -> list[str]:
-        """At most ``limit`` lines next to the labels, the last one marked if there were more."""
+        """At most ``limit`` lines next to the labels; a mark on the last line shows that lines were omitted."""
         room = self.width - _LABEL_WIDTH
         if len(lines) <= limit:
             return lines
         return [*lines[: limit - 1], self._shorten(set_cell_size(lines[limit - 1], room + 1), room)]
 
     def _wrap(self, text: str, limit: int) -> list[str]:
-        """Break a text into at most ``limit`` lines next to the labels, at spaces, and within words longer than a line."""
+        """Wrap a text into at most ``limit`` lines next to the labels, at spaces or within words longer than a line."""
         width, lines, line = self.width - _LABEL_WIDTH, [], ""
         for word in text.split(" "):
             for part in chop_cells(word, max(width, 2)) or [""]:

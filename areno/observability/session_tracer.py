@@ -1,9 +1,9 @@
-"""Traces the lifecycle of rollout sessions: submission, generation, tool calls, reward and outcome.
+"""Traces the lifecycle of rollout sessions, from submission through generation, tool calls and reward to the outcome.
 
-    {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after its end
+    {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after the session ends
 
-A task (a prompt group) may have several sessions. The current session is a context variable, so that code in a session,
-including child tasks, finds the session without a parameter.
+A task (a prompt group) may have several sessions. The current session is a context variable, so that code in a session
+and its child tasks can access the session without a parameter.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from areno.observability.perf_tracer import append_lines
 
 Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
 PHASES = ("generate", "reward", "toolcall")
-"""Phases whose seconds are reported as ``{phase}_s``; others may be recorded as well."""
+"""Phases whose durations in seconds are reported as ``{phase}_s``; other phases may be recorded as well."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Session:
 
 
 SessionHandle = tuple[Any, _Session] | None
-"""The current session with its tracer, for work in another context; None outside a session."""
+"""The current session with its tracer, to be used in another context; None outside a session."""
 
 _current: ContextVar[SessionHandle] = ContextVar("rollout session", default=None)
 
@@ -67,7 +67,7 @@ def in_session(handle: SessionHandle) -> Iterator[None]:
 
 
 class SessionTracer:
-    """Collects sessions; appends ended ones to a file in batches of ``flush_threshold`` (values below 1 mean 1)."""
+    """Collects sessions and appends finished sessions to a file in batches of ``flush_threshold`` (values below 1 mean 1)."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class SessionTracer:
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
-        """Open a session of a task for the block and the asyncio tasks started in it.
+        """Open a session of a task for the block and the asyncio tasks started in the block.
 
-        A session whose block raises counts as failed, regardless of the outcome of its task.
+        If the block raises, the session counts as failed, regardless of the outcome of its task.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:
@@ -136,7 +136,7 @@ class SessionTracer:
                 session.counters[name] = session.counters.get(name, 0) + count
 
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
-        """Set the outcome of a task's sessions, except failed ones, and flush if due; unknown tasks are ignored.
+        """Set the outcome of a task's sessions except failed sessions, and flush if due; unknown tasks are ignored.
 
         Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.
         """
@@ -151,7 +151,7 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write ended sessions if there are enough, or with ``force``. Raises ArenoError if the file cannot be written."""
+        """Write finished sessions if ``flush_threshold`` is reached, or with ``force``. Raises ArenoError on failure."""
         with self._lock:
             if not self._ended or not (force or len(self._ended) >= self._threshold):
                 return
@@ -160,7 +160,7 @@ class SessionTracer:
         append_lines(self.path, records, "perf_tracer.session_tracer.enabled")
 
     def close(self) -> None:
-        """Write all sessions, unfinished ones as ``pending``."""
+        """Write all sessions; unfinished sessions are written as ``pending``."""
         with self._lock:
             self._ended += [session for sessions in self._open.values() for session in sessions]
             self._open.clear()

@@ -1,8 +1,8 @@
 """Collects the statistics of a step and aggregates them exactly across calls and processes.
 
-A tensor is reduced to its sum, count, minimum and maximum in float64. So a step may add to a statistic any number of
-times, and statistics of several processes merge exactly, with equal weight for every value. Scopes belong to the thread
-or asyncio task that opened them. Importing this module imports no torch.
+A tensor is reduced to its sum, count, minimum and maximum in float64. So a step may record a statistic any number of
+times, and statistics of several processes merge exactly, with equal weight for every value. A scope applies only to
+the thread or asyncio task that opened it. Importing this module does not import torch.
 """
 
 import math
@@ -20,7 +20,7 @@ COUNT_SUFFIX = "__count"
 
 
 class ReduceType(StrEnum):
-    """How to reduce a statistic. All kinds but the first give one number, under the statistic's name."""
+    """How to reduce a statistic. ``AVG_MIN_MAX`` gives three numbers; the others give one number under its name."""
 
     AVG_MIN_MAX = "avg_min_max"
     """``name/avg``, ``name/min`` and ``name/max``."""
@@ -31,13 +31,13 @@ class ReduceType(StrEnum):
     SCALAR = "scalar"
     """Mean of plain numbers, with their count under ``name__count``."""
     TIMING = "timing"
-    """Seconds: the sum within a process, the maximum across processes."""
+    """Seconds: their sum within a process, and the maximum of these sums across processes."""
 
 
 Part = tuple[str, float, float, float, float]
-"""The part of a statistic from one process: reduce type, sum, count, minimum, maximum."""
+"""One process's part of a statistic: reduce type, sum, count, minimum and maximum."""
 Parts = dict[str, Part]
-"""All statistics of a process by name; plain data that can be sent as JSON."""
+"""All statistics of a process by name, as plain data that can be sent as JSON."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class StatsTracker:
             self._scopes.reset(token)
 
     def scalar(self, **values: float) -> None:
-        """Record numbers; several under one name are averaged."""
+        """Record numbers; numbers of the same name are averaged."""
         with self._lock:
             for key, value in values.items():
                 number = float(value)
@@ -102,16 +102,15 @@ class StatsTracker:
                 self._add(self._accumulator(self._full_name(key), ReduceType.SUM), tensor.double(), tensor)
 
     def stat(self, denominator: str, reduce_type: ReduceType | str | None = None, **tensors: Any) -> None:
-        """Record the elements of tensors selected by a denominator.
+        """Record the elements of tensors that a denominator (a mask) selects.
 
         Args:
-            denominator: a name recorded by :meth:`denominator` in this or an enclosing scope; the latest mask of that name
-                applies.
-            reduce_type: None: ``AVG_MIN_MAX``.
+            denominator: a name recorded by :meth:`denominator` in this or an enclosing scope; its latest mask applies.
+            reduce_type: None means ``AVG_MIN_MAX``.
             tensors: values by name, each with the shape of the mask.
 
         Raises:
-            ValueError: unknown denominator, wrong shape, or a name recorded with a different reduce type.
+            ValueError: the denominator is unknown, a shape is wrong, or a name was recorded with a different reduce type.
         """
         import torch
 
@@ -155,7 +154,7 @@ class StatsTracker:
         return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
-        """The statistics over all ranks; ``gather`` all-gathers the parts of the ranks."""
+        """The statistics over all ranks; ``gather`` is the all-gather of the ranks' parts."""
         return reduced(merge(gather(self.parts(reset=reset))))
 
     def _full_name(self, key: str) -> str:
@@ -193,7 +192,7 @@ class StatsTracker:
 
 
 def merge(gathered: Iterable[Parts]) -> Parts:
-    """Merge the parts of several processes, with equal weight for every value. Raises ValueError: reduce types differ."""
+    """Merge the parts of several processes, with equal weight for every value. Raises ValueError if reduce types differ."""
     merged: Parts = {}
     for parts in gathered:
         for name, part in parts.items():
@@ -216,7 +215,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """The numbers of merged parts by name; means and extremes are omitted if there are no values."""
+    """The numbers of merged parts by name; means and extremes of statistics without values are omitted."""
     numbers: dict[str, float] = {}
     for name, (kind, total, count, minimum, maximum) in parts.items():
         if kind in (ReduceType.SUM, ReduceType.TIMING):
@@ -233,7 +232,7 @@ def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Remove the counts of scalars, which are only needed to average further."""
+    """Remove the counts of scalars, which are needed only for further averaging."""
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 

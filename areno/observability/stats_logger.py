@@ -1,7 +1,7 @@
-"""Writes the statistics of a step of ``areno run``: as a table in the log, in ``metrics.jsonl`` and to tracking services.
+"""Writes the statistics of a step of ``areno run`` to ``metrics.jsonl``, to tracking services and, as a table, to the log.
 
 The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The table
-has the time of the step and the time since the start, which continues after a recovery. A service that fails is
+has the time of the step and the time since the start, which keeps counting after a recovery. A service that fails is
 disabled, because training must not depend on an external server.
 """
 
@@ -42,9 +42,10 @@ class StatsLogger:
         self._unsent: dict[str, float] = {}
 
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
-        """Report statistics measured before a step, usually the first one, as a line of that step in ``metrics.jsonl``.
+        """Report statistics measured before a step, usually the first step, as a line of that step in ``metrics.jsonl``.
 
-        Services receive them with the statistics of the step, because a service takes one entry per step. Raises ArenoError.
+        Services receive these statistics together with those of the step, because a service takes one entry per step. Raises
+        ArenoError if the file cannot be written.
         """
         self._unsent = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
@@ -72,7 +73,7 @@ class StatsLogger:
         return {"global_step": self._global_step, "x": self._x, "elapsed_s": self._clock() - self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError if that fails."""
+        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError on failure."""
         self._global_step, self._x = state["global_step"], state["x"]
         self._previous = self._clock()
         self._start = self._previous - state["elapsed_s"]
@@ -82,7 +83,7 @@ class StatsLogger:
             _log.info("dropped %d lines of steps after global step %d, which are repeated", dropped, step)
 
     def reset(self) -> None:
-        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError if that fails."""
+        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError on failure."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
             _log.info("dropped %d lines of an attempt that ended before its first checkpoint", dropped)

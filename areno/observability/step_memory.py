@@ -1,4 +1,4 @@
-"""The memory that a run needs and that its machine has left, recorded with each step."""
+"""The memory that a run uses and the memory that its machine has left, recorded with each step."""
 
 import os
 import time
@@ -14,12 +14,12 @@ _SHARE = 0.01  # fraction of the time that readings may take: finding all descen
 
 
 class StepMemory:
-    """Reads the memory figures of a run. If steps are short, most steps repeat the last figures instead of reading new ones.
+    """Reads the memory figures of a run. If steps are short, most steps repeat the last figures, because readings take time.
 
-    The kernel and PyTorch record peaks, so none is missed between two readings, except that of a process that has ended.
+    The kernel and PyTorch record peaks, so no peak between two readings is missed, except that of a process that has exited.
 
     Args:
-        gpu_bytes: returns the highest number of bytes that tensors have taken on a GPU; 0 without one.
+        gpu_bytes: returns the peak number of bytes of tensors on a GPU; 0 without a GPU.
     """
 
     def __init__(self, gpu_bytes: Callable[[], int]) -> None:

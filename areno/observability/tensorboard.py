@@ -1,9 +1,9 @@
 """Writes TensorBoard event files in a background thread.
 
-Importing ``tensorboard`` takes half a second, so the thread imports it at the first write; the training loop only fills a
-queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread ends,
-it writes what is left, so that nothing is lost without ``close``. That is also why it does not use PyTorch's ``SummaryWriter``,
-which starts another thread: from Python 3.12 on, no thread can start once the main thread has ended.
+Importing ``tensorboard`` takes half a second, so the thread imports the package at the first write; the training loop only
+fills a queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread
+ends, the queue is still written, so that no event is lost without ``close``. PyTorch's ``SummaryWriter`` is not used, because
+it starts another thread: from Python 3.12 on, no thread can start once the main thread has ended.
 """
 
 import concurrent.futures.thread  # noqa: F401  imported here because its exit handler cannot be registered at exit
@@ -31,7 +31,7 @@ _FORMAT = "brain.Event:2"  # TensorBoard's only format of event files
 class EventWriter:
     """Writes the scalars of a run as TensorBoard events.
 
-    ``purge_step`` is the first step that a resumed run writes again; TensorBoard hides older events of this and later steps.
+    ``purge_step`` is the first step of a resumed run; TensorBoard hides older events of this and later steps.
     ``option`` is the option that sets the folder, for error messages.
     """
 
@@ -47,7 +47,7 @@ class EventWriter:
         self._closed = False
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue one step. Raises ArenoError if an earlier write failed, or the writer is closed."""
+        """Queue one step. Raises ArenoError if an earlier write failed or the writer is closed."""
         if self._closed:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; create a new one to record step {step}")
         self._raise_failure()
@@ -57,8 +57,8 @@ class EventWriter:
                 thread.start()
             except RuntimeError as error:
                 raise ArenoError(
-                    f"cannot start a thread to write TensorBoard events: {error}; end other programs, or raise the limit "
-                    "of processes and threads (`ulimit -u`)"
+                    f"cannot start a thread to write TensorBoard events: {error}; stop other programs, or raise the "
+                    "limit of processes and threads (`ulimit -u`)"
                 ) from error
             self._thread = thread
         self._queue.put((step, dict(numbers), time.time()))
@@ -116,10 +116,10 @@ class EventWriter:
                 )
 
     def _new_path(self) -> Path:
-        """Return the path of a new file, whose name sorts after those of the folder's existing files.
+        """Return the path of a new file that sorts after the existing files of the folder.
 
-        TensorBoard reads files in the order of their names, which begin with the second of their creation. A file that is
-        read before those of the run that it resumes would hide nothing with its ``purge_step``.
+        TensorBoard reads files in the order of their names, which begin with the creation time in seconds. ``purge_step``
+        hides only events that were read before, so the file of a resumed run must be read last.
         """
         names = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in self._log_dir.glob(f"{_PREFIX}*")]
         second = max([int(time.time()), *(int(name) + 1 for name in names if name.isdecimal())])

@@ -16,11 +16,11 @@ _sessions = SessionTracer(".", enabled=False)
 
 
 def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, session: Args = None) -> None:
-    """Replace the process's tracers, after flushing the previous ones.
+    """Replace the process's tracers after flushing the previous tracers.
 
     Args:
-        perf: ``enabled``, ``save_interval``, ``profile_steps`` of the ``perf_tracer`` section; None disables it.
-        session: ``enabled``, ``flush_threshold`` of its ``session_tracer``; None disables it.
+        perf: ``enabled``, ``save_interval`` and ``profile_steps`` of the ``perf_tracer`` section; None disables the tracer.
+        session: ``enabled`` and ``flush_threshold`` of its ``session_tracer`` section; None disables the tracer.
     """
     global _perf, _sessions
     _perf.save(force=True)
@@ -85,6 +85,6 @@ def trace_session_event(name: str, count: int = 1) -> None:
 
 
 def save(step: int | None = None, force: bool = False) -> None:
-    """Write the events of both tracers, if due."""
+    """Write the events of both tracers if a write is due."""
     _perf.save(step, force)
     _sessions.flush(force)

@@ -1,8 +1,8 @@
 """Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
-A service's package is imported only if a run uses it; a missing package is an error that names the install command. When a
-run resumes, its history continues if the service can resume a run. Repeated steps are appended, because these services cannot
-delete points; MLflow keeps several values of a step.
+A service's package is imported only if a run uses the service; if the package is missing, an error shows the install
+command. A resumed run continues its history if the service supports resuming. Repeated steps are appended, because
+these services cannot delete points; MLflow keeps several values of a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TrackingService(Protocol):
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of one step; a service with a longer history moves the step to the end of that history."""
+        """Send the numbers of one step; if the service has later steps already, the numbers are appended after them."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -51,7 +51,7 @@ class RunName:
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved configuration as plain data, without secrets
 
     def run_id(self, suffix: str | None) -> str:
-        """``{experiment}_{trial}_{suffix}`` in characters that services accept; the same after each restart."""
+        """``{experiment}_{trial}_{suffix}`` in characters that services accept; a restart does not change the ID."""
         parts = [self.experiment, self.trial, *([suffix] if suffix else [])]
         return plain("_".join(parts))
 
@@ -106,7 +106,7 @@ def open_services(
 
 
 class ServiceGroup:
-    """Sends the same numbers to several services, and drops a service that fails; ``metrics_path`` has all values."""
+    """Sends the same numbers to several services and drops a service that fails; the file ``metrics_path`` has all values."""
 
     def __init__(self, services: Iterable[TrackingService], metrics_path: Path) -> None:
         self._services, self._metrics_path = list(services), metrics_path
@@ -141,7 +141,7 @@ def _package(section: str, package: str, pip_name: str) -> Any:
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """Call a service's ``init``. Raises UsageError if it fails."""
+    """Call a service's ``init``. Raises UsageError if ``init`` fails."""
     try:
         return opening()
     except Exception as error:
@@ -174,7 +174,7 @@ class _TrackedRun:
 
 
 def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
-    """Weights & Biases; a restart resumes the run. Without an API key, W&B handles the login."""
+    """Open a W&B run; a restart resumes the run. Without an API key, W&B handles the login."""
     wandb = _package("wandb", "wandb", "wandb")
     settings = {"console": "off", "silent": True}  # do not capture the terminal output
     settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}
@@ -203,7 +203,7 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
 
 
 def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> TrackingService:
-    """SwanLab, which accepts finite numbers only. Without an API key, SwanLab handles the login."""
+    """Open a SwanLab run; SwanLab accepts only finite numbers. Without an API key, SwanLab handles the login."""
     swanlab = _package("swanlab", "swanlab", "swanlab")
     if mode == "local":
         _package("swanlab", "swanboard", "swanlab[dashboard]")
@@ -226,7 +226,7 @@ def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> T
 
 
 def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> TrackingService:
-    """Trackio: a local database in ``TRACKIO_DIR``, or a Hugging Face Space."""
+    """Open a Trackio run in a local database in ``TRACKIO_DIR``, or a Hugging Face Space."""
     if (mode == "online") != bool(section.space_id):
         remedy = "set trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
         raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
@@ -262,7 +262,7 @@ class _MLflowRun:
 
 
 def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> TrackingService:
-    """MLflow: a server, or a database such as ``sqlite:///mlflow.db``; a restart resumes the run whose tag has its id."""
+    """Open an MLflow run on a server or in a database such as ``sqlite:///mlflow.db``; a restart resumes the run by its tag."""
     # By default MLflow retries an unreachable server for four minutes, while the training waits.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -295,7 +295,7 @@ def _mlflow_name(name: str) -> str:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested settings, without unset ones."""
+    """Dotted names and values of nested settings; unset settings are omitted."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")

@@ -1,10 +1,10 @@
 """The metrics of ``areno train`` with unit and meaning; the tables of ``docs/run-directory.md`` are generated from them.
 
-This module only describes them; :mod:`areno.observability.scalars` says where those of ``rollout/``, ``train/`` and ``time/``
-are computed.
+This module only describes the metrics; :mod:`areno.observability.scalars` says where ``rollout/``, ``train/`` and
+``time/`` metrics are computed.
 
-A row may describe several metrics: ``rewards_{mean,std}`` are two. ``NAME`` matches any name, and the ``K`` of ``pass@K`` any
-number. What is normal, and what to do if a metric is not, is in :mod:`areno.observability.metric_advice`.
+A row may describe several metrics: ``rewards_{mean,std}`` describes two. ``NAME`` matches any name, and the ``K`` of
+``pass@K`` any number. :mod:`areno.observability.metric_advice` has normal values and remedies.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _Rows = tuple[tuple[str, str, str], ...]
-"""Names without their prefix, unit, and meaning."""
+"""Rows with the names (without their prefix), the unit and the meaning."""
 _SUMMARY = "{mean,std,min,max}"
 _GRADIENT = "grad_{zero,nonzero,total}"
 
@@ -30,36 +30,40 @@ _ROLLOUT: _Rows = (
     ("rewards_{mean,std,max,min}", "reward", "reward over the samples of the step"),
     ("reward_parts/NAME", "reward", "mean of a part of the reward, if it has [parts](rewards.md#named-parts)"),
     ("accuracy", "fraction", "samples with a reward above 0"),
-    ("advantages_{mean,std}", "advantage", "advantage over response tokens"),
+    ("advantages_{mean,std}", "advantage", "advantages of the trained response tokens"),
     ("logprobs_mean", "nats", "log-prob of response tokens, recorded while sampling"),
     ("num_sequences", "rows", "training rows of the step"),
-    ("{seq,prompt,response}_len_mean", "tokens", "length of a row, of its prompt, of its response"),
+    ("{seq,prompt,response}_len_mean", "tokens", "length of a row, of its prompt and of its response"),
     (
         "{,total_}skipped_long",
         "prompts",
-        "prompts skipped because they are longer than `--max-prompt-tokens`: in this step; since the start of the run",
+        "prompts skipped because they are longer than `--max-prompt-tokens`: in this step, and since the start of the run",
     ),
 )
 _SAMPLES: _Rows = (
     ("reward_mean", "reward", "mean reward over the samples of the step"),
-    ("reward_errors", "samples", "samples dropped because their reward failed"),
+    ("reward_errors", "samples", "samples dropped because the reward function failed"),
     ("empty_responses", "samples", "samples dropped because they are empty"),
-    ("zero_std_groups", "fraction", "prompts whose answers all got the same reward, and so give no learning signal"),
-    ("truncated_ratio", "fraction", "answers cut at `--max-new-tokens`"),
+    (
+        "zero_std_groups",
+        "fraction",
+        "prompts whose answers all got the same reward, so that there is no learning signal",
+    ),
+    ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens`"),
     (
         "sampling_cut_mass",
         "probability",
-        "probability removed by `--top-k`, `--top-p` and grammars (agents' `tool_choice`, structured output), mean per token",
+        "mean probability per token that `--top-k`, `--top-p` and grammars (agents' `tool_choice`, structured output) remove",
     ),
     (f"reward_model_raw_reward_{_SUMMARY}", "reward", "with `--reward-ckpt`: scores of the reward model"),
     (
         "staleness_{mean,max}",
         "updates",
-        "with `--rollout async`: policy updates between the weights of a sample's oldest token and the current ones, over "
-        "the samples of the step",
+        "with `--rollout async`: policy updates between the weights that sampled a sample's oldest token and the "
+        "current weights, over the samples of the step",
     ),
     ("agent_failed", "samples", "with `--agent-fn`: samples dropped because the agent failed"),
-    ("agent_rerun", "samples", "with `--agent-fn`: samples run again after a failure"),
+    ("agent_rerun", "samples", "with `--agent-fn`: samples that were repeated after a failure"),
     ("agent_filtered_long", "samples", "with `--agent-fn`: samples dropped because they are longer than the context"),
     (
         "agent_forks",
@@ -71,24 +75,24 @@ _SAMPLES: _Rows = (
     ("workflow_left_out", "samples", "with `--workflow`: samples for which the workflow returned nothing"),
 )
 _UPDATE: _Rows = (
-    ("loss", "", "the loss; near 0 for GSPO and GRPO, [why](run-directory.md#why-the-loss-is-near-0)"),
+    ("loss", "", "the loss; near 0 for GSPO and GRPO ([why](run-directory.md#why-the-loss-is-near-0))"),
     ("policy_loss", "", "loss of the policy without the KL term"),
-    ("total_loss", "", "loss including the KL term, if there is one"),
+    ("total_loss", "", "loss of the policy including the KL term, if any"),
     (
         "entropy",
         "nats",
-        "entropy of the policy's distribution, mean per trained token; falls as the policy becomes more certain",
+        "mean entropy of the policy per trained token; falls as the policy becomes more certain",
     ),
     (
         "ratio_{mean,std}",
         "ratio",
-        "importance ratio of the trained to the sampling policy; 1 until the policy has moved",
+        "importance ratio of the trained policy to the sampling policy; 1 before the first update on a batch",
     ),
     (
         "clip_fraction{,_high,_low,_dual}",
         "fraction",
-        "tokens (GRPO) or answers (GSPO) that clipping leaves without a gradient: all; above the clip range; below it; beyond "
-        "the dual clip",
+        "tokens (GRPO) or answers (GSPO) that get no gradient because of clipping: all, above the clip range, below "
+        "the clip range, and beyond the dual clip",
     ),
     ("rollout_logprobs_mean", "nats", "log-prob of trained tokens when sampled"),
     ("train_logprobs_mean", "nats", "log-prob of trained tokens when trained"),
@@ -98,32 +102,33 @@ _UPDATE: _Rows = (
         "nats",
         "absolute difference of rollout and train log-prob per token, in the first optimizer step of a batch",
     ),
-    ("advantage_mean", "advantage", "advantage over response tokens"),
+    ("advantage_mean", "advantage", "advantages of the trained response tokens"),
     ("response_len", "tokens", "trained tokens of a row"),
     ("grad_norm", "", "norm of the gradient before `--grad-clip-norm`"),
     ("grad_norm_clipped", "", "norm of the gradient after `--grad-clip-norm`"),
-    (f"{_GRADIENT}_count", "", "number of entries of the gradient: zero, nonzero, all"),
-    ("grad_{zero,nonzero}_ratio", "fraction", "entries of the gradient: zero, nonzero"),
+    (f"{_GRADIENT}_count", "", "number of entries of the gradient: zero, nonzero and all"),
+    ("grad_{zero,nonzero}_ratio", "fraction", "entries of the gradient that are zero and nonzero"),
     (
         "update_skipped",
         "",
-        "1 if the gradient was not finite, so that the update was skipped; five in a row end the run",
+        "1 if the update was skipped because the gradient was not finite; five skipped updates in a row stop the run",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
-    ("kl_loss", "nats", "with a KL term in the loss: estimated KL divergence, mean per token"),
+    ("kl_loss", "nats", "with a KL term in the loss: mean of the estimated KL divergence per token"),
     ("kl_coef", "", "with a KL term in the loss: weight of the term"),
     (
         f"kl_reward_{_SUMMARY}",
         "reward",
-        "with `--kl-reward-coef`: KL reward of a row: minus the coefficient times the KL estimate, summed over its tokens",
+        "with `--kl-reward-coef`: KL reward of a row (the KL estimate times minus the coefficient, summed over the "
+        "row's tokens)",
     ),
     (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under the reference"),
     ("m2_filtered_fraction", "fraction", "M2PO: trained tokens that the bound on the second moment excludes"),
     (
         "tree_token_ratio",
         "fraction",
-        "tokens computed, as a fraction of all rows' tokens, in passes that compute shared prompts and earlier turns once",
+        "with prefix sharing in training: computed tokens as a fraction of the tokens of all rows",
     ),
     (
         "routed_experts_changed",
@@ -138,10 +143,10 @@ _UPDATE: _Rows = (
 _PPO: _Rows = (
     ("pg_clipfrac", "fraction", "tokens outside the clip range, which get no gradient"),
     ("pg_clipfrac_lower", "fraction", "tokens at the dual-clip bound"),
-    ("ppo_kl", "nats", "mean of log p_old - log p_now: how far the update has moved the policy"),
+    ("ppo_kl", "nats", "mean of log p_old - log p_now: how much the update has changed the policy"),
     (f"old_logprob_{_SUMMARY}", "nats", "log-prob of trained tokens when sampled"),
     (f"critic_value_{_SUMMARY}", "reward", "the critic's predictions before the update"),
-    (f"return_{_SUMMARY}", "reward", "returns: the targets of the critic"),
+    (f"return_{_SUMMARY}", "reward", "returns, which are the targets of the critic"),
     (f"gae_advantage_{_SUMMARY}", "advantage", "advantages before whitening"),
     (f"normalized_advantage_{_SUMMARY}", "advantage", "advantages after whitening"),
     (
@@ -157,12 +162,12 @@ _PPO: _Rows = (
     ("critic_value_target_mean", "reward", "the critic's targets during the update"),
     ("critic_old_value_mean", "reward", "the critic's predictions before the update"),
     ("critic_grad_norm{,_clipped}", "", "norm of the critic's gradient, before and after `--critic-grad-clip-norm`"),
-    (f"critic_{_GRADIENT}_count", "", "number of entries of the critic's gradient: zero, nonzero, all"),
-    ("critic_grad_{zero,nonzero}_ratio", "fraction", "entries of the critic's gradient: zero, nonzero"),
+    (f"critic_{_GRADIENT}_count", "", "number of entries of the critic's gradient: zero, nonzero and all"),
+    ("critic_grad_{zero,nonzero}_ratio", "fraction", "entries of the critic's gradient that are zero and nonzero"),
     (
         "critic_{update_skipped,loss_scale,lr,tree_token_ratio}",
         "",
-        "same as the metric without `critic_`, for the critic's update",
+        "like the metric without `critic_`, but for the critic's update",
     ),
     ("actor_train_skipped", "", "1 in a warm-up step of the critic, which does not train the policy"),
     ("critic_value_forward_time_s", "seconds", "time to predict values"),
@@ -170,13 +175,13 @@ _PPO: _Rows = (
     ("actor_train_wall_time_s", "seconds", "time to update the policy"),
 )
 _PAIRS: _Rows = (
-    ("{dpo,pair,rm}_loss", "nats", "loss of DPO, of preferences without a reference (SimPO), of a reward model"),
-    ("{dpo,pair,rm}_accuracy", "fraction", "pairs whose chosen answer is preferred"),
-    ("{dpo,rm}_margin", "reward", "reward or score of the chosen answer minus that of the rejected one"),
+    ("{dpo,pair,rm}_loss", "nats", "loss of DPO, of SimPO (preferences without a reference) or of a reward model"),
+    ("{dpo,pair,rm}_accuracy", "fraction", "pairs in which the chosen answer has the higher reward or score"),
+    ("{dpo,rm}_margin", "reward", "reward or score of the chosen answer minus that of the rejected answer"),
     (
         "{dpo,pair}_reward_margin",
         "reward",
-        "implicit reward of the chosen answer minus that of the rejected one; for DPO equal to `dpo_margin`",
+        "implicit reward of the chosen answer minus that of the rejected answer; equal to `dpo_margin` for DPO",
     ),
     ("{dpo,pair}_{chosen,rejected}_reward", "reward", "implicit reward of chosen and of rejected answers"),
     ("rm_{chosen,rejected}_score", "reward", "scores of chosen and of rejected answers"),
@@ -186,37 +191,45 @@ _SPEED: _Rows = (
     (
         "tokens_per_second",
         "tokens/s",
-        "tokens generated per second of rollout; with SFT, DPO and RM, tokens trained on",
+        "tokens generated per second of rollout; with SFT, DPO and RM, tokens of the rows per second of training",
     ),
-    ("step_{rollout,train,e2e}_time_s", "seconds", "time of rollout, of training and of both, measured by the engine"),
+    ("step_{rollout,train,e2e}_time_s", "seconds", "time of rollout, of training and of both together, by the engine"),
     ("policy_train_wall_time_s", "seconds", "time to update the policy"),
     ("reward_score_time_s", "seconds", "time to reward the samples"),
     ("step_wall_time_s", "seconds", "time of the whole step"),
-    ("weight_update_time_s", "seconds", "with `--rollout async`: time to deliver new weights to the replicas"),
-    ("rollout_pause_time_s", "seconds", "with `--rollout async`: longest pause of a replica"),
+    ("weight_update_time_s", "seconds", "with `--rollout async`: time to transfer new weights to the replicas"),
+    ("rollout_pause_time_s", "seconds", "with `--rollout async`: longest pause of a replica for a weight update"),
     (
         "ref_logprob_forward_time_s",
         "seconds",
-        "time to score with the reference: with DPO once per run, else in each step",
+        "time to score with the reference: once per run with DPO, otherwise in each step",
     ),
 )
 _EVALUATION: _Rows = (
     ("rewards_{mean,std}", "reward", "reward over the answers to held-out prompts"),
     ("reward_parts/NAME", "reward", "mean of a part of the reward"),
-    ("accuracy", "fraction", "answers with a reward above 0; with DPO and RM, pairs whose chosen answer is preferred"),
+    (
+        "accuracy",
+        "fraction",
+        "answers with a reward above 0; with DPO and RM, pairs in which the chosen answer has the higher reward or score",
+    ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "tokens per answer"),
-    ("truncated_ratio", "fraction", "answers cut at `--max-new-tokens`"),
+    ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens`"),
     ("num_prompts", "", "held-out prompts"),
     ("num_samples", "", "answers to held-out prompts"),
     ("skipped_long", "prompts", "prompts longer than `--max-prompt-tokens`"),
-    ("reward_errors", "answers", "answers whose reward failed"),
+    ("reward_errors", "answers", "answers on which the reward function failed"),
     ("loss", "", "SFT: negative log-prob per response token, in nats; DPO and RM: the loss"),
     ("perplexity", "", "SFT: exp(loss)"),
     ("target_tokens", "tokens", "SFT: predicted tokens"),
     ("num_sequences", "rows", "SFT: held-out rows"),
     ("skipped_long_or_empty", "rows", "SFT: held-out rows skipped because they are too long or have no response"),
-    ("{,reward_}margin", "reward", "DPO and RM: reward or score of the chosen answer minus that of the rejected one"),
+    (
+        "{,reward_}margin",
+        "reward",
+        "DPO and RM: reward or score of the chosen answer minus that of the rejected answer",
+    ),
     ("{chosen,rejected}_reward", "reward", "DPO: implicit reward of chosen and of rejected answers"),
     ("{chosen,rejected}_score", "reward", "RM: scores of chosen and of rejected answers"),
     ("eval_time_s", "seconds", "time of the evaluation"),
@@ -224,21 +237,21 @@ _EVALUATION: _Rows = (
 _STAGES: _Rows = (
     ("rollout", "seconds", "time to generate samples, or to wait for them"),
     ("reward", "seconds", "time to reward the samples"),
-    ("advantage", "seconds", "time to compute advantages, with the log-probs and values that they need"),
+    ("advantage", "seconds", "time to compute advantages, including the log-probs and values that advantages require"),
     ("train", "seconds", "time of the optimizer steps"),
 )
 _MEMORY: _Rows = (
     (
         "peak_resident_gib",
         "GiB",
-        "peak resident memory so far, summed over the run's processes on this machine: training, ranks, reward workers",
+        "peak resident memory so far, summed over the run's processes on this machine: training, ranks and reward workers",
     ),
     (
         "available_gib",
         "GiB",
-        "memory still available after the step, on this machine or within its cgroup limit, whichever is less",
+        "memory that is available after the step: the minimum of the machine's free memory and the rest of the cgroup limit",
     ),
-    ("peak_gpu_gib", "GiB", "with GPUs: peak memory of the trainer's tensors so far, on the GPU where it is highest"),
+    ("peak_gpu_gib", "GiB", "with GPUs: peak memory of the trainer's tensors so far, on the GPU with the highest peak"),
 )
 
 SECTIONS: tuple[tuple[str, str, _Rows], ...] = (
@@ -252,7 +265,7 @@ SECTIONS: tuple[tuple[str, str, _Rows], ...] = (
     ("Seconds of each stage", "time/", _STAGES),
     ("Memory", "memory/", _MEMORY),
 )
-"""Title, prefix and rows."""
+"""Sections of metrics with title, prefix and rows."""
 
 
 def expanded(pattern: str) -> list[str]:
@@ -273,6 +286,6 @@ def documented() -> Iterator[tuple[str, Metric]]:
 
 
 def matches(documented_name: str, name: str) -> bool:
-    """Whether a metric's name matches a documented one, in which ``NAME`` stands for any name and ``K`` for any number."""
+    """Whether a metric's name matches a documented name, in which ``NAME`` stands for any name and ``K`` for any number."""
     pattern = re.escape(documented_name).replace("NAME", "[^/]+").replace("@K", "@[0-9]+")
     return re.fullmatch(pattern, name) is not None

@@ -1,4 +1,4 @@
-"""Names and values of a run's options, to advise which one to change."""
+"""Names and values of a run's options, for advice on changing options."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,7 +11,7 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Takes options by their ``areno train`` names; writes them as the run's own front end does."""
+    """Takes options by their ``areno train`` names and writes them in the syntax of the command that started the run."""
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
@@ -26,12 +26,12 @@ class OptionAdvice:
         return value
 
     def number(self, option: str) -> float | None:
-        """The value of an option if it is a number."""
+        """The value of an option if it is a number, otherwise None."""
         value = self.value(option)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """Write the options in a text as the front end does."""
+        """Write the options in a text in the syntax of the run's command."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:
@@ -39,14 +39,14 @@ class OptionAdvice:
         return f"{self.text(option)}{'=' if self._is_experiment else ' '}{value}"
 
     def scaled(self, option: str, factor: float) -> str:
-        """Write an option with its value times ``factor``, for example ``--lr 0.0003 (now 0.001)``."""
+        """Write an option with its value multiplied by ``factor``, for example ``--lr 0.0003 (now 0.001)``."""
         value = self.number(option)
         if not value:
             return self.text(option)
         return self.changed(option, round(value * factor) if isinstance(self.value(option), int) else value * factor)
 
     def changed(self, option: str, value: float) -> str:
-        """Write an option with another value, followed by its current one."""
+        """Write an option with another value, followed by its current value."""
         present = self.number(option)
         written = self.assign(option, value if isinstance(value, int) else f"{value:.1g}")
         return written if present is None else f"{written} (now {short(present)})"
@@ -59,7 +59,7 @@ class OptionAdvice:
 
     @property
     def kl(self) -> str:
-        """The option that adds a KL term against the initial model, for the algorithm of the run."""
+        """The option that adds a KL penalty relative to the initial model, for the algorithm of the run."""
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"
         options = ("--kl-coef", "--kl-loss-coef", "--kl-reward-coef")

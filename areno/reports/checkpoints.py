@@ -1,4 +1,4 @@
-"""Which models and states of a run still exist, to advise where to continue or what to use."""
+"""The saved models and checkpoints of a run that still exist, for advice on continuing the run."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +14,14 @@ _UNREADABLE = (ArenoError, OSError, LookupError, TypeError, ValueError, Attribut
 
 
 def saved(run: RunData) -> SavedModels | None:
-    """What the run has saved; None if that cannot be determined."""
+    """The models that the run has saved; None if they cannot be determined."""
     with suppress(*_UNREADABLE):
         return saved_models(run.path, "areno report")
     return None
 
 
 def resumable_step(run: RunData) -> int | None:
-    """Completed steps of the newest checkpoint that the run can be resumed from; None if there is none."""
+    """Number of completed steps of the newest checkpoint from which the run can be resumed; None without such a checkpoint."""
     if (models := saved(run)) is None:
         return None
     best = [] if models.best is None else [models.best]
@@ -29,16 +29,16 @@ def resumable_step(run: RunData) -> int | None:
 
 
 def saved_model(run: RunData) -> str:
-    """The newest saved model, relative to the run directory where possible; ``""`` if there is none."""
+    """Path of the newest saved model, relative to the run directory if possible; ``""`` without a saved model."""
     with suppress(*_UNREADABLE):
         return _shown(run, Path(newest_model(run.path, "areno report")))
     return ""
 
 
 def kept(run: RunData, advice: OptionAdvice, step: int) -> str:
-    """Return a sentence that says whether the model that was evaluated at ``step`` still exists."""
+    """Return a sentence on whether the model evaluated at ``step`` still exists."""
     if step == 0:
-        return "The best model is the initial one."
+        return "The best model is the initial model."
     model_folder = None
     with suppress(*_UNREADABLE):
         folder = CheckpointFolder(checkpoints_of(run.path, "areno report"))

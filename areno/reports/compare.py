@@ -1,6 +1,6 @@
-"""Compares two runs: settings, environment, curves, and the first step that differs, together with its possible cause.
+"""Compares two runs: settings, environment, curves, and the first step that differs with its possible cause.
 
-Runs of both front ends can be compared: metrics by the names in ``KEYS``, settings by those that both have.
+A run of ``areno train`` can be compared with a run of ``areno run`` by the metrics in ``KEYS`` and the shared settings.
 """
 
 import filecmp
@@ -48,7 +48,7 @@ _SAME_MEANING = (
         "kl_reward_coef",
         "kl_coef",
     ),
-)  # options whose setting takes the same values; others of SETTINGS only serve the same purpose
+)  # options whose setting takes the same values; the other options in SETTINGS only serve the same purpose
 COUNTERPARTS = {name: SETTINGS[flag_of(name)] for name in _SAME_MEANING} | {
     "seed": "seed",
     "ckpt": "actor.path",
@@ -62,7 +62,7 @@ COUNTERPARTS = {name: SETTINGS[flag_of(name)] for name in _SAME_MEANING} | {
     "lr_decay_style": "actor.optimizer.lr_scheduler_type",
     "grpo_clip_eps": "actor.eps_clip",
 }
-"""Options of ``areno train`` and the settings of ``areno run`` that mean the same."""
+"""Maps options of ``areno train`` to the settings of ``areno run`` with the same meaning."""
 
 # Settings of an experiment that say where and how it runs, what it saves and how often it evaluates.
 _RUNS_ALIKE = re.compile(
@@ -92,7 +92,7 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting, or a fact of the environment, whose values differ; ``same`` counts further settings with these values."""
+    """A setting or a property of the environment whose values differ; ``same`` counts further settings with these values."""
 
     name: str
     values: tuple[Any, Any]
@@ -102,7 +102,7 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:
-    """A curve at the steps that both runs recorded: first, last and mean value of each, and the difference of the means."""
+    """A curve at the steps that both runs recorded: first, last and mean value per run, and the difference of the means."""
 
     key: str
     names: tuple[str | None, str | None]
@@ -115,7 +115,7 @@ class CurveDifference:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """What differs between two runs."""
+    """The differences between two runs."""
 
     runs: tuple[dict[str, Any], dict[str, Any]]
     settings: list[SettingDifference]
@@ -127,7 +127,7 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs have the same results so far: equal steps, values and result-changing settings."""
+        """Whether the runs have the same results so far: equal steps, values, and settings that may change results."""
         decisive = any(setting.changes_results for setting in self.settings)
         lengths = {run["last_step"] for run in self.runs}
         return not decisive and len(lengths) == 1 and self.divergence.different is None
@@ -163,7 +163,7 @@ def _described(run: RunData) -> dict[str, Any]:
 
 
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    """Settings whose values differ; settings of equal name and values, in several sections, are listed as one."""
+    """Settings whose values differ; settings with equal names and values in several sections are listed once."""
     first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:
         options, experiment = (second, first) if a.is_experiment else (first, second)
@@ -202,7 +202,7 @@ def _same_content(x: Any, y: Any) -> bool:
 
 
 def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
-    """Two absolute paths relative to the deepest folder that contains both; other values as they are."""
+    """Two absolute paths, relative to the deepest folder that contains both paths; other values are returned unchanged."""
     if not all(isinstance(value, str) and os.path.isabs(value) for value in (x, y)):
         return x, y
     root = os.path.commonpath([os.path.dirname(x), os.path.dirname(y)])
@@ -229,7 +229,7 @@ def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Mean of the finite values; NaN if there are none."""
+    """Mean of the finite values; NaN without finite values."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else float("nan")
 
@@ -239,8 +239,8 @@ def _causes(
 ) -> list[SettingDifference]:
     """Differences that can affect the first phase that differs.
 
-    If no setting affects that phase directly, but an earlier step is not bit-equal, all settings count: they act through the
-    weights.
+    If no differing setting affects that phase directly, but an earlier step is not bit-equal, all differing settings are
+    possible causes, because they act through the weights.
     """
     if result.different is None:
         return []

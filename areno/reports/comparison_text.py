@@ -9,16 +9,16 @@ from areno.reports.divergence import StepDifference
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
 _ROUNDING = (
-    "a rounding difference, as from another processor or thread count, that has grown since the runs were bit-equal"
+    "a rounding difference, for example from another processor or thread count, has grown since the runs were bit-equal"
 )
 _NO_CAUSE = {
     "prompts": "the data may have changed, or timing determined the batches of an asynchronous rollout",
-    "sampled tokens": "numerics, such as a different number of threads, or the timing of an asynchronous rollout",
+    "sampled tokens": "the number of threads, other numerics, or the timing of an asynchronous rollout may differ",
     "log-probs": "the model's files may have changed, or an earlier update differed within the tolerance",
-    "rewards": "the reward function may have changed, or is random",
+    "rewards": "the reward function may have changed, or it is random",
     "advantages": "samples that are not recorded may have different rewards",
     "update": "samples that are not recorded may differ, or the computation is not deterministic",
-    "evaluation": "the evaluation samples at random, or its data or reward function may have changed",
+    "evaluation": "the evaluation may sample at random, or its data or reward function may have changed",
 }
 
 
@@ -70,7 +70,7 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
         causes = "; ".join(
             f"{cause.name} {_value(cause.values[0])} and {_value(cause.values[1])}" for cause in comparison.causes
         )
-        yield f"  What differs and affects this phase: {causes}"
+        yield f"  Differences that affect this phase: {causes}"
     elif different.phase in _NO_CAUSE:
         reason = _ROUNDING if rounding else _NO_CAUSE[different.phase]
         yield f"  No setting that affects this phase differs: {reason}"
@@ -109,7 +109,7 @@ def _curves(curves: Sequence[CurveDifference]) -> Iterator[str]:
 
 
 def _table(rows: Iterable[list[str]]) -> Iterator[str]:
-    """Align columns: the first to the left, numbers to the right."""
+    """Align the first column to the left and the other columns to the right."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,7 +1,8 @@
-"""Where two runs first differ, and in which phase of that step: prompts, sampled tokens, rewards, advantages, update.
+"""Finds the first step at which two runs differ, and the first phase of that step that differs (see ``PHASES``).
 
-The metrics show which step differs first. The recorded samples of that step show which phase does: their prompts, tokens,
-log-probs and rewards are compared in this order. Differences in later phases follow from the first one.
+The metrics show which step differs first. The recorded samples of that step show which phase differs first. The prompts,
+log-probs, tokens, rewards and advantages of the samples are compared in this order. Differences in later phases follow from the
+first difference.
 """
 
 import re
@@ -17,9 +18,9 @@ from areno.storage.metric_columns import Series
 from areno.storage.sample_index import Entries
 
 RELATIVE = 1e-6
-"""Two values of a metric agree if they differ by at most this fraction of the larger one."""
+"""Two values of a metric agree if they differ by at most this fraction of the larger value."""
 ABSOLUTE = 1e-6
-"""They also agree if they differ by less than this, the rounding of a log-prob in float32; not used for learning rates."""
+"""Two values, except learning rates, also agree if they differ by at most this: the rounding error of a log-prob in float32."""
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 
@@ -41,7 +42,7 @@ _UNCOMPARED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A metric whose values differ: those of both runs, and the difference relative to the larger one."""
+    """A metric whose values differ: the values of both runs, and the difference relative to the larger value."""
 
     name: str
     values: tuple[float, float]
@@ -51,7 +52,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """The first step at which two runs differ, the first phase that differs, and what is known about it."""
+    """The first step at which two runs differ, the first phase that differs, and a description of the difference."""
 
     step: int
     phase: str
@@ -61,11 +62,11 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far two runs agree.
+    """The extent to which two runs agree.
 
     Attributes:
-        steps: number of steps that both recorded.
-        last_step: the last of them.
+        steps: number of steps that both runs recorded.
+        last_step: the last of these steps.
         unequal: the first step that is not bit-equal.
         different: the first step that differs by more than the tolerance, or in its samples.
     """
@@ -85,7 +86,7 @@ class _Pair(NamedTuple):
 
 
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of the metrics that both runs have, by name; if their front ends differ, by the names in ``KEYS``."""
+    """The series of the metrics that both runs have, by name; if their commands differ, only the metrics in ``KEYS``."""
     if a.is_experiment == b.is_experiment:
         return {name: (a.metrics[name], b.metrics[name]) for name in a.metrics.names if name in b.metrics}
     pairs = {key: (a.series(key), b.series(key)) for key in KEYS}
@@ -94,7 +95,7 @@ def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
 
 
 def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of the parts of the first run's reward; empty where the second has none."""
+    """The series of each part of the first run's reward; the second series is empty if the second run lacks the part."""
     parts = b.reward_parts()
     return {f"reward_parts/{name}": (series, parts.get(name, Series())) for name, series in a.reward_parts().items()}
 
@@ -107,7 +108,7 @@ def common_steps(first: Series, second: Series) -> tuple[np.ndarray, np.ndarray,
 
 
 def divergence(a: RunData, b: RunData) -> Divergence:
-    """Find the first step that differs, and its first phase."""
+    """Find the first step that differs, and its first phase that differs."""
     pairs = {
         name: _Pair(*common_steps(*pair))
         for name, pair in metric_pairs(a, b).items()
@@ -141,14 +142,14 @@ _Test = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 
 def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
-    """The first step at which a metric meets the test."""
+    """The first step at which a metric passes the test."""
     steps = [pair.steps[test(name, pair.first, pair.second)] for name, pair in pairs.items()]
     firsts = [int(each[0]) for each in steps if len(each)]
     return min(firsts) if firsts else None
 
 
 def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> StepDifference:
-    """Describe a step by the metrics that meet the test, in causal order."""
+    """Describe a step by the metrics that pass the test, in causal order."""
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (
@@ -175,7 +176,7 @@ def phase_of(metric: str) -> str:
 
 
 def _first_sample_step(a: Entries, b: Entries) -> int | None:
-    """The first step whose recorded samples differ according to the indices, which hold no tokens."""
+    """The first step whose recorded samples differ according to the indices, which contain no tokens."""
     size = min(len(a), len(b))
     if not size:
         return None
@@ -193,7 +194,7 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 
 
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
-    """Say which phase of a step differs first: what the metrics say, unless the samples show an earlier phase."""
+    """Describe the first phase of a step that differs, based on the samples, or on the metrics if the samples agree."""
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)
     by_samples = _sample_difference(*samples, same_order=a.is_experiment == b.is_experiment)
@@ -201,7 +202,7 @@ def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) ->
         if all(samples) and by_metrics.metrics:
             text = f"{by_metrics.text}, although the recorded samples of this step agree"
             if by_metrics.phase == "update":
-                text = f"the same prompts, tokens, rewards and advantages as far as recorded, but {by_metrics.text}"
+                text = f"the recorded prompts, tokens, rewards and advantages are the same, but {by_metrics.text}"
             return StepDifference(step, by_metrics.phase, text, by_metrics.metrics)
         return by_metrics
     phase, text = by_samples
@@ -246,13 +247,13 @@ def _samples(run: RunData, step: int) -> _Samples:
 
 
 def _ranked(samples: _Samples) -> _Samples:
-    """Renumber the prompts from 0 within the step, because an experiment numbers them over the whole run."""
+    """Renumber the prompts of a step from 0, because an experiment numbers prompts over the whole run."""
     ranks = {prompt: rank for rank, prompt in enumerate(sorted({prompt for prompt, _ in samples}))}
     return {(ranks[prompt], sample): record for (prompt, sample), record in samples.items()}
 
 
 def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str, str] | None:
-    """The first phase in which the samples of a step differ, with a description; None if they agree or there are none."""
+    """The first phase in which the samples of a step differ, with a description; None if they agree or are not recorded."""
     if not a or not b:
         return None
     if not same_order:
@@ -270,12 +271,12 @@ def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str,
 
 
 def _prompts_differ(a: _Samples, b: _Samples) -> str:
-    """How the prompts of a step differ; empty if they do not."""
+    """Describe how the prompts of a step differ; return an empty string if they agree."""
     first, second = _prompts(a), _prompts(b)
     if first == second:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
-        return f"different numbers of prompts: {len(first)} and {len(second)} are recorded; those in both are equal"
+        return f"different numbers of prompts: {len(first)} and {len(second)} are recorded; those recorded in both are equal"
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
         return "the same prompts in a different order"
     index = next(key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key))
@@ -300,7 +301,7 @@ def _text(samples: _Samples, prompt: int) -> str:
 
 
 def _agreement(x: _Flat, y: _Flat) -> tuple[int, float]:
-    """Length of the common beginning of two samples, and the largest difference of log-probs of sampled tokens there."""
+    """Length of the common beginning of two samples, and the largest log-prob difference of its sampled tokens."""
     pairs = zip(x.tokens, y.tokens, strict=False)
     length = next((i for i, (p, q) in enumerate(pairs) if p != q), min(len(x.tokens), len(y.tokens)))
     gaps = [abs(x.logprobs[i] - y.logprobs[i]) for i in range(length) if x.sampled[i] and y.sampled[i]]

@@ -1,4 +1,4 @@
-"""Why a run ended, in words."""
+"""Describes why a run ended."""
 
 import math
 import re
@@ -17,7 +17,7 @@ _PLANNED = re.compile(r"(Epoch \d+/(?P<epochs>\d+) )?step \d+/(?P<steps>\d+) ")
 _ERROR_CHARS = 4000
 _SIGNALS = {
     "SIGINT": "by Ctrl-C (SIGINT)",
-    "SIGTERM": "by SIGTERM, which a scheduler, a container or `kill` sends",
+    "SIGTERM": "by SIGTERM, as sent by a scheduler, a container or `kill`",
     "SIGHUP": "by SIGHUP, because its terminal was closed",
 }
 
@@ -27,9 +27,9 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        state: that of the status file; ``""`` if it is unknown.
-        text: why it ended.
-        remedy: what to do, if it did not finish.
+        state: the state in the status file; ``""`` if unknown.
+        text: why the run ended.
+        remedy: what to do if the run did not finish.
     """
 
     state: str
@@ -38,13 +38,13 @@ class Ending:
 
 
 def steps_done(run: RunData) -> int:
-    """Completed steps, according to the metrics."""
+    """Number of completed steps, according to the metrics."""
     keys = ("loss", "reward", "step_seconds", "grad_norm")
     return max((series.steps[-1] + 1 for key in keys if (series := run.series(key)).steps), default=0)
 
 
 def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
-    """Why a run ended, or that it has not."""
+    """Describe why a run ended, or that it is still running."""
     status, done = run.status, steps_done(run)
     state = status.get("state", FINISHED if run.summary else "")
     at = f"after {_steps(done)}{_of_planned(run, advice)}" if done else "before the end of its first step"
@@ -61,18 +61,18 @@ def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
         hint = (
             MEMORY_HINT + ". "
             if OUT_OF_MEMORY.search(error)
-            else "First fix what the error names, which a resumed run would meet again; the log has the details. "
+            else "First fix the cause of the error, because a resumed run would fail again; the log has the details. "
         )
         return Ending(state, f"It failed {at}: {error}", hint + again)
     if state == KILLED:
         less_memory = "actor.mb_spec.max_tokens_per_mb" if run.is_experiment else "--mini-bs"
         return Ending(
             state,
-            f"Its process was killed from outside {at} and could not record why: by a scheduler or kill -9, because memory ran "
-            "out, or because the machine went down.",
+            f"Its process was killed {at} and could not record why: a scheduler or kill -9 killed it, memory ran "
+            "out, or the machine went down.",
             f"If the kernel's log (dmesg) says that it ran out of memory, lower {less_memory}. {again}",
         )
-    return Ending("", f"Unknown: the run recorded no status; its metrics end {at}.")
+    return Ending("", f"It is unknown why the run ended: no status was recorded; the metrics end {at}.")
 
 
 def _steps(count: int) -> str:
@@ -80,7 +80,7 @@ def _steps(count: int) -> str:
 
 
 def _of_planned(run: RunData, advice: OptionAdvice) -> str:
-    """``" of N"`` with the option that decides it, if the configuration or the log has the number of planned steps."""
+    """``" of N"`` with the option that sets N, if the configuration or the log has the number N of planned steps."""
     planned = [match for line in run.log_tail() if (match := _PLANNED.search(line))]
     # An experiment logs the steps of an epoch, `areno train` those of the run.
     steps = int(planned[-1]["steps"]) * int(planned[-1]["epochs"] or 1) if planned else math.inf
@@ -97,14 +97,14 @@ def _since_last_step(run: RunData) -> str:
     age = time.time() - times[-1] if times else 0.0
     usual = float(np.median(np.diff(times[-50:]))) if len(times) > 2 else age
     return (
-        f"; its last record is {age / 60:.0f} minutes old, although earlier ones came every {usual:.0f} s"
+        f"; its last record is {age / 60:.0f} minutes old, although earlier records came every {usual:.0f} s"
         if age > max(60, 20 * usual)
         else ""
     )
 
 
 def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
-    """How to continue."""
+    """Describe how to continue the run."""
     if not done:
         return "Then start it again."
     command = f"areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
@@ -117,12 +117,12 @@ def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
         return f"It cannot be resumed, because recover.mode is disabled; recover.mode=auto makes a new run resumable. {kept}"
     every = run.config.get("save_interval")
     option = "recover.freq_steps" if run.is_experiment else f"--save-interval{f' (now {every})' if every else ''}"
-    again = f"It has no checkpoint to resume from, so start it again; a lower {option} writes one earlier."
+    again = f"It has no checkpoint to resume from, so start it again; a lower {option} writes a checkpoint earlier."
     return f"{again} {kept}" if model else again
 
 
 def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:
-    """Which limit of the run was reached."""
+    """Describe which limit of the run was reached."""
     patience, limit = advice.number("--early-stop-patience"), advice.number("--max-steps")
     if patience and (waited := _evaluations_since_best(run)) >= patience:
         setting = advice.assign("--early-stop-patience", int(patience))

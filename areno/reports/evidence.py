@@ -1,4 +1,4 @@
-"""What the checks of a run look at, and what they return."""
+"""The input and the result of the checks of a run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
-"""Fraction of prompts (or steps) with equal rewards above which little is left to learn from."""
+"""Fraction of prompts (or steps) with equal rewards above which there is little left to learn from."""
 SHOWN = 3
-"""Number of samples named for a problem."""
+"""Number of samples listed for a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunProblem:
-    """Something that is wrong.
+    """A problem of a run.
 
     Attributes:
         key: short name of the kind of problem.
-        text: what is wrong, with numbers.
+        text: description of the problem, with numbers.
         remedy: what to change.
-        samples: ids ``STEP/PROMPT/SAMPLE`` that show it.
+        samples: IDs ``STEP/PROMPT/SAMPLE`` of samples that show the problem.
     """
 
     key: str
@@ -40,7 +40,7 @@ class RunProblem:
 
 
 class Evidence:
-    """What the checks look at."""
+    """The data that the checks of a run use."""
 
     def __init__(self, run: RunData) -> None:
         self.run, self.advice, self.samples, self.progress = run, OptionAdvice(run), RunSamples(run), Progress(run)
@@ -53,7 +53,7 @@ class Evidence:
         return self._trends[key]
 
     def late(self, key: str) -> float:
-        """Mean over the last steps; NaN if it was not recorded."""
+        """Mean of a metric over the last steps; NaN if the metric was not recorded."""
         return late_mean(self.run.series(key))
 
     @cached_property
@@ -63,7 +63,7 @@ class Evidence:
 
     @cached_property
     def at_highest(self) -> bool:
-        """Whether the late rewards are close to the highest of the run, which is above the lowest."""
+        """Whether the late rewards are close to the highest reward of the run, and not all rewards are equal."""
         highs, lows = finite(self.run.series("reward_max"))[1], finite(self.run.series("reward_min"))[1]
         if not len(highs) or not len(lows):
             return False
@@ -72,9 +72,9 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """The reward part that ends furthest below its highest value, in the lower half of its range; ``""`` if there is none.
+        """The reward part whose late mean is lowest in its range, if that mean is in the lower half; otherwise ``""``.
 
-        Penalties, which are never above 0, do not count.
+        Parts that are never above 0 (penalties) do not count.
         """
         parts_of_run, samples, lowest = self.run.reward_parts(), self.samples, 0.5
         chosen = [*samples.spread(samples.early), *samples.spread(samples.late)] if parts_of_run else []
@@ -90,7 +90,7 @@ class Evidence:
 
     @property
     def solved(self) -> bool:
-        """Whether the late rewards are close to the highest of the run, and so are all parts of the reward."""
+        """Whether the late rewards are close to the highest reward of the run, and no part of the reward is neglected."""
         return self.at_highest and not self.neglected
 
     @cached_property
@@ -103,7 +103,7 @@ class Evidence:
         return int(steps[above[-1] + 1]) if len(above) and above[-1] + 1 < len(steps) else None
 
     def rate_at(self, step: int | None) -> float | None:
-        """The learning rate in a step; None if it was not recorded."""
+        """The learning rate in a step; None if learning rates were not recorded."""
         steps, rates = finite(self.run.series("learning_rate"))
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
@@ -117,20 +117,20 @@ class Evidence:
         return share if math.isnan(recorded) else recorded, indices
 
     def spread(self) -> tuple[str, ...]:
-        """Ids of late samples, evenly spaced."""
+        """IDs of evenly spaced late samples."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
     def ids(self, indices: Sequence[int]) -> tuple[str, ...]:
-        """Ids of the first of some samples."""
+        """IDs of the first ``SHOWN`` samples of ``indices``."""
         return self.samples.ids(indices[:SHOWN])
 
 
 def late_mean(series: Series) -> float:
-    """Mean over the last steps of a series; NaN if it is empty."""
+    """Mean over the last steps of a series; NaN if the series is empty."""
     values = finite(series)[1]
     return float(values[-max(window(len(values)), 1) :].mean()) if len(values) else math.nan
 
 
 def number(value: object) -> float:
-    """A recorded number, or 0.0."""
+    """Return the value as a float; 0.0 if it is not a number."""
     return float(value) if isinstance(value, int | float) else 0.0

@@ -1,7 +1,7 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
-Both front ends are covered: the metrics of ``areno train``, and the statistics of experiments. Losses report under the
-same short names in both, so ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
+The metrics of ``areno train`` and the statistics of experiments are covered. Losses use the same short names in
+``areno train`` and in experiments, so ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
 """
 
 import re
@@ -15,18 +15,18 @@ from areno.reports.run_data import KEYS
 
 _PREFIXES = ("rollout/", "train/", "eval/", "time/")
 _SCOPES = ("train/", "ppo_actor/update/", "ppo_critic/update/", "sft/", "dpo/", "rw/")
-"""Prefixes of an update's metrics, which have one meaning under any of them."""
+"""Prefixes of the metrics of an update; a metric has the same meaning under each of these prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a metric is.
+    """The explanation of a metric.
 
     Attributes:
-        name: full name; that of a statistic has no ``/avg``, ``/min`` or ``/max``.
-        unit: empty if the meaning states it.
-        section: title of the section that lists it.
-        advice: what is normal, and what to do if it is not; None for a metric that only informs.
+        name: full name; for a statistic, without ``/avg``, ``/min`` or ``/max``.
+        unit: empty if the meaning states the unit.
+        section: title of the section that lists the metric.
+        advice: normal values and a remedy; None for a metric that is only informative.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Explanation:
 
     @property
     def front_end(self) -> str:
-        """The command whose runs have it."""
+        """The command whose runs have the metric."""
         return "areno run" if self.is_experiment else "areno train"
 
 
 @cache
 def explanations() -> tuple[Explanation, ...]:
-    """All documented metrics: those of ``areno train``, then those of experiments."""
+    """All documented metrics: first the metrics of ``areno train``, then the statistics of experiments."""
     return tuple(_documented())
 
 
 def explain(query: str) -> list[Explanation]:
-    """The metrics that a full name, a short name or one of :data:`~areno.reports.run_data.KEYS` means; [] if unknown."""
+    """The metrics to which a full name, a short name or one of :data:`~areno.reports.run_data.KEYS` refers; [] if unknown."""
     exact = _by_full_name(query)
     if exact is not None:
         return [exact]
@@ -62,7 +62,7 @@ def explain(query: str) -> list[Explanation]:
 
 
 def known_names() -> list[str]:
-    """Everything that :func:`explain` accepts, short names first."""
+    """All names that :func:`explain` accepts, short names first."""
     names = [one.name for one in explanations()]
     return list(
         dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES])
@@ -82,7 +82,7 @@ def _documented() -> Iterator[Explanation]:
 
 
 def _by_full_name(query: str) -> Explanation | None:
-    """The metric with this name, or with the same name in another update."""
+    """The metric with this name, or the metric of the same name in another update."""
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):
         for one in explanations() if name else ():

@@ -32,8 +32,8 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
     """Write ``run, step, metric, value, time`` (Unix seconds) of each value; return the number of rows.
 
     Args:
-        runs: the runs by their name in the table.
-        metrics: names of metrics; a name of ``KEYS`` selects the metric that each run has for it.
+        runs: the runs by their names in the table.
+        metrics: names of metrics; a name in ``KEYS`` selects the corresponding metric of each run.
         path: a ``.csv`` or ``.parquet`` file, which is replaced.
 
     Raises:
@@ -52,10 +52,10 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
 
 
 def write_samples(runs: Mapping[str, RunData], path: Path) -> int:
-    """Write the recorded samples without their tokens, one row each; return their number.
+    """Write the recorded samples without tokens, one row per sample; return the number of samples.
 
-    The parts of rewards have columns ``reward_part.NAME``; ``messages`` is JSON. Raises UsageError: the file cannot be
-    written.
+    The parts of rewards have columns ``reward_part.NAME``; ``messages`` is JSON. Raises UsageError if the file cannot
+    be written.
     """
     parts = sorted({part for run in runs.values() for part in run.reward_parts()})
     schema = {**_SAMPLES, **{f"reward_part.{part}": "double" for part in parts}}

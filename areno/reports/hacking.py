@@ -1,7 +1,6 @@
-"""Signs that a policy exploits its reward: opposed reward parts, and answers that repeat themselves or are all alike.
+"""Detects signs that a policy exploits its reward: opposed reward parts, and answers that are repetitive or all alike.
 
-Answers are a sign only if their rewards are above the usual reward at the start of the run. Several signs are reported as one
-problem.
+Answers count only if their rewards exceed the mean reward at the start of the run. Several signs are reported as one problem.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 AT_COST = 0.2
 """A falling reward part counts as a cost only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""Fraction of the best answers that must be repetitive, or identical, for this to count as a sign."""
+"""Minimum fraction of the best answers that must be repetitive or identical to count as a sign."""
 MORE = 0.3
-"""By how much that fraction must have grown since the start; what is there from the start is due to the model or the task."""
+"""Minimum growth of that fraction since the start: initial repetition is due to the model or the task."""
 SHORT_ANSWER = 20
-"""Length in characters up to which equal answers, such as yes or no, are normal unless nearly all answers are equal."""
+"""Length in characters of short answers such as yes or no, which count as a sign only if nearly all are equal."""
 NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """A sign of an exploited reward: what is seen, what it means, what to do, and where."""
+    """A sign of an exploited reward: the observation, its meaning, the remedy, and samples that show it."""
 
     key: str
     seen: str
@@ -40,7 +39,7 @@ class _Sign:
 
 
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
-    """The exploited reward, if there are signs of it: one problem, with the key and the remedy of the most specific sign."""
+    """The signs of an exploited reward as one problem, with key and remedy of the most specific sign; [] without signs."""
     repetitive = _repetitive(evidence)
     candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
     signs = [sign for sign in candidates if sign is not None]
@@ -65,7 +64,7 @@ class _Part:
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
-    """A part of the reward falls while another part and the whole reward rise. Penalties, which are never above 0, may fall."""
+    """A part of the reward falls while another part and the total reward rise. Parts that start at 0 or below may fall."""
     parts = [
         _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
         for name, series in evidence.run.reward_parts().items()
@@ -80,9 +79,9 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
     once = ", for example by counting each match once" if repeats else ""
     close, change = f"close the loophole in `{up.name}`{once}", f"(--reward-weights {down.name}=...)"
     remedy = (
-        f"Read the samples and {close}. If `{down.name}` is what you want, raise its weight too {change}"
+        f"Read the samples and {close}. If you want `{down.name}`, raise its weight too {change}"
         if down.weight
-        else f"If `{down.name}` is what you want, give it a weight above 0 {change}. Read the samples and {close}"
+        else f"If you want `{down.name}`, give it a weight above 0 {change}. Read the samples and {close}"
     )
     return _Sign(
         "opposed_parts",
@@ -94,7 +93,7 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
 
 
 def _unrewarded(up: _Part, down: _Part) -> str:
-    return f"With weight 0, `{down.name}` is recorded but not rewarded: the policy gives it up for `{up.name}`."
+    return f"With weight 0, `{down.name}` is recorded but not rewarded, so the policy sacrifices it for `{up.name}`."
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
@@ -109,9 +108,9 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 
 
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
-    """The best answer to each early or late prompt; of these, those with at least the median reward.
+    """The best answers to early or late prompts, if their reward is at least the median of these answers.
 
-    Late ones must also have a reward above the mean at the start.
+    Late answers must also have a reward above the mean reward at the start.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)
@@ -136,7 +135,7 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
     return _Sign(
         "repetitive",
         f"{share:.0%} of the best-rewarded late answers repeat themselves (at the start {before:.0%}).",
-        "The reward counts something that repetition produces.",
+        "Repetition seems to increase the reward.",
         "Make the reward ignore or punish repetition, for example by counting each match once; then train again from the "
         "initial model.",
         evidence.ids([index for index, flag in zip(indices, repeated, strict=True) if flag][::-1]),
@@ -144,7 +143,7 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
 
 
 def _identical(evidence: Evidence) -> _Sign | None:
-    """Different prompts get the same answer."""
+    """A sign that different prompts get the same answer."""
     samples = evidence.samples
     indices, late = _best_answers(evidence, late=True)
     if len({samples.texts(index).get("prompt") for index in indices}) < 4:
@@ -159,9 +158,9 @@ def _identical(evidence: Evidence) -> _Sign | None:
     return _Sign(
         "identical",
         f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start the "
-        f"most frequent one was {before:.0%} of them).",
-        "The reward pays for this text whatever the prompt is.",
-        "Make the reward depend on the prompt, so that one text cannot be right for all; if it does already, raise "
-        f"--temperature, and add {evidence.advice.kl}.",
+        f"most frequent answer was {before:.0%} of them).",
+        "The reward is high for this text, regardless of the prompt.",
+        "Make the reward depend on the prompt, so that one text cannot be right for all prompts. If the reward "
+        f"depends on the prompt already, raise --temperature, and add {evidence.advice.kl}.",
         evidence.ids([index for index, text in zip(indices, late, strict=True) if text == answer][::-1]),
     )

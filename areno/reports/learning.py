@@ -1,4 +1,4 @@
-"""Whether a run learned, in words: by its evaluations if it has any, and by what it trained on."""
+"""Determines whether a run learned, from its evaluations (if any) and its training metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from areno.reports.trends import CLEAR, SeriesTrend, finite, trend_of
 from areno.storage.metric_columns import Series
 
 MIN_STEPS = 8
-"""With fewer steps, the answer is unknown rather than no: each of the two ends that are compared has fewer than four."""
+"""With fewer steps, the verdict is "unknown" instead of "no": the compared means cover fewer than four steps."""
 LOST = 0.5
-"""Fraction of a rise that is lost again before the result counts as lost."""
+"""Fraction of a gain above which a later decline counts as a loss of the gain."""
 FOLLOWS = 0.5
-"""Change on held-out data, as a fraction of the change in training, that confirms it even if it is not itself clear."""
+"""Change on held-out data, as a fraction of the change in training, that confirms the change in training even within noise."""
 LOSS_NOISE = 0.002
-"""Relative noise of a held-out loss, which is measured on the same rows each time."""
+"""Relative noise of a held-out loss; the noise is small, because all evaluations use the same rows."""
 
 State = Literal["yes", "exploited", "memorized", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {
@@ -29,7 +29,7 @@ HEADLINES: dict[State, str] = {
     "partly": "Only partly.",
     "no": "No.",
     "worse": "No, it got worse.",
-    "lost": "It did, and lost it again.",
+    "lost": "Yes, but it lost the gain again.",
     "unknown": "Unknown.",
 }
 
@@ -43,19 +43,19 @@ class Learned:
 
 
 class Progress:
-    """The trends by which a run is judged: of its reward if it has one, else of its loss."""
+    """The trends by which a run is judged: trends of its reward or, without rewards, of its loss."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
 
     @cached_property
     def by_reward(self) -> bool:
-        """Whether the run is judged by its reward, and not by its loss."""
+        """Whether the run is judged by its reward instead of its loss."""
         return bool(self.run.series("reward").steps)
 
     @property
     def name(self) -> str:
-        """The judged number in words."""
+        """Name of the metric by which the run is judged."""
         return "mean reward" if self.by_reward else "loss"
 
     @cached_property
@@ -65,16 +65,16 @@ class Progress:
 
     @cached_property
     def held_out(self) -> SeriesTrend | None:
-        """From the first evaluation to the last."""
+        """Trend from the first to the last evaluation."""
         series = self.run.series("eval_reward" if self.by_reward else "eval_loss")
         return trend_of(series, noise=self._evaluation_noise(series), width=1)
 
     def up(self, trend: SeriesTrend | None) -> bool:
-        """Whether a trend is clearly for the better."""
+        """Whether a trend is a clear improvement."""
         return trend is not None and (trend.rises if self.by_reward else trend.falls)
 
     def down(self, trend: SeriesTrend | None) -> bool:
-        """Whether a trend is clearly for the worse."""
+        """Whether a trend is a clear deterioration."""
         worse = trend is not None and (trend.falls if self.by_reward else trend.rises)
         return worse or (trend is not None and trend is self.held_out and self._fell_and_stayed)
 
@@ -93,7 +93,7 @@ class Progress:
 
     @cached_property
     def fell_at_start(self) -> bool:
-        """Whether the reward fell so soon after the first step that the first mean of the trend already includes the fall."""
+        """Whether the reward fell right after the first step, so that the first mean of the trend already includes the fall."""
         train, values = self.train, finite(self.run.series("reward"))[1]
         deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
         if train is None or not deviation or not samples or len(values) < MIN_STEPS:
@@ -103,9 +103,9 @@ class Progress:
 
     @cached_property
     def _fell_and_stayed(self) -> bool:
-        """Whether the later half of the evaluations, the last one too, is clearly worse than the first evaluation.
+        """Whether all later evaluations are below the first evaluation, and their mean is clearly below it.
 
-        A mean of several evaluations has less noise than the last one.
+        Later evaluations are the second half. Their mean has less noise than a single evaluation.
         """
         trend, values = self.held_out, finite(self.run.series("eval_reward"))[1]
         later = values[len(values) // 2 :]
@@ -115,7 +115,7 @@ class Progress:
 
     @cached_property
     def flat_since(self) -> int | None:
-        """Step of the first evaluation from which later ones differ only by noise; None if it is in the run's second half."""
+        """Step of the first evaluation from which later evaluations differ only by noise; None if it is late in the run."""
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
             return None
@@ -123,7 +123,7 @@ class Progress:
         return int(steps[first]) if first < len(values) - 3 and steps[first] <= steps[-1] / 2 else None
 
     def _evaluation_noise(self, series: Series) -> float:
-        """Upper bound of the standard error of the difference of two evaluations; equal prompts make the true one smaller."""
+        """Upper bound of the standard error of the difference of two evaluations: equal prompts reduce the true error."""
         values = finite(series)[1]
         if not self.by_reward:
             return LOSS_NOISE * abs(float(values[0])) if len(values) else math.inf
@@ -135,7 +135,7 @@ class Progress:
 
 
 def learned(progress: Progress) -> Learned:
-    """Whether a run learned."""
+    """Determine whether a run learned."""
     train, held_out = progress.train, progress.held_out
     text = " ".join(_sentences(progress))
     if train is None and held_out is None:
@@ -147,16 +147,16 @@ def learned(progress: Progress) -> Learned:
     if confirmed(progress) and (progress.up(held_out) or progress.up(train)):
         return Learned("yes", text)
     if progress.up(train):
-        return Learned("partly", f"{text} What it learned does not show on held-out data.")
+        return Learned("partly", f"{text} Held-out data does not confirm the gain.")
     if progress.down(train) or progress.fell_at_start:
         return Learned("worse", text)
     if train is None or train.count < MIN_STEPS:
-        return Learned("unknown", f"{text} There are too few steps to tell.")
+        return Learned("unknown", f"{text} There are too few steps for a verdict.")
     return Learned("no", text)
 
 
 def confirmed(progress: Progress) -> bool:
-    """Whether held-out data, if any, confirms the change in training (see :data:`FOLLOWS`)."""
+    """Whether held-out data confirms the change in training (see :data:`FOLLOWS`); true without held-out data."""
     train, held_out = progress.train, progress.held_out
     if held_out is None or progress.up(held_out):
         return True
@@ -171,7 +171,7 @@ def _sentences(progress: Progress) -> list[str]:
             value, step = progress.best(train)
             sentences.append(f"It was best with {short(value)} around step {step}.")
         elif progress.fell_at_start:
-            sentences.append(f"In the first step it was {short(progress.run.series('reward').values[0])}.")
+            sentences.append(f"In the first step, it was {short(progress.run.series('reward').values[0])}.")
     if held_out := progress.held_out:
         subject = "On held-out data it" if train else f"The {progress.name} on held-out data"
         value, step = progress.best(held_out)
@@ -187,7 +187,7 @@ def _sentences(progress: Progress) -> list[str]:
 
 
 def _preferences(run: RunData) -> list[str]:
-    """How often the chosen answer of a pair is preferred, for DPO and reward models."""
+    """Describe how often the model prefers the chosen answer of a pair, for DPO and reward models."""
     parts = [
         f"{where} {values[0]:.0%} of them in the first step and {values[-1]:.0%} in the last"
         for key, where in (("accuracy", "in training"), ("eval_accuracy", "on held-out data"))

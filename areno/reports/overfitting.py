@@ -1,4 +1,4 @@
-"""Signs that a model learned its training data by heart: what improves in training does not improve on held-out data."""
+"""Detects signs that a model memorized its training data: metrics improve in training, but not on held-out data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""Held-out loss, as a multiple of its lowest value, above which it has risen: by ten times the noise of such a loss."""
+"""Held-out loss, as a multiple of its lowest value, that counts as a rise; this is ten times the noise of the loss."""
 LOST = 0.2
-"""Fraction of the gain on held-out data that is lost again before the verdict is that the model memorized its data."""
+"""Fraction of the gain on held-out data above which a later loss of the gain means that the model memorized its data."""
 OVERLAP = 0.1
-"""Fraction of the recorded held-out prompts that must also be training prompts for the overlap to be reported."""
+"""Minimum fraction of recorded held-out prompts that are also training prompts for the overlap to be reported."""
 PASSES = 3.0
-"""How often prompts are trained on, on average, before a policy can be said to know them by heart."""
+"""Minimum mean number of times that prompts are trained on for a policy to count as having memorized them."""
 
 
 def overfitted(evidence: Evidence) -> RunProblem | None:
@@ -32,15 +32,14 @@ def overfitted(evidence: Evidence) -> RunProblem | None:
         "memorized" if lost else "overfitted",
         f"The held-out loss was lowest with {short(held_out.low)} at step {held_out.low_step} and rose to "
         f"{short(held_out.last)} while the training loss fell to {short(train.last)}: the model "
-        f"{'memorizes' if lost else 'begins to memorize'} its data. "
-        f"{kept(evidence.run, evidence.advice, held_out.low_step)}",
+        f"{'memorizes' if lost else 'begins to memorize'} its data. {kept(evidence.run, evidence.advice, held_out.low_step)}",
         "Train on more and different data, or for fewer epochs (--epochs, now "
         f"{short(evidence.advice.number('--epochs') or math.nan)}){_stopping(evidence)}.",
     )
 
 
 def memorized(evidence: Evidence) -> RunProblem | None:
-    """The training reward rises on prompts that recur, and held-out prompts do not confirm it."""
+    """The training reward rises on repeated prompts, but held-out prompts do not confirm the rise."""
     progress = evidence.progress
     train, held_out = progress.train, progress.held_out
     if not progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
@@ -51,14 +50,14 @@ def memorized(evidence: Evidence) -> RunProblem | None:
     _, step = progress.best(held_out)
     return RunProblem(
         "memorized",
-        f"The training reward rose, but on held-out data it {fell}: the policy learned the answers to its training prompts "
-        f"by heart. {_repeated(evidence, passes)} {kept(evidence.run, evidence.advice, step)}",
-        f"Train on more and different prompts, with fewer passes over them{_stopping(evidence) if step else ''}.",
+        f"The training reward rose, but on held-out data it {fell}: the policy memorized the answers to its training "
+        f"prompts. {_repeated(evidence, passes)} {kept(evidence.run, evidence.advice, step)}",
+        f"Train on more and different prompts, with fewer passes over the prompts{_stopping(evidence) if step else ''}.",
     )
 
 
 def contaminated(evidence: Evidence) -> RunProblem | None:
-    """Held-out prompts are among the training prompts, as far as both are recorded."""
+    """Recorded held-out prompts are among the recorded training prompts."""
     prompts = {str(record.get("prompt")) for record in evidence.run.eval_samples}
     trained = sum(map(evidence.samples.includes_prompt, prompts))
     if not prompts or trained < OVERLAP * len(prompts) or not trained:
@@ -67,19 +66,19 @@ def contaminated(evidence: Evidence) -> RunProblem | None:
         "contaminated",
         f"{trained} of {len(prompts)} recorded held-out prompts are training prompts too, so the evaluation does not show "
         "what the model does with new prompts.",
-        "Remove them from the training data, or evaluate on others (--eval-dataset-path).",
+        "Remove these prompts from the training data, or evaluate on other prompts (--eval-dataset-path).",
     )
 
 
 def _stopping(evidence: Evidence) -> str:
-    """The options that keep the best model and stop early, as far as the run did not set them."""
+    """The options that keep the best model and stop early, unless the run set them."""
     options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
     missing = [text for option, text in options.items() if not evidence.advice.value(option)]
     return f", with {' and '.join(missing)}" if missing else ""
 
 
 def _passes(evidence: Evidence) -> float:
-    """How often each prompt was trained on, on average; a lower bound."""
+    """Mean number of times that a prompt was trained on; a lower bound."""
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)
@@ -89,13 +88,14 @@ def _repeated(evidence: Evidence, passes: float) -> str:
     seen, different = evidence.samples.prompts
     if different and seen / different >= PASSES:
         return (
-            f"Only {different:,} of {seen:,} recorded prompts are different: it saw each at least {passes:,.0f} times."
+            f"Only {different:,} of {seen:,} recorded prompts are different: the policy saw each prompt at least "
+            f"{passes:,.0f} times."
         )
-    return f"It saw each of them {passes:,.0f} times."
+    return f"The policy saw each prompt {passes:,.0f} times."
 
 
 def against_evaluation(evidence: Evidence) -> RunProblem | None:
-    """The training reward rises while the evaluation falls, from its start or from its best value."""
+    """The training reward rises while the evaluation reward falls from its first or best value."""
     train, held_out = evidence.progress.train, evidence.progress.held_out
     if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
         return None
@@ -103,10 +103,10 @@ def against_evaluation(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "against_evaluation",
-        f"The training reward rose ({train}), but the evaluation fell from {short(held_out.peak)} at step "
-        f"{held_out.peak_step} to {short(held_out.last)}: what is rewarded in training is not what is evaluated, or the "
+        f"The training reward rose ({train}), but the evaluation reward fell from {short(held_out.peak)} at step "
+        f"{held_out.peak_step} to {short(held_out.last)}: training and evaluation reward different behavior, or the "
         f"policy has specialized in its training prompts. {kept(evidence.run, evidence.advice, held_out.peak_step)}",
-        "Read the best-rewarded samples for a loophole in the reward and close it; if there is none, stop at the best "
-        f"evaluation (--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
+        "Look for a loophole of the reward in the best-rewarded samples, and close it. If there is no loophole, stop at the "
+        f"best evaluation (--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
         evidence.ids(evidence.samples.extremes(SHOWN, highest=True, among=evidence.samples.late)),
     )

@@ -1,6 +1,6 @@
 """Curves of several runs as SVG, for papers and web pages.
 
-A curve is one run, or the mean over runs that differ in their seed, with a band from the lowest to the highest of them.
+A curve shows one run, or the mean over runs with different seeds, with a band from the lowest to the highest run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from areno.reports.svg import Line, line_chart
 from areno.storage.metric_columns import Series
 
 X_AXES = ("step", "time", "tokens")
-"""What curves are drawn over."""
+"""Choices for the x axis."""
 _TOKENS = ("ppo_actor/n_valid_tokens", "train/sft_target_tokens", "sft/n_valid_tokens")
 _UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
@@ -29,7 +29,7 @@ Runs = Mapping[str, Sequence[RunData]]
 
 @dataclass(frozen=True, slots=True)
 class PlotLayout:
-    """How to draw: the x axis, the steps of the moving mean, the title, and the size of a chart in px."""
+    """The layout of a plot: the x axis, the window of the moving mean in steps, the title, and the size of a chart in px."""
 
     x: str = "step"
     smooth: int = 1
@@ -41,7 +41,7 @@ class PlotLayout:
 def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
     """Metrics that a pattern selects: one of ``KEYS``, or names and globs of recorded metrics.
 
-    Raises UsageError: no run recorded such a metric.
+    Raises UsageError if no run recorded such a metric.
     """
     if pattern in KEYS and any(run.metric_of(pattern) for run in runs):
         return [pattern]
@@ -49,8 +49,8 @@ def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
     names = [name for name in recorded if fnmatchcase(name, pattern)]
     if not names:
         raise UsageError(
-            f"--metric {pattern} was not recorded{nearest(pattern, [*KEYS, *recorded])}; use one of these, or a name in "
-            f"metrics.jsonl: {', '.join(key for key in KEYS if any(run.metric_of(key) for run in runs))}"
+            f"--metric {pattern} was not recorded{nearest(pattern, [*KEYS, *recorded])}; use a name in "
+            f"metrics.jsonl, or one of: {', '.join(key for key in KEYS if any(run.metric_of(key) for run in runs))}"
         )
     return names
 
@@ -60,14 +60,12 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
     Args:
         runs: the curves; a curve of several runs is their mean.
-        metrics: names of metrics, or of ``KEYS``.
-        layout: how to draw.
-        size: width and height of the document with units; None takes those of the layout in px.
-
-    A curve is left out if one of its runs lacks the metric.
+        metrics: names of metrics, or names in ``KEYS``; a curve is omitted if one of its runs lacks the metric.
+        layout: x axis, smoothing, title and size.
+        size: width and height of the document with units; None uses the size of the layout in px.
 
     Raises:
-        UsageError: a run lacks what ``layout.x`` needs.
+        UsageError: a run lacks the data that ``layout.x`` requires.
     """
     unit, label = _time_unit(runs) if layout.x == "time" else (1.0, layout.x)
     charts = []
@@ -102,7 +100,7 @@ def _series(run: RunData, metric: str) -> Series:
 
 
 def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, unit: float) -> Line:
-    """The curve of a group of runs, at the steps that all of them have."""
+    """The curve of a group of runs, at the steps that all these runs have."""
     curves = [_curve(run, metric, layout) for run in group]
     steps = reduce(np.intersect1d, [steps for steps, _, _ in curves])
     rows = [np.searchsorted(own, steps) for own, _, _ in curves]
@@ -117,7 +115,7 @@ def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, 
 
 
 def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Steps, x and y of a metric; the last value of a step counts, and steps without an x are left out."""
+    """Steps, x and y of a metric; the last value of a step counts, and steps without an x value are omitted."""
     steps, y = _series(run, metric).arrays()
     steps, last = _last_of_each(steps)
     y = y[last]
@@ -129,13 +127,13 @@ def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.in
 
 
 def _last_of_each(steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct steps in order, and the position of the last record of each."""
+    """Distinct steps in order, and the position of the last record of each step."""
     unique, first = np.unique(steps[::-1], return_index=True)
     return unique, len(steps) - 1 - first
 
 
 def _times(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and seconds from the first record to the last one of each step."""
+    """Steps, and seconds from the first record to the last record of each step."""
     steps, times = run.metrics.times.arrays()
     if not np.isfinite(times).all():
         raise UsageError(f"--x time: {run.path} has records without a time; use --x step")
@@ -149,7 +147,7 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 
 
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and tokens generated (SFT: trained on) until the end of each."""
+    """Steps, and cumulative tokens generated (SFT: trained on) until the end of each step."""
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:
         steps, counts = run.metrics[name].arrays()
@@ -164,7 +162,7 @@ def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
 
 
 def moving(values: Floats, size: int) -> tuple[Floats, Floats, Floats]:
-    """Mean, minimum and maximum of the finite values among the ``size`` around each; fewer at the ends."""
+    """Mean, minimum and maximum of the finite values in a window of ``size``, which is smaller at the ends."""
     before, after = (size - 1) // 2, size // 2
     padded = np.pad(np.where(np.isfinite(values), values, np.nan), (before, after), constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)

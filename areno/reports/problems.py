@@ -1,7 +1,7 @@
-"""What is wrong with a run, according to its metrics; each problem has one remedy, and samples that show it.
+"""Detects problems of a run from its metrics; each problem has one remedy, and samples that show the problem.
 
-The thresholds are those at which a problem explains why a run does not learn, not those at which it becomes noticeable;
-:mod:`areno.observability.health` warns earlier, step by step.
+A problem is reported when it explains why a run does not learn, not as soon as it is noticeable.
+:mod:`areno.observability.health` warns earlier, in each step.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from areno.reports.svg import short
 from areno.reports.trends import finite, window
 
 GROWTH = 10.0
-"""Lasting growth of the gradient norm that no change of the batch explains."""
+"""Growth of the gradient norm, as a factor, that differences between batches do not explain."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
-"""Change of the answers' length, as a factor, that a task rarely needs."""
+"""Changes of the answers' length, as factors, that a task rarely requires."""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
-"""Changes of the entropy, as factors: to an almost deterministic policy, and to one much less certain than at the start."""
+"""Changes of the entropy, as factors, that make a policy almost deterministic, or much less certain than at the start."""
 CLIPPED = 0.3
 """Fraction of clipped tokens above which an update loses much of its gradient; it is usually below 0.1."""
 STALE = 4.0
-"""Mean staleness, in updates, above which the samples are those of a clearly different policy."""
+"""Mean staleness, in updates, above which samples come from a clearly different policy."""
 FAILED = 0.05
-"""Fraction of failed rewards above which the failures bias which answers are learned from."""
+"""Fraction of failed rewards above which the failures bias the selection of training answers."""
 EPISODES_FAILED = 0.2
-"""The same for failed episodes; higher, because some prompts defeat an agent."""
+"""Fraction of failed episodes that is reported; higher than ``FAILED``, because an agent fails on some prompts."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:
-    """The problems that the metrics of a run show, causes first."""
+    """The problems that the metrics of a run show; causes are listed before their effects."""
     problems = [problem for check in CHECKS if (problem := check(evidence)) is not None]
     text = evidence.advice.text
     return [replace(problem, text=text(problem.text), remedy=text(problem.remedy)) for problem in problems]
@@ -87,8 +87,9 @@ def _failed_rewards(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "reward_errors",
         f"The reward function failed on {share:.0%} of the late samples, which were dropped.",
-        "Fix the reward function (--reward-fn-path) for the records that the log names; with "
-        f"{'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'} the run ends at the first one.",
+        "Fix the reward function (--reward-fn-path) for the records that the log lists; with "
+        f"{'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'} the run stops at the "
+        "first failure.",
     )
 
 
@@ -102,8 +103,8 @@ def _failed_episodes(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "episodes_failed",
-        f"{share:.0%} of the episodes failed, so the run trains on a selection of its prompts.",
-        "Read in the log why they failed, and fix the agent or the workflow.",
+        f"{share:.0%} of the episodes failed, so the run trains only on a subset of its prompts.",
+        "Find the reasons in the log, and fix the agent or the workflow.",
     )
 
 
@@ -127,7 +128,8 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
     shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
     return RunProblem(
         "length_collapse",
-        f"The answers have {short(trend.last)} tokens in the late steps, after {short(trend.first)} in the early ones.",
+        f"The answers have {short(trend.last)} tokens in the late steps, compared with {short(trend.first)} in the "
+        "early steps.",
         "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
         evidence.ids([int(index) for index in shortest]),
@@ -147,8 +149,9 @@ def _length_explosion(evidence: Evidence) -> RunProblem | None:
     longest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")][::-1]
     return RunProblem(
         "length_explosion",
-        f"The answers grew from {short(trend.first)} to {short(trend.last)} tokens, and no evaluation shows that this helps.",
-        "Read the longest answers. If they are padded, subtract a penalty for length in the reward, and add "
+        f"The answers grew from {short(trend.first)} to {short(trend.last)} tokens, and no evaluation shows that "
+        "longer answers help.",
+        "Read the longest answers. If they are padded, subtract a length penalty from the reward, and add "
         f"{evidence.advice.kl}.",
         evidence.ids([int(index) for index in longest]),
     )
@@ -162,16 +165,16 @@ def _entropy(evidence: Evidence) -> RunProblem | None:
     if trend.falls and trend.last < ENTROPY_COLLAPSE * trend.first:
         return RunProblem(
             "entropy_collapse",
-            f"The entropy fell {values} before the task was solved: the model always gives the same answer and explores "
-            "no others.",
+            f"The entropy fell {values} before the task was solved: the model always gives the same answer and does "
+            "not explore.",
             f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, and keep the policy close to the initial model "
-            f"with {evidence.advice.kl}; --clip-eps-high 0.28 lets unlikely tokens gain more.",
+            f"with {evidence.advice.kl}; --clip-eps-high 0.28 lets unlikely tokens gain more probability.",
             evidence.spread(),
         )
     if trend.rises and trend.last > ENTROPY_EXPLOSION * trend.first and not evidence.reward_rises:
         return RunProblem(
             "entropy_explosion",
-            f"The entropy rose {values} while the reward did not: the answers are becoming random.",
+            f"The entropy rose {values} while the reward did not rise: the answers are becoming random.",
             f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, and add {evidence.advice.kl}.",
             evidence.spread(),
         )
@@ -186,9 +189,9 @@ def _logprob_gap(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "logprob_gap",
-        f"Log-probs when sampling and when training differ by {short(gap)} on average, more than rounding explains: the "
-        "policy that is trained is not the one that sampled.",
-        "Use --dtype float32 if the gap is there from the first step; otherwise take fewer optimizer steps per batch (omit "
+        f"Log-probs of rollout and training differ by {short(gap)} on average, more than rounding explains: the "
+        "trained policy is not the sampling policy.",
+        "Use --dtype float32 if the gap exists from the first step; otherwise take fewer optimizer steps per batch (omit "
         "--gradient-accumulation-steps), or lower --lr.",
     )
 
@@ -199,7 +202,7 @@ def _staleness(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "stale",
-        f"The late samples are {short(lag)} updates old on average, so they are those of a clearly different policy.",
+        f"The late samples are {short(lag)} updates old on average, so they come from a clearly different policy.",
         f"Lower --max-staleness to 1 (now {short(evidence.advice.number('--max-staleness') or math.nan)}), or add rollout "
         "replicas.",
     )
@@ -235,8 +238,8 @@ def _displaced(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "displaced",
-        f"The chosen answers became less likely too: their reward fell to {short(chosen.last)}. Only the margin to the "
-        "rejected ones improves, so the model may answer with neither.",
+        f"The chosen answers became less likely too: their reward fell to {short(chosen.last)}. Only the margin to "
+        "the rejected answers improves, so the model may give neither of these answers.",
         f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or run SFT on the chosen answers first.",
     )
 

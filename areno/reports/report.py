@@ -1,6 +1,6 @@
-"""Writes ``report.html``: one file with the verdict, curves, samples and configuration of a run, to open from disk.
+"""Writes ``report.html``: a single file with the verdict, curves, samples and configuration of a run.
 
-The page needs neither network nor JavaScript, and stays below 3 MB. All text of a run is escaped by the template engine;
+The page requires neither network nor JavaScript, and stays below 3 MB. The template engine escapes all text of a run;
 control characters and marks that change the direction of text are made visible.
 """
 
@@ -43,9 +43,9 @@ _LARGEST = {
     "warnings": "warnings",
 }
 REFRESH_S = 60.0
-"""Seconds between two reports of a run in progress, ..."""
+"""Minimum number of seconds between two reports of a run in progress."""
 REFRESH_SHARE = 0.01
-"""... and the largest fraction of a run's time that they may take."""
+"""Maximum fraction of a run's time that these reports may take."""
 _OPTION = re.compile(r"(?<![\w/.-])(--[a-z][a-z0-9-]*|[a-z]+(?:\.[a-z_]+)+=?(?=\s|[\w]))")
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -64,7 +64,7 @@ def report_html(run: RunData, evidence: Evidence | None = None) -> str:
 
 
 def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
-    """What the template shows."""
+    """The content of the template."""
     verdict = verdict_of(run, evidence)
     note, pairs = sections.comparisons(run, evidence.samples)
     status, steps = run.status, steps_done(run)
@@ -104,9 +104,9 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
 
 
 def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
-    """Write the report of a run into its directory, or to the file ``out``; returns the file.
+    """Write the report of a run into its directory, or to the file ``out``; return the path of the file.
 
-    ``evidence`` is what was already read from the run. Raises ArenoError: the file cannot be written.
+    ``evidence`` is passed if it was already read from the run. Raises ArenoError if the file cannot be written.
     """
     html = report_html(run, evidence)
     if out is None:
@@ -121,7 +121,7 @@ def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence
 
 @contextmanager
 def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
-    """Write the report when the block ends, even after an error; only logs a failure to write it."""
+    """Write the report when the block ends, even after an error; a failure to write the report is only logged."""
     try:
         yield
     finally:
@@ -130,14 +130,14 @@ def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
 
 
 class ReportRefresher:
-    """Rewrites the report of a run in progress, but too rarely to slow down training."""
+    """Rewrites the report of a run in progress, rarely enough not to slow down training."""
 
     def __init__(self, run_dir: RunDirectory) -> None:
         self._run_dir = run_dir
         self._due = time.monotonic() + REFRESH_S
 
     def refresh(self) -> None:
-        """Rewrite the report if the last one is old enough; only logs a failure."""
+        """Rewrite the report if the last report is old enough; a failure is only logged."""
         start = time.monotonic()
         if start >= self._due:
             _written(self._run_dir)
@@ -169,12 +169,12 @@ def _environment() -> jinja2.Environment:
 
 
 def _advice(text: str) -> Markup:
-    """Text with the names of options as code, which is not broken into lines."""
+    """Text in which option names are marked as code, so that a name is not broken across lines."""
     return Markup(_OPTION.sub(r"<code>\1</code>", str(escape(_visible(text)))))
 
 
 def _visible(value: Any) -> Any:
-    """Text with control characters, bidirectional marks and the like in visible form; markup as it is."""
+    """Text with control characters and bidirectional marks in visible form; markup is returned unchanged."""
     if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
         return value
     return printable(value)

@@ -1,4 +1,4 @@
-"""What the sections of a report show, as plain data and charts."""
+"""The contents of the sections of a report, as plain data and charts."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from areno.storage.json_lines import as_float
 from areno.storage.metric_columns import Series
 
 EXTREMES = 4
-"""Best samples that are shown, and as many worst ones."""
+"""Number of best samples that are shown, and of worst samples."""
 CHANGES = 2
-"""Prompts whose early and late answers are shown token by token."""
+"""Number of prompts whose early and late answers are shown token by token."""
 COMPARED = 8
-"""Prompts whose answers are compared before and after."""
+"""Number of prompts whose early and late answers are compared."""
 ANSWER_CHARS = 800
-"""Characters of each of these answers."""
+"""Maximum number of characters of each compared answer."""
 MAX_PARTS = 8
 """Maximum number of curves in a chart, such as the parts of a reward or the phases of a step."""
 MAX_LINES = 500
-"""Warnings that are listed, and as many settings of the configuration."""
+"""Maximum number of listed warnings, and of listed settings."""
 VALUE_CHARS = 300
-"""Characters of a setting's value."""
+"""Maximum number of characters of a setting's value."""
 WARNING_CHARS = 1000
 """Characters of a warning."""
 MAX_FILES = 200
-"""Files that are listed."""
+"""Maximum number of listed files."""
 _WIDTH, _HEIGHT = 460, 240  # chart size in px: labels stay readable at 360 px
 _TYPICAL = 1000  # number of last steps whose median is the typical step
 _BESIDE_STEPS = ("save", "eval", "checkpoint_for_recover")  # phases that are not part of a step
@@ -61,23 +61,23 @@ _FILES = {
     "config.yaml": "the configuration",
     "metrics.jsonl": "the numbers of each step",
     "samples.jsonl": "samples, token by token",
-    "samples.index": "where each sample is in samples.jsonl",
+    "samples.index": "the position of each sample in samples.jsonl",
     "eval_samples.jsonl": "answers in evaluations",
     "warnings.jsonl": "health warnings",
-    "environment.json": "versions, machine, size of the data",
+    "environment.json": "versions, machine and size of the data",
     "status.json": "how the run ended",
     "summary.json": "the summary of a finished run",
     "log.txt": "the log",
     "main.log": "the log",
     "events": "scalars for TensorBoard",
-    "checkpoints": "models and states to resume from",
+    "checkpoints": "models and training states to resume from",
     "report.html": "this report",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart with what it shows and the metrics' names."""
+    """A chart with its title and the names of the metrics."""
 
     title: str
     names: str
@@ -86,7 +86,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class ShownSamples:
-    """Samples shown under one heading; those shown before are only linked."""
+    """Samples shown under one heading; samples that are shown under an earlier heading are only linked."""
 
     title: str
     note: str
@@ -146,7 +146,7 @@ def _chart(title: str, names: str, lines: Sequence[Line]) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Where the time of a run went.
+    """The time that each phase of a run took.
 
     Attributes:
         bar: the phases of a typical step.
@@ -160,7 +160,7 @@ class Times:
 
 
 def times(run: RunData) -> Times:
-    """Where the time of a run went, and its memory if it was recorded."""
+    """The time that each phase of a run took, and the memory use if it was recorded."""
     phases = {name: series for name, series in run.phases().items() if name not in _OVERLAPPING}
     typical = {
         name: float(np.median(values[-_TYPICAL:]))
@@ -191,7 +191,7 @@ def times(run: RunData) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The answers to one prompt at two points of a run."""
+    """The answers to one prompt in two steps of a run."""
 
     prompt: str
     data: str
@@ -203,7 +203,7 @@ class Comparison:
 
 
 def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison]]:
-    """The same prompts before and after, with a sentence on what is compared."""
+    """Early and late answers to the same prompts, with a sentence that describes the comparison."""
     answers: dict[int, dict[int, dict[str, Any]]] = {}
     for record in run.eval_samples:
         answers.setdefault(record["step"], {})[record.get("prompt_index", 0)] = record
@@ -213,7 +213,7 @@ def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison
         note = f"Held-out prompts in the first and in the last evaluation, at steps {min(answers)} and {max(answers)}."
     else:
         pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
-        note = "Training prompts that were sampled in several steps: their first answers in the first and the last such step."
+        note = "Training prompts that occur in several steps: the first answers in the first and in the last of these steps."
     return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
 
 
@@ -230,14 +230,14 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparis
 
 
 def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
-    """The samples of a report: those that problems name, the best, the worst, and those that changed most."""
+    """The samples of a report: the samples that problems list, the best, the worst, and those that changed most."""
     names = dict.fromkeys(name for problem in problems for name in problem.samples)
     named = [index for name in names if (index := samples.position(name)) is not None]
     changed = [index for pair in samples.changes(CHANGES) for index in pair]
     chosen = (
-        ("Named in the verdict", "", named),
+        ("Listed in the verdict", "", named),
         *_extremes(samples),
-        ("Most changed", "The same prompt early and late, where the reward changed most.", changed),
+        ("Most changed", "Early and late answers to the prompts whose reward changed most.", changed),
     )
     views, shown, groups = SampleViews(), dict[int, SampleView](), []
     for title, note, indices in chosen:
@@ -251,18 +251,18 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
 
 
 def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
-    """The best and the worst samples, with title and note; if all rewards are equal, there is no best one."""
+    """The best and the worst samples, with title and note; if all rewards are equal, the latest samples."""
     best, worst = (samples.extremes(EXTREMES, highest=highest) for highest in (True, False))
     if best and samples.rewards[best[0]] == samples.rewards[worst[0]]:
         yield "Latest", f"All recorded samples have the reward {short(samples.rewards[best[0]])}.", best
     else:
-        yield "Best", "The highest rewards of the run; among equal ones the latest.", best
-        yield "Worst", "The lowest rewards of the run; among equal ones the latest.", worst
+        yield "Best", "The highest rewards of the run; the latest among equal rewards.", best
+        yield "Worst", "The lowest rewards of the run; the latest among equal rewards.", worst
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a run that have a value: those that differ from their defaults, the others, and how many are left out."""
+    """The settings of a run that have a value: changed settings, default settings, and the number of omitted settings."""
 
     chosen: list[tuple[str, str]]
     defaults: list[tuple[str, str]]
@@ -280,7 +280,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def warnings(run: RunData) -> list[tuple[str, str]]:
-    """The last health warnings: step and text."""
+    """The step and the text of the last health warnings."""
     return [
         (str(warning["step"]), bounded(warning.get("text"), WARNING_CHARS)) for warning in run.warnings[-MAX_LINES:]
     ]
@@ -305,7 +305,7 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def files(run: RunData) -> Iterator[tuple[str, str, str]]:
-    """The files of a run directory: name, size, content."""
+    """The files of a run directory with name, size and content."""
     for path in sorted(run.path.iterdir())[:MAX_FILES]:
         if not path.name.startswith(".") and not path.name.endswith(".tmp"):
             yield path.name, _size(path), _FILES.get(path.name, "")
@@ -325,12 +325,12 @@ def _size(path: Path) -> str:
 
 
 def date(seconds: float) -> str:
-    """A point in time, local, from Unix seconds."""
+    """Format Unix seconds as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units."""
+    """Format a duration in its two largest units."""
     for size, unit, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {small}"

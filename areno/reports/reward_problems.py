@@ -1,4 +1,4 @@
-"""What is wrong with the rewards: all equal, those of unfinished answers, lost again, or of the wrong part."""
+"""Detects problems of the rewards: equal rewards, rewards of unfinished answers, lost rewards, and a neglected reward part."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from areno.reports.trends import CLEAR, window
 TRUNCATED = 0.3
 """Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
-"""A text is repetitive if a smaller fraction than this of its four-character sequences is distinct; prose: about 0.8."""
+"""A text is repetitive if less than this fraction of its four-character sequences is distinct; prose has about 0.8."""
 BELOW_BREAK = 0.1
-"""Learning rate to try, as a fraction of the one in the step in which a run collapsed."""
+"""Learning rate to try, as a fraction of the learning rate at which a run collapsed."""
 
 
 def equal_rewards(evidence: Evidence) -> RunProblem | None:
@@ -41,22 +41,21 @@ def _solved(evidence: Evidence, value: str) -> RunProblem:
         return _neglected(evidence, f"Nearly all late rewards are {value}, the highest of the run")
     return RunProblem(
         "solved",
-        f"Nearly all late rewards are {value}, the highest of the run: the task is solved, and nothing is left to learn.",
-        "Stop here, or take harder problems.",
+        f"Nearly all late rewards are {value}, the highest of the run: the task is solved, and there is nothing left to learn.",
+        "Stop here, or use harder problems.",
         evidence.spread(),
     )
 
 
 def _neglected(evidence: Evidence, seen: str) -> RunProblem:
-    """The reward is at its highest, but one of its parts is not."""
+    """The reward is close to its maximum, but one of its parts is not."""
     part, weight = evidence.neglected, evidence.advice.weight(evidence.neglected)
     late = short(late_mean(evidence.run.reward_parts()[part]))
     return RunProblem(
         "neglected",
         f"{seen}, but their part `{part}` is only {late} on average: with its weight of {short(weight)} it "
-        f"{'counts too little' if weight else 'does not count'} in what is optimized.",
-        f"If `{part}` is what you want, raise its weight (--reward-weights {part}=...) and train again from the initial "
-        "model.",
+        f"{'counts too little' if weight else 'does not count'} in the total reward.",
+        f"If you want `{part}`, raise its weight (--reward-weights {part}=...) and train again from the initial model.",
         evidence.spread(),
     )
 
@@ -64,16 +63,16 @@ def _neglected(evidence: Evidence, seen: str) -> RunProblem:
 def _collapsed(evidence: Evidence, value: str) -> RunProblem:
     step, final = evidence.broke, evidence.advice.number("--lr")
     rate = evidence.rate_at(step)
-    when = f" It broke at step {step}" if step is not None else ""
+    when = f" It collapsed at step {step}" if step is not None else ""
     if when and rate is not None:
-        warming = f", on its way up to {short(final)}" if final and rate < 0.99 * final else ""
+        warming = f", during the warm-up to {short(final)}" if final and rate < 0.99 * final else ""
         when += f", at a learning rate of {short(rate)}{warming}"
     lower = min(rate or math.inf, final or math.inf) * BELOW_BREAK
     return RunProblem(
         "collapsed",
-        f"Late in the run, nearly all rewards are {value}, though it began with better ones: the model lost what it could do."
+        f"Late in the run, nearly all rewards are {value}, although the first rewards were better: the model lost its ability."
         f"{when + '.' if when else ''}",
-        "Start again from the initial model or a checkpoint from before with a much lower learning rate, "
+        "Start again from the initial model or an earlier checkpoint with a much lower learning rate, "
         f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}.",
         evidence.spread(),
     )
@@ -84,18 +83,18 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
     if cut >= TIED:
         return RunProblem(
             "cut_off",
-            f"{cut:.0%} of the late answers were cut at {_limit(evidence)}, and {all_of_them} are {value}: probably because no "
-            "answer gets to its end.",
-            f"{_raise_limit(evidence)} If all rewards are equal then too, call the reward function (--reward-fn-path) on a "
+            f"{cut:.0%} of the late answers were cut at {_limit(evidence)}, and {all_of_them} are {value}: probably "
+            "because no answer is complete.",
+            f"{_raise_limit(evidence)} If all rewards are still equal then, call the reward function (--reward-fn-path) on a "
             "correct answer.",
             _cut_answers(evidence),
         )
     return RunProblem(
         "equal_rewards",
         f"{all_of_them.capitalize()} are {value}, so all advantages are zero and nothing can be learned.",
-        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong one. If one of "
-        "these samples is correct, the reward function is wrong. Only if none is: take easier problems, a better initial "
-        "model (SFT first) or a larger --n-samples.",
+        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong "
+        "answer. If one of these samples is correct, the reward function is wrong. If no sample is correct, use "
+        "easier problems, a better initial model (SFT first) or a larger --n-samples.",
         evidence.spread(),
     )
 
@@ -105,24 +104,26 @@ def tied_groups(evidence: Evidence) -> RunProblem | None:
     share, indices = evidence.tied
     if share < TIED:
         return None
-    seen = f"For {share:.0%} of the late prompts all answers got the same reward"
+    seen = f"For {share:.0%} of the late prompts, all answers got the same reward"
     if evidence.at_highest and evidence.neglected:
         return _neglected(evidence, f"{seen}, and the rewards are close to the highest of the run")
-    cause = "most prompts are solved" if evidence.solved else "most prompts are too hard, or their rewards too coarse"
+    cause = (
+        "most prompts are solved" if evidence.solved else "most prompts are too hard, or their rewards are too coarse"
+    )
     easier = (
-        "Take easier problems or a finer reward (partial credit), or sample more answers per prompt, "
+        "Use easier problems or a finer-grained reward (partial credit), or sample more answers per prompt, "
         f"{evidence.advice.scaled('--n-samples', 2)}."
     )
     return RunProblem(
         "tied_groups",
-        f"{seen}, which gives no signal: {cause}.",
-        "Take harder problems." if evidence.solved else easier,
+        f"{seen}, so there is no learning signal: {cause}.",
+        "Use harder problems." if evidence.solved else easier,
         evidence.ids([int(index) for index in indices[::-1]]),
     )
 
 
 def truncated(evidence: Evidence) -> RunProblem | None:
-    """Many late answers are cut at the limit."""
+    """Many late answers are truncated at the limit."""
     share, length, cut = evidence.late("truncated"), evidence.trend("response_length"), evidence.trend("truncated")
     if not share > TRUNCATED:
         return None
@@ -131,12 +132,12 @@ def truncated(evidence: Evidence) -> RunProblem | None:
         grew = f" The answers grew from {short(length.first)} to {short(length.last)} tokens."
     seen = f"{share:.0%} of the late answers were cut at {_limit(evidence)}"
     if _costs_reward(evidence):
-        text, remedy = f"{seen}, so their rewards are those of unfinished answers.{grew}", _raise_limit(evidence)
+        text, remedy = f"{seen}, so unfinished answers were rewarded.{grew}", _raise_limit(evidence)
     elif cut is not None and cut.rises:
-        text = f"{seen}, which costs them no reward: nothing in the reward asks for an end.{grew}"
+        text = f"{seen}, but truncation does not lower their reward: the reward gives no reason to stop.{grew}"
         remedy = (
-            "If answers should end, reward only those that do (`finish_reason` in the record's metadata). A higher limit "
-            "would only be filled too."
+            "If answers should stop, reward only answers that stop (`finish_reason` in the record's metadata). "
+            "Answers would fill a higher limit too."
         )
     else:
         return None
@@ -144,7 +145,7 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 
 
 def _costs_reward(evidence: Evidence) -> bool:
-    """Whether truncated answers get lower rewards than others; if all are truncated, whether the reward does not rise."""
+    """Whether truncated answers get lower rewards than complete answers; without a comparison, whether rewards do not rise."""
     if evidence.at_highest:
         return False
     samples, late = evidence.samples, evidence.samples.late
@@ -159,7 +160,7 @@ def _costs_reward(evidence: Evidence) -> bool:
 
 
 def _raise_limit(evidence: Evidence) -> str:
-    """What to do about unfinished answers; those that repeat themselves do not end with a higher limit either."""
+    """The remedy for unfinished answers; a higher limit does not help for repetitive answers."""
     samples = evidence.samples
     texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2

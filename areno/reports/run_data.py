@@ -1,7 +1,7 @@
 """The files of a run as data, for the report, the viewer and the commands that compare runs.
 
-Both kinds of run directory are read alike: ``KEYS`` maps quantities of a run (reward, loss, ...) to the metric names of
-``areno train`` and of ``areno run``. Nothing is read before it is needed, except the metrics.
+Runs of ``areno train`` and ``areno run`` are read in the same way: ``KEYS`` maps quantities of a run (reward, loss, ...) to the
+metric names of both commands. Only the metrics are read at once; other files are read when they are needed.
 """
 
 import os
@@ -58,26 +58,26 @@ KEYS: dict[str, tuple[str, ...]] = {
     "tokens_per_second": ("train/tokens_per_second",),
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
-"""Quantities of a run, each with its metric names; the first name that was recorded counts."""
+"""Quantities of a run, each with its metric names; the first recorded name is used."""
 REWARD_PARTS = (f"rollout/{PARTS}",)
 """Prefix of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
 """Prefixes of the seconds of a step's phases."""
 MAX_RUNS = 1000
-"""Number of run directories at which a search stops."""
+"""Number of run directories after which a search stops."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if libyaml is installed
 _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
-"""Limits of a configuration: bytes, opening brackets (they bound the nesting), and values (YAML aliases multiply them)."""
+"""Limits of a configuration: bytes, opening brackets (to bound the nesting), and values (YAML aliases multiply values)."""
 
 
 class RunData:
-    """A run directory; its metrics are read at once, everything else when it is used.
+    """A run directory; its metrics are read at once, and other data when it is used.
 
     Args:
-        opened: opens the files that are read.
+        opened: function that opens the files of the run.
 
     Raises:
-        UsageError: it is not a run directory.
+        UsageError: the folder is not a run directory.
     """
 
     def __init__(self, path: str | Path, opened: Opener = open_file) -> None:
@@ -89,7 +89,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Name of the run: that of its directory."""
+        """Name of the run: the name of its directory."""
         return self.path.resolve().name
 
     @cached_property
@@ -114,7 +114,7 @@ class RunData:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the run ran on; {} if unknown."""
+        """The environment of the run; {} if unknown."""
         return self.files.read_json(self.files.environment_path)
 
     @property
@@ -138,16 +138,16 @@ class RunData:
         return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """The record of an index entry; without its ``rows`` if ``tokens`` is False."""
+        """The record of an index entry, without its ``rows`` if ``tokens`` is False."""
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
-        """The series of one of ``KEYS``; empty if it was not recorded."""
+        """The series of one of ``KEYS``; empty if the quantity was not recorded."""
         name = self.metric_of(key)
         return Series() if name is None else self.metrics[name]
 
     def metric_of(self, key: str) -> str | None:
-        """The metric name of one of ``KEYS`` in this run; None if it was not recorded."""
+        """The metric name of one of ``KEYS`` in this run; None if the quantity was not recorded."""
         return next((name for name in KEYS[key] if name in self.metrics), None)
 
     def reward_parts(self) -> dict[str, Series]:
@@ -169,7 +169,7 @@ class RunData:
     def _with_prefix(self, prefixes: tuple[str, ...]) -> dict[str, Series]:
         names = (
             name for name in self.metrics.names if not name.endswith(("/min", "/max"))
-        )  # experiments record these too
+        )  # experiments record minimum and maximum too
         matches = ((name, prefix) for name in names for prefix in prefixes if name.startswith(prefix))
         return {name.removeprefix(prefix).removesuffix("/avg"): self.metrics[name] for name, prefix in matches}
 
@@ -188,7 +188,7 @@ def _text(value: Any) -> str | None:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """The configuration of a run, without secrets; {} if it is missing, unreadable or far too large."""
+    """The configuration of a run, without secrets; {} if the file is missing, unreadable or much too large."""
     try:
         with run.open(run.config_path) as file:
             content = file.read(_CONFIG_BYTES + 1)
@@ -202,7 +202,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 
 
 def _count(value: Any, counts: dict[int, int]) -> int:
-    """Number of values in a nested value; an alias counts at each place, and a value that contains itself as too many."""
+    """Number of values in a nested value; each use of an alias counts, and a value that contains itself exceeds the limit."""
     if not isinstance(value, dict | list | tuple):
         return 1
     if id(value) not in counts:
@@ -215,7 +215,7 @@ def _count(value: Any, counts: dict[int, int]) -> int:
 def find_runs(folder: Path, limit: int = MAX_RUNS) -> Iterator[Path]:
     """Yield the run directories at or below ``folder``, up to four folders down.
 
-    A run may be a symbolic link, but links to other folders are not followed: they may lead anywhere, and in circles.
+    A run may be a symbolic link. Links to other folders are not followed, because they may lead anywhere or form a cycle.
     """
     pending = [(folder, 0)]
     while pending and limit:

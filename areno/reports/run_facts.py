@@ -1,4 +1,4 @@
-"""Sentences of a report about what a run trained on, how much memory it took, and what it has saved."""
+"""Sentences of a report about the data, the memory use, and the saved models of a run."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Maximum number of steps that are listed; of more, only the first and the last are named."""
+"""Maximum number of steps that are listed; of a longer list, only the first and the last step are mentioned."""
 
 
 def data_sentence(run: RunData, steps: int) -> str:
-    """How many examples the run has after ``steps`` steps, and how often it has seen them; empty if it was not recorded."""
+    """The number of examples of a run, and how often they were seen in ``steps`` steps; empty if not recorded."""
     data = run.environment.get("data")
     if not isinstance(data, dict) or not data.get("examples"):
         return ""
@@ -34,14 +34,16 @@ def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -
 
 
 def memory_sentence(run: RunData) -> str:
-    """The peak of the run's memory, compared with the machine's memory; empty if it was not recorded."""
+    """The peak of the run's memory, compared with the machine's memory; empty if memory was not recorded."""
     peak, left, gpu = (_values(run, name) for name in (PEAK, AVAILABLE, PEAK_GPU))
     parts = []
     if peak:
         total = as_float(run.environment.get("memory_bytes")) / GIB
         parts.append(f"its processes took at most {max(peak):.1f} GiB" + (f" of {total:.1f} GiB" if total > 0 else ""))
     if left:
-        parts.append(f"at least {min(left):.1f} GiB were left after a step, {left[-1]:.1f} GiB after the last one")
+        parts.append(
+            f"at least {min(left):.1f} GiB were available after a step, and {left[-1]:.1f} GiB after the last step"
+        )
     if gpu:
         size = as_float(run.environment.get("gpu_memory_bytes")) / GIB
         parts.append(
@@ -55,14 +57,14 @@ def _values(run: RunData, name: str) -> list[float]:
 
 
 def saved_sentence(run: RunData) -> str:
-    """Which checkpoints and models of the run exist; empty if that cannot be determined."""
+    """The existing checkpoints and models of the run; empty if they cannot be determined."""
     folder = run.path / "checkpoints"
     if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
         return ""
     if (models := saved(run)) is None:
         return ""
     parts = [f"Checkpoints exist for {_steps(models.checkpoints)}" if models.checkpoints else "No checkpoint exists"]
-    parts += [f"the best evaluated one is from step {models.best:,}"] if models.best is not None else []
+    parts += [f"the best evaluated checkpoint is from step {models.best:,}"] if models.best is not None else []
     parts += [f"models without training state exist for {_steps(models.models)}"] if models.models else []
     return f"{'; '.join(parts)}."
 

@@ -1,4 +1,4 @@
-"""Chooses samples of a run to show or to check; reads only those it chooses, through the index."""
+"""Selects samples of a run to show or to check; uses the index, so that only the selected samples are read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from areno.reports.trends import window
 from areno.storage.sample_index import FLAGS
 
 CHECKED = 64
-"""Samples of each end of a run whose texts are checked."""
+"""Maximum number of early and of late samples whose texts are checked."""
 COMPARED = 400
-"""Samples of each end of a run that are searched for recurring prompts."""
+"""Number of first and of last samples of a run that are searched for recurring prompts."""
 
 Indices = NDArray[np.int64]
 
 
 def sample_id(sample: Any) -> str:
-    """``STEP/PROMPT/SAMPLE`` of a record or of an index entry, as `areno inspect` takes it."""
+    """``STEP/PROMPT/SAMPLE`` of a record or of an index entry, as accepted by `areno inspect`."""
     names = ("step", "prompt_index", "sample_index") if isinstance(sample, dict) else ("step", "prompt", "sample")
     return "/".join(str(sample[name]) for name in names)
 
@@ -51,12 +51,12 @@ class RunSamples:
 
     @cached_property
     def early(self) -> Indices:
-        """Samples of the first tenth of the steps."""
+        """Samples of the first steps, whose number is that of :func:`~areno.reports.trends.window`."""
         return np.flatnonzero(self.steps < self.steps[0] + self._width) if len(self) else np.zeros(0, np.int64)
 
     @cached_property
     def late(self) -> Indices:
-        """Samples of the last tenth of the steps."""
+        """Samples of the last steps, whose number is that of :func:`~areno.reports.trends.window`."""
         return np.flatnonzero(self.steps > self.steps[-1] - self._width) if len(self) else np.zeros(0, np.int64)
 
     @property
@@ -64,11 +64,11 @@ class RunSamples:
         return max(window(int(self.steps[-1] - self.steps[0]) + 1), 1)
 
     def flagged(self, flag: str, among: Indices) -> Indices:
-        """The samples in ``among`` that have a flag of ``FLAGS``: the reason why they were recorded, or an attribute."""
+        """The samples in ``among`` that have a flag of ``FLAGS`` (the reason for recording a sample, or an attribute)."""
         return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
 
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
-        """Samples with the highest or lowest reward; among equals, those with recorded tokens, then the latest."""
+        """Samples with the highest or lowest reward; of equal rewards, samples with recorded tokens first, then the latest."""
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
         keys = self.rewards[among] * (1 if highest else -1)
@@ -81,7 +81,7 @@ class RunSamples:
         return [int(index) for index in among[np.lexsort((among, has_rows, keys))][::-1][:count]]
 
     def spread(self, among: Indices, count: int = CHECKED) -> list[int]:
-        """At most ``count`` samples, evenly spaced."""
+        """At most ``count`` evenly spaced samples."""
         return (
             [int(index) for index in among[np.unique(np.linspace(0, len(among) - 1, count).astype(int))]]
             if len(among)
@@ -99,11 +99,11 @@ class RunSamples:
         return self._run.sample(self.entries[index])
 
     def ids(self, indices: Iterable[int]) -> tuple[str, ...]:
-        """Ids of samples."""
+        """IDs of samples."""
         return tuple(sample_id(self.entries[index]) for index in indices)
 
     def position(self, name: str) -> int | None:
-        """The sample with an id; None if there is none."""
+        """Position of the sample with this ID; None if there is no such sample."""
         step, prompt, sample = map(int, name.split("/"))
         first, end = np.searchsorted(self.steps, [step, step + 1])
         entries = self.entries[first:end]
@@ -111,9 +111,9 @@ class RunSamples:
         return int(first + matches[0]) if len(matches) else None
 
     def tied(self, among: Indices) -> tuple[float, Indices]:
-        """Fraction of groups whose answers all have the same reward, and the first sample of each of them.
+        """Fraction of groups whose answers all have the same reward, and the first sample of each of these groups.
 
-        The best and the worst answer of a group are recorded, so they decide; groups of one answer count as tied.
+        Only the recorded answers are compared, which include the best and the worst. A group of one answer counts as tied.
         """
         if not len(among):
             return 0.0, among
@@ -126,7 +126,7 @@ class RunSamples:
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[int]]:
-        """First answers by the text of their prompt, in order; only those among the first and the last samples of a run."""
+        """First answers by the text of their prompt, in order, among the first and the last samples of a run."""
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
@@ -139,12 +139,12 @@ class RunSamples:
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """How many prompts of the first and the last samples were looked at, and how many of them are different."""
+        """Number of prompts among the first and the last samples, and number of distinct prompts."""
         return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 
     @cached_property
     def recurring(self) -> list[tuple[int, int]]:
-        """Pairs of first answers to one prompt, from the first and the last step in which it was sampled."""
+        """Pairs of first answers to one prompt, from the first and the last step in which the prompt was sampled."""
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
@@ -154,7 +154,7 @@ class RunSamples:
 
 
 def distinct_share(text: str) -> float:
-    """Fraction of the four-character sequences at the end of a text that are distinct; 1 for a text that is too short."""
+    """Fraction of distinct four-character sequences at the end of a text; 1 for a text that is too short."""
     text = re.sub(r"\s+", " ", text)[-1000:]
     pieces = [text[start : start + 4] for start in range(len(text) - 3)]
     return len(set(pieces)) / len(pieces) if len(text) >= 40 else 1.0

@@ -1,4 +1,4 @@
-"""Samples as a report shows them: bounded texts, and tokens with what training did with each."""
+"""Samples as a report shows them: texts of bounded length, and tokens with the values that training computed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from areno.reports.svg import short
 from areno.storage.json_lines import as_float
 
 MAX_TOKENS = 6000
-"""Tokens of a report that are shown one by one, in all samples together."""
+"""Maximum number of tokens that a report shows individually, over all samples."""
 SAMPLE_TOKENS = 400
-"""Tokens of one training row that are shown one by one; of a longer row, half are from its start and half from its end."""
+"""Maximum number of tokens of a row that are shown individually, half from its start and half from its end."""
 CONTEXT_CHARS = 600
-"""Characters of context, such as a prompt, that are shown."""
+"""Maximum number of characters of tokens that are not shown individually, such as a prompt."""
 MAX_SEGMENTS = 60
-"""Segments of a row that are shown."""
+"""Maximum number of segments of a row that are shown."""
 TEXT_CHARS = 2000
-"""Characters of an answer whose tokens are not shown."""
+"""Maximum number of characters of an answer whose tokens are not shown."""
 NAME_CHARS = 200
-"""Characters that are shown of a token, or of a name, such as that of a role or of a part of the reward."""
+"""Maximum number of characters of a token, a role name or the name of a reward part."""
 GAP = 0.1
-"""Difference between the log-probs in sampling and training, in nats, above which a token is marked."""
+"""Difference between the log-probs of rollout and training, in nats, above which a token is marked."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A token: its text, its numbers in words, and its marks."""
+    """A token with its text, a description of its numbers, and its marks."""
 
     text: str
     numbers: str
@@ -39,7 +39,7 @@ class TokenView:
 
 @dataclass(slots=True)
 class SegmentView:
-    """Consecutive tokens with equal attributes: described in ``label``, with ``tokens``, or with their ``text`` only."""
+    """Consecutive tokens with equal attributes; ``label`` describes them. Has either ``tokens`` or only their ``text``."""
 
     label: str
     tokens: list[TokenView] = field(default_factory=list)
@@ -49,7 +49,7 @@ class SegmentView:
 
 @dataclass(slots=True)
 class SampleView:
-    """A sample with its numbers in words; ``rows`` is empty if its tokens were not recorded or are too many."""
+    """A sample with formatted numbers; ``rows`` is empty if its tokens were not recorded or are too many."""
 
     id: str
     numbers: list[tuple[str, str]]
@@ -62,12 +62,12 @@ class SampleView:
 
     @property
     def anchor(self) -> str:
-        """Id of its element in the page."""
+        """ID of the sample's element in the page."""
         return f"sample-{self.id.replace('/', '-')}"
 
 
 class SampleViews:
-    """Makes the views of a page's samples, within its budget of tokens."""
+    """Creates the views of a page's samples; limits the number of tokens of the page."""
 
     def __init__(self) -> None:
         self._left = MAX_TOKENS
@@ -89,7 +89,7 @@ class SampleViews:
         )
 
     def _row(self, row: Sequence[Mapping[str, Any]]) -> list[SegmentView]:
-        """A training row: sampled and trained tokens one by one, other segments as text."""
+        """A training row with sampled and trained tokens shown individually, and other segments as text."""
         left_out, row = len(row) - MAX_SEGMENTS, row[:MAX_SEGMENTS]
         shown = sum(len(segment["tokens"]) for segment in row if _is_detailed(segment))
         most = min(SAMPLE_TOKENS, self._left)
@@ -114,7 +114,7 @@ def _is_detailed(segment: Mapping[str, Any]) -> bool:
 
 
 def _label(segment: Mapping[str, Any]) -> str:
-    """The shared attributes of a segment in words."""
+    """Describe the shared attributes of a segment."""
     parts = [bounded(segment["role"], NAME_CHARS)]
     parts += [f"turn {segment['turn']}"] if segment["turn"] >= 0 else []
     parts.append("trained" if segment["trained"] else "not trained")
@@ -174,14 +174,14 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def data_text(record: Mapping[str, Any]) -> str:
-    """The fields of a sample's data row besides its prompt, such as the expected answer, a line each; empty if unknown."""
+    """The fields of a sample's data row except its prompt, such as the expected answer, one per line; empty if unknown."""
     data = record.get("data")
     fields = data.items() if isinstance(data, dict) else ()
     return bounded("\n".join(f"{name}: {value}" for name, value in fields), CONTEXT_CHARS)
 
 
 def is_truncated(record: Mapping[str, Any]) -> bool:
-    """Whether an answer was cut at its maximum length."""
+    """Whether an answer was truncated at the maximum length."""
     return record.get("finish_reason") == "length"
 
 

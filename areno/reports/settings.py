@@ -1,4 +1,4 @@
-"""The settings that the user of a run chose: those that differ from their defaults."""
+"""The settings of a run that differ from their defaults."""
 
 import re
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _INDEX = re.compile(r"\.\d+\.")
 
 
 def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """The settings that have a value, by dotted name: those that differ from their defaults, and the others.
+    """Name and value of the settings that have a value: settings that differ from their defaults, and the other settings.
 
-    A setting without a known default, such as one of a user's algorithm, counts as different; one that has the value of the
-    setting that it inherits does not.
+    A setting without a known default, such as a setting of a user's algorithm, counts as different. A setting with the same
+    value as the setting from which it inherits does not count as different.
     """
     values = dict(flat(config, indexed=True))
     differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options
@@ -66,5 +66,5 @@ def _is_chosen(
 
 
 def _plain(default: Any) -> Any:
-    """A default as it is in ``config.yaml``."""
+    """A default value as it is written in ``config.yaml``."""
     return list(default) if isinstance(default, tuple) else default

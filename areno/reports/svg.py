@@ -1,7 +1,7 @@
 """Line charts and stacked bars as SVG, for pages and for files.
 
-A chart has explicit colors and fonts, so that it stands alone as an ``.svg`` file. In a page, rules for its classes
-(``chart``, ``axis``, ``grid``, ``s0`` to ``s7``, ``band``, ``text``) override them, for example for a dark scheme.
+A chart has explicit colors and fonts, so that it can be used as an ``.svg`` file. In a page, CSS rules for its classes
+(``chart``, ``axis``, ``grid``, ``s0`` to ``s7``, ``band``, ``text``) override the colors, for example for a dark scheme.
 """
 
 import math
@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 from areno.observability.chart import printable
 
 MAX_POINTS = 500
-"""Points of a drawn line; longer ones keep the minimum and the maximum of each interval."""
+"""Maximum number of points of a drawn line; a longer line is reduced to the minimum and the maximum of intervals."""
 COLORS = ("#0072b2", "#d55e00", "#00805d", "#b0508c", "#a66f00", "#3b7dd8", "#5c5c5c", "#8a4fbf")
-"""Colors of the lines; distinguishable with color-blindness, and readable on white."""
+"""Colors of the lines, which are distinguishable for color-blind readers and readable on white."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _FONT = "system-ui, sans-serif"
 _SIZE = 12  # font size in px
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series to draw; ``low`` and ``high`` bound a band around it. Values that are not finite leave a gap and are marked."""
+    """A series to draw; ``low`` and ``high`` bound a band around it. Non-finite values leave a gap and are marked."""
 
     name: str
     x: ArrayLike
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where data coordinates are on the canvas."""
+    """Maps data coordinates to the canvas."""
 
     left: float
     top: float
@@ -70,13 +70,13 @@ def line_chart(
     """Draw lines as one ``<svg>`` element.
 
     Args:
-        lines: series of equal or different lengths; empty ones are named in the legend only.
+        lines: series of equal or different lengths; an empty series appears only in the legend.
         width: canvas width in px; the element scales to the width of its container.
         height: canvas height in px.
-        title: what is shown, also for screen readers; drawn only with ``heading``.
+        title: title of the chart, also for screen readers; drawn only with ``heading``.
         x_label: label of the horizontal axis.
         y_label: label of the vertical axis.
-        heading: draw the title.
+        heading: whether the title is drawn.
         background: color of the canvas; transparent if empty.
     """
     curves = [_thinned(line) for line in lines]
@@ -99,7 +99,7 @@ def line_chart(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], *, width: int = 640, unit: str = "s", title: str = "") -> str:
-    """Draw positive amounts one after the other as one horizontal bar with a legend, as an ``<svg>`` element."""
+    """Draw positive amounts as one stacked horizontal bar with a legend, as an ``<svg>`` element."""
     parts = [(name, amount) for name, amount in parts if amount > 0 and math.isfinite(amount)]
     total = sum(amount for _, amount in parts) or 1.0
     labels = [f"{name} {short(amount)} {unit} ({amount / total:.0%})" for name, amount in parts]
@@ -116,7 +116,7 @@ def stacked_bar(parts: Sequence[tuple[str, float]], *, width: int = 640, unit: s
 
 
 def short(value: float) -> str:
-    """Format a number in at most three significant digits, or a whole number below a million in full."""
+    """Format a number with at most three significant digits; whole numbers below a million are written in full."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.3g}"
@@ -135,7 +135,7 @@ def _safe(text: str) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Color and attribute for the dashes of the series with this index; with other dashes when the colors repeat."""
+    """Color and dash attribute of the series with this index; the dashes change when the colors repeat."""
     dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 
@@ -150,7 +150,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = 
 
 
 def _legend(names: Sequence[str], width: int, top: float, filled: bool = False) -> tuple[list[str], float]:
-    """Draw a legend in rows below ``top``; also return where it ends."""
+    """Draw a legend in rows below ``top``; return the legend and its bottom."""
     parts, x, y = [], 8.0, top + 8
     for index, name in enumerate(names):
         size = 34 + _CHAR * len(name)
@@ -170,7 +170,7 @@ def _legend(names: Sequence[str], width: int, top: float, filled: bool = False) 
 
 
 def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """``x, y, low, high``, with values that are not finite as NaN."""
+    """``x, y, low, high``, in which non-finite values are NaN."""
     y = np.asarray(line.y, float)
     columns = (line.x, y, y if line.low is None else line.low, y if line.high is None else line.high)
     x, y, low, high = (np.where(np.isfinite(values := np.asarray(column, float)), values, np.nan) for column in columns)
@@ -178,7 +178,7 @@ def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _thinned(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """Points to draw: the first, the last, and the minimum and maximum of intervals between, if there are too many."""
+    """Points to draw; a long line is reduced to the first point, the last point, and the extremes of intervals between."""
     x, y, low, high = _arrays(line)
     count = len(x)
     if count <= MAX_POINTS:
@@ -213,7 +213,7 @@ def _range(values: Floats, margin: float = 0.06) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers between two bounds, about ``count`` of them."""
+    """About ``count`` round numbers between two bounds."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -221,7 +221,7 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _label(tick: float, ticks: Sequence[float]) -> str:
-    """Format a tick with the digits in which the ticks differ."""
+    """Format a tick with enough digits to distinguish the ticks."""
     step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else abs(tick) or 1.0
     largest = max(map(abs, ticks)) or 1.0
     if largest >= 1e6 or largest < 1e-3:
@@ -248,7 +248,7 @@ def _axes(frame: _Frame, y_ticks: Sequence[float], x_label: str, y_label: str) -
 
 
 def _curve(frame: _Frame, index: int, x: Floats, y: Floats, low: Floats, high: Floats) -> Iterator[str]:
-    """Draw the band, the line and, if there are few or lone points, the points of a series."""
+    """Draw the band and the line of a series, and its points if they are few or isolated."""
     color, dash = _style(index)
     name, at_x, at_y = index % len(COLORS), frame.at_x(x), frame.at_y(y)
     finite = np.isfinite(x) & np.isfinite(y)
@@ -279,7 +279,7 @@ def _path(points: "zip[tuple[float, float]] | Sequence[tuple[float, float]]") ->
 
 
 def _non_finite(frame: _Frame, lines: Sequence[Line]) -> Iterator[str]:
-    """Mark where values are not finite with crosses on the axis."""
+    """Mark non-finite values with crosses on the axis."""
     for line in lines:
         x = np.asarray(line.x, float)[~np.isfinite(np.asarray(line.y, float))]
         for place in frame.at_x(x[:: max(1, -(-len(x) // _MAX_MARKS))]):
@@ -290,7 +290,7 @@ def _non_finite(frame: _Frame, lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _described(line: Line) -> str:
-    """A series in words."""
+    """Describe a series."""
     x, values, _, _ = _arrays(line)
     places = np.flatnonzero(np.isfinite(values))
     if not len(places):

@@ -1,4 +1,4 @@
-"""Whether a metric changed over a run by more than its noise."""
+"""Determines whether a metric changed over a run by more than its noise."""
 
 import math
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from areno.reports.svg import short
 from areno.storage.metric_columns import Series
 
 CLEAR = 3.0
-"""A change is clear above this many standard errors; noise alone exceeds that in one of 700 runs."""
+"""A change is clear above this number of standard errors; noise alone exceeds this threshold in one of 700 runs."""
 SHARE = 10
-"""The ends that are compared are a tenth of a run each, ..."""
+"""The compared start and end of a run each have 1 / SHARE of its steps."""
 AT_LEAST = 5
-"""... and at least five steps (half of a shorter run): a mean of fewer is dominated by single batches."""
+"""Minimum number of compared steps at each end, because single batches dominate a mean of fewer steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesTrend:
-    """The two ends of a series.
+    """A comparison of the start and the end of a series.
 
     Attributes:
         first: mean over the first ``width`` finite values.
-        last: mean over the last ones.
+        last: mean over the last ``width`` finite values.
         noise: standard error of ``last - first``, from the differences of successive values.
         peak: highest mean over ``width`` successive values, which end at ``peak_step``.
         low: lowest such mean, which ends at ``low_step``.
@@ -55,7 +55,7 @@ class SeriesTrend:
         return self.clear(-self.change)
 
     def clear(self, change: float) -> bool:
-        """Whether a rise from one such mean to another is larger than noise."""
+        """Whether a rise between two means over ``width`` values is larger than noise."""
         return change > max(CLEAR * self.noise, 1e-9 * max(abs(self.first), abs(self.last)), 1e-12)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Number of values at each end of ``count`` values that are compared; 0 if there are fewer than two."""
+    """Number of values to compare at each end of ``count`` values; 0 for fewer than two values."""
     return max(count // SHARE, min(AT_LEAST, count // 2))
 
 
@@ -72,9 +72,9 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
     """The trend of a series; None with fewer than two finite values.
 
     Args:
-        noise: standard error of the difference of two means; None estimates it, which needs four values: with fewer, no
-            change is clear.
-        width: number of values at each end; None chooses it.
+        noise: standard error of the difference of two means; None estimates the error from the values. With fewer than
+            four values, no change is clear.
+        width: number of values at each end; None uses :func:`window`.
     """
     steps, values = finite(series)
     width = min(width or window(len(values)), len(values) // 2)
@@ -99,9 +99,9 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 def _noise(values: NDArray[np.float64], width: int) -> float:
     """Standard error of the difference of the means of two windows; infinite with fewer than four values.
 
-    The standard deviation of a value is estimated from successive differences, which a trend hardly changes, and from the
-    spread within the two windows; the larger one counts, because an estimate from few values may be too small. The last
-    factor allows for that too.
+    The standard deviation of a value is estimated from successive differences, which a trend hardly changes, and from
+    the spread within the two windows. The larger estimate is used, because an estimate from few values may be too
+    small. For the same reason, the last factor increases the estimate for few values.
     """
     if len(values) < 4:
         return math.inf
@@ -112,17 +112,16 @@ def _noise(values: NDArray[np.float64], width: int) -> float:
 
 
 def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Steps and values without those that are not finite."""
+    """Steps with finite values, and these values."""
     steps, values = series.arrays()
     kept = np.isfinite(values)
     return steps[kept], values[kept]
 
 
 def falls_at_start(series: Series) -> bool:
-    """Whether the first values are clearly higher than those of the second half, by their ranks.
+    """Whether the first values are clearly higher than the values of the second half (Wilcoxon's rank-sum test with ties).
 
-    This detects what the means hide: a fall within the first few steps, whose size makes their mean seem noisy. It is
-    Wilcoxon's rank-sum test, with ties.
+    This test detects a fall within the first few steps, which makes the mean of these steps seem noisy.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

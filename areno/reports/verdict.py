@@ -1,4 +1,4 @@
-"""Answers about a run in plain words: did it learn, why did it end, what is wrong, what to change, which samples show it."""
+"""Says in plain words whether a run learned, why it ended, what is wrong, what to change, and which samples show this."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAUSES = (
     *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
     *("equal_rewards", "zero_gradient", "length_collapse"),
 )
-"""Problems that are listed first; then come signs of exploitation, which may be why answers get longer or all alike."""
+"""Problems that are listed first. Signs of exploitation follow, because they may explain longer or identical answers."""
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
@@ -31,12 +31,12 @@ _EXPLAINED = {
     "memorized": ("against_evaluation", "tied_groups", "solved"),
     **dict.fromkeys(_EXPLOITED, _BY_EXPLOITATION),
 }
-"""Problems that follow from another one, and so are not listed with it."""
+"""Maps a problem to other problems that follow from it and are therefore not listed with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answers about a run; ``problems`` are listed causes first."""
+    """The answers about a run; ``problems`` lists causes before effects."""
 
     learned: Learned
     ending: Ending
@@ -57,7 +57,7 @@ class Verdict:
     @property
     def nothing_wrong(self) -> str:
         """The answer if no problem was found."""
-        return f"Nothing {'else ' if self.ending.remedy else ''}that the metrics or the samples show."
+        return f"The metrics and samples show {'no other' if self.ending.remedy else 'no'} problem."
 
 
 def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
@@ -82,7 +82,7 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
 
 
 def _decided(state: State, keys: set[str]) -> State:
-    """The state in the light of the problems: if they contradict the judged number, the problems count."""
+    """The state, adjusted to the problems: a problem may contradict the metric by which the run is judged."""
     if state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
         return "exploited"
     if state in ("yes", "partly", "worse", "lost") and "memorized" in keys:
@@ -91,7 +91,7 @@ def _decided(state: State, keys: set[str]) -> State:
 
 
 def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]) -> RunProblem | None:
-    """A result that no other problem explains."""
+    """A problem that describes a result without other problems."""
     if problems:
         return None
     if result.state in ("lost", "worse"):
@@ -99,14 +99,14 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]
     if result.state == "partly":
         return RunProblem(
             "not_on_held_out",
-            "What improves in training does not show on held-out data.",
-            "Check that the held-out prompts ask for the same thing in the same form, and train on more and different data.",
+            "Held-out data does not confirm the improvement in training.",
+            "Check that the held-out prompts pose the same task in the same form, and train on more and different data.",
         )
     return _no_progress(evidence) if result.state == "no" else None
 
 
 def _collapse(evidence: Evidence) -> RunProblem | None:
-    """The judged number was better before."""
+    """The metric by which the run is judged was better before."""
     progress = evidence.progress
     got_worse = progress.lost(progress.held_out) or progress.down(progress.held_out)
     trend = progress.held_out if got_worse else progress.train
@@ -117,9 +117,9 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
     lower = 0.3 * min(rate or math.inf, present or math.inf)
     return RunProblem(
         "collapse",
-        f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; nothing "
-        "else that is recorded explains it.",
-        f"Take a checkpoint from before it got worse (--keep-best keeps the best one), and lower the learning rate, "
+        f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; no "
+        "other recorded data explains the decline.",
+        f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate, "
         f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}"
         + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
         evidence.spread(),
@@ -127,15 +127,15 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
 
 
 def _no_progress(evidence: Evidence) -> RunProblem:
-    """The judged number stayed within its noise."""
+    """The metric by which the run is judged stayed within its noise."""
     entropy, advice = evidence.trend("entropy"), evidence.advice
     moved = entropy is not None and (entropy.rises or entropy.falls)
     what = "The policy changes, but not in the direction of the reward" if moved else "The model hardly changes"
     remedy = (
-        f"Average over more answers, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
+        f"Use more answers per step, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
         "better answers get higher rewards."
         if moved
-        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and again until the entropy or "
-        f"{'the reward moves' if evidence.progress.by_reward else 'the loss moves'}."
+        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and repeat until the entropy "
+        f"or {'the reward changes' if evidence.progress.by_reward else 'the loss changes'}."
     )
     return RunProblem("no_progress", f"{what}: the {evidence.progress.name} stayed within its noise.", remedy)

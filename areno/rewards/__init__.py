@@ -1,7 +1,8 @@
-"""Runs reward functions in parallel, with deadlines and errors that name the record. Does not import torch.
+"""Runs reward functions in parallel, with deadlines. Does not import torch.
 
-- ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute them.
-- ``worker``: the loop of a worker; ``supervisor``: ends all processes that a worker process has started.
+- ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute
+  rewards.
+- ``worker``: the loop of a worker; ``supervisor``: kills all processes that a worker process has started.
 - ``math`` and ``judge``: ready-made reward functions: verified math answers, and an LLM as a judge.
 """
 

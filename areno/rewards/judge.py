@@ -23,9 +23,10 @@ class Judge:
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
-        question: the judge's prompt; ``{prompt}``, ``{completion}`` and columns of the row are filled in. Other braces remain.
-        most: the maximum grade. Grades are divided by it and clipped to [0, 1].
-        model: model name on the server; None: the first model that the server lists.
+        question: the judge's prompt. ``{prompt}``, ``{completion}`` and columns of the row are filled in; other braces
+            remain.
+        most: the maximum grade. Grades are divided by this maximum and clipped to [0, 1].
+        model: model name on the server; None uses the first model that the server lists.
         options: additional request fields, such as ``max_tokens``.
 
     Reads the API key from ``OPENAI_API_KEY``.

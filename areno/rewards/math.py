@@ -1,11 +1,11 @@
-"""Math reward: 1 for a correct answer, 0 otherwise, as verified by ``math-verify``.
+"""Math reward: 1 if ``math-verify`` accepts the answer, otherwise 0.
 
-Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The last ``\\boxed{...}`` counts; without one, math-verify
-searches the text for the answer. An answer that takes more than a few seconds to verify, such as a tower of powers,
-counts as wrong, so that a completion cannot stall a run.
+Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The last ``\\boxed{...}`` of a completion is its answer;
+without a box, math-verify searches the text. An answer that takes more than a few seconds to verify, such as a tower of
+powers, counts as wrong, so that a completion cannot stall a run.
 
-math-verify parses the content of a box as one expression: ``72 dollars`` would be 72 times seven letters. If words
-surround exactly one expression, only that expression is kept.
+math-verify parses the content of a box as one expression, and ``72 dollars`` as 72 times seven letters. If words
+surround exactly one expression, the words are therefore removed.
 """
 
 import logging
@@ -68,7 +68,7 @@ def math_verify_reward(completion: str, answer: Any) -> float:
 
 
 def _final(reference: str) -> str:
-    """The final answer of a reference: its last box, the text after ``####`` or ``answer is``, else all of it."""
+    """The final answer of a reference: its last box, the text after ``####`` or ``answer is``, or the entire text."""
     if (box := reference.rfind("\\boxed")) >= 0:
         return reference[box:]
     if _FINAL_MARK in reference:
@@ -101,7 +101,7 @@ def _box_content(text: str) -> str | None:
 
 
 def _expression(text: str) -> str | None:
-    """The single expression in a text: ``72`` in ``72 dollars.``; None if there is no expression or more than one."""
+    """The single expression in a text, such as ``72`` in ``72 dollars.``; None for zero or several expressions."""
     words = [match["word"].lower() for match in _TOKEN.finditer(text) if match["word"]]
     prose = [word for word in words if word in _UNITS or (len(word) > 2 and word not in _MATH_WORDS)]
     pieces = [text]

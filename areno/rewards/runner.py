@@ -1,9 +1,9 @@
-"""Runs reward functions in parallel, with a deadline per record. An error never becomes a number.
+"""Runs reward functions in parallel, with a deadline per record. A failed record never gets a reward.
 
-Functions from a file run in worker processes that import it once, before the first rollout, and are killed when a record
-exceeds its deadline. Each worker runs a plain function on one record at a time, and a coroutine function on many at once, in
-its event loop. If a call blocks the event loop past the deadline, the worker is replaced, and all records that it was scoring
-are retried one at a time, so that only the record that blocks fails.
+Functions from a file run in worker processes, which import the file once, before the first rollout. A worker process is
+killed when a record exceeds its deadline. Each worker runs a plain function on one record at a time, and a coroutine
+function on many records at once, in an event loop. If a call blocks the event loop past the deadline, the worker is
+replaced. The records of this worker are retried one at a time, so that only the blocking record fails.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ class RewardOutcome:
 
 
 class RewardRunner:
-    """Runs one reward function over batches of records.
+    """Runs one reward function on batches of records.
 
     Args:
-        reward_fn: a plain or coroutine function. It runs in threads (coroutines in one event loop): a call that hangs is
-            abandoned at its deadline, but its thread cannot be killed.
-        path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``; runs in processes, which can be killed.
-        timeout_s: deadline per record in seconds from the start of its call.
+        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in an event loop. At its
+            deadline, a hanging call is abandoned, but its thread cannot be killed.
+        path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``. This function runs in processes, which can
+            be killed.
+        timeout_s: deadline per record, in seconds from the start of the call.
         workers: number of processes or threads; by default one per CPU, at most 8.
-        on_error: ``stop`` raises at the first record that fails, ``drop`` returns an outcome without a value.
-        retries: how often a record is retried after its worker died, or did not start on the record in time.
+        on_error: ``stop`` raises if a record fails; ``drop`` returns an outcome without a value.
+        retries: how often a record is retried if its worker died, or did not start to score the record in time.
         memory_gb: memory limit (``RLIMIT_DATA``) of each worker process of a reward file, in GiB; None is unlimited.
-        parts: weights of reward parts, shared by all runners of one function; None: each part has weight 1.
+        parts: weights of reward parts, shared by all runners of one function; None gives each part weight 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
@@ -111,11 +112,11 @@ class RewardRunner:
                 self._step(batch)
 
     def run(self, records: list[RewardRecord]) -> list[RewardOutcome]:
-        """Score records; the outcomes are in the same order.
+        """Score records. Returns the outcomes in the order of the records.
 
         Raises:
-            RewardError: the function cannot be imported; or, with ``on_error="stop"``, a record failed. The message
-                names the function, the cause with its line, and the record.
+            RewardError: the function cannot be imported, or a record failed with ``on_error="stop"``. The message
+                contains the function, the record, and the cause with its line.
         """
         with self._lock:
             batch = self._open(records)
@@ -133,7 +134,7 @@ class RewardRunner:
             return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def close(self) -> None:
-        """Stop the workers; the runner cannot be used afterwards."""
+        """Stop the workers. The runner cannot be used afterwards."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -175,7 +176,7 @@ class RewardRunner:
         self._expire(batch)
 
     def _receive(self, batch: _RewardBatch, timeout_s: float) -> bool:
-        """Handle the messages that arrive within ``timeout_s``; return whether there were any."""
+        """Handle the messages that arrive within ``timeout_s``. Returns whether any message arrived."""
         received = False
         for slot, message in self._pool.receive(timeout_s):
             received = True
@@ -233,7 +234,7 @@ class RewardRunner:
         raise RewardError(f"reward function {self.name} cannot be imported: {reason}")
 
     def _handle_loss(self, batch: _RewardBatch, slot: WorkerSlot, reason: str, late: bool = False) -> None:
-        """Replace a worker that hangs or died; fail or retry the record it was running, and requeue the others."""
+        """Replace a worker that hangs or died. Fails or retries its running record, and requeues its other records."""
         if not slot.ready:
             self._fail_import(slot, reason)
         self._pool.replace(slot.position)
@@ -276,7 +277,7 @@ class RewardRunner:
 
 
 def describe_record(record: RewardRecord) -> str:
-    """``prompt_index P, sample_index S`` of a record, for messages; empty if unknown."""
+    """``prompt_index P, sample_index S`` of a record, for messages; empty if the indices are unknown."""
     return ", ".join(
         f"{key} {record.metadata[key]}" for key in ("prompt_index", "sample_index") if key in record.metadata
     )
@@ -300,7 +301,7 @@ class _RewardBatch:
         self.unfinished -= 1
 
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
-        """Return the next records for an idle worker: an equal share for an event loop, a few for a plain function."""
+        """Return the next records for an idle worker: an equal share for an event loop, or a few for a plain function."""
         if self.alone:
             return [self.alone.popleft()]
         if slot.is_async:

@@ -1,8 +1,8 @@
-"""The supervisor of a worker process: kills all descendants of the worker when the worker or the trainer ends.
+"""The supervisor kills all descendants of a worker process when the worker or the trainer exits.
 
-:func:`supervised` forks. The child is the worker; the parent, the supervisor, only waits. As a child subreaper it adopts
-orphaned descendants, so that no descendant escapes by ``setsid`` or a double fork. Without ``/proc`` (outside Linux), only the
-worker's process group is killed.
+:func:`supervised` forks. The child process is the worker, and the parent process is the supervisor. The supervisor is a
+child subreaper: orphaned descendants of the worker become its children, even after ``setsid`` or a double fork. Without
+``/proc`` (outside Linux), only the worker's process group is killed.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork a supervisor; return the connection to the trainer in the child, the worker. The worker's stdout goes to stderr.
+    """Fork the worker, and return its connection to the trainer. The worker's stdout goes to stderr.
 
     Args:
-        lifeline: a socket whose other end the trainer holds; the worker is killed when that end closes.
-        connection: the worker's connection; the supervisor closes its own copy, so that the trainer gets EOF at once when the
-            worker ends.
+        lifeline: socket to the trainer. The worker is killed when the trainer's end closes.
+        connection: the worker's connection. The supervisor closes its own copy, so that the trainer gets EOF as soon as
+            the worker exits.
     """
     fork_supervised(lifeline, connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,7 +40,7 @@ def supervised(lifeline: int, connection: int) -> Frames:
 
 
 def fork_supervised(lifeline: int, connection: int | None = None) -> None:
-    """Fork, and return in the child, which is killed with its descendants when the lifeline closes; see :func:`supervised`."""
+    """Fork, and return in the child process. When the lifeline closes, the child and its descendants are killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` handles these signals
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -95,7 +95,7 @@ def _supervise(worker: int, lifeline: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap ended children; return the worker's status if it was among them."""
+    """Reap children that have exited. Returns the worker's status if the worker has exited."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -104,7 +104,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap all descendants. All are stopped first, so that none forks in between."""
+    """Kill and reap all descendants. Each descendant is stopped first, so that it cannot fork before it is killed."""
     if not os.path.isdir("/proc/self"):
         os.killpg(0, signal.SIGKILL)
     while True:
@@ -126,6 +126,6 @@ def _send(pids: set[int], number: int) -> None:
 
 
 def _control(what: int, value: int) -> None:
-    """Call ``prctl`` where it exists."""
+    """Call ``prctl`` on systems that have it."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

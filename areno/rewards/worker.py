@@ -1,8 +1,8 @@
 """The loop of a reward worker: receives records, runs the user's function, and reports rewards or errors.
 
-The same loop runs in a separate process (:func:`main`, for reward files) and in a thread (for callables). In a process, the
-function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so that
-untrusted code that writes to the connection can never make the trainer execute code. Does not import torch.
+The loop runs in a separate process for reward files (:func:`main`), and in a thread for callables. In a process, the
+function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so
+that untrusted code cannot use the connection to execute code in the trainer. Does not import torch.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _MESSAGE_TYPES: dict[Any, set[tuple[type, ...]]] = {
 
 
 def parse_message(body: bytes) -> Message:
-    """Parse a report of a worker process. Raises ValueError if it is invalid."""
+    """Parse a report of a worker process. Raises ValueError if the report is invalid."""
     try:
         message = json.loads(body)
         kind, values = message[0], message[1:]
@@ -61,7 +61,7 @@ def parse_message(body: bytes) -> Message:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling ``function`` returns a coroutine; handles ``functools.partial`` and callable objects."""
+    """Whether calling ``function`` returns a coroutine. Supports ``functools.partial`` and callable objects."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -120,7 +120,7 @@ class Scorer:
     load: Callable[[Any], RewardRecord]  # decodes the payload of a job
 
     def serve(self, receive: Callable[[], Sequence[RewardJob] | None]) -> None:
-        """Score jobs until ``receive`` returns None; a coroutine function scores many concurrently."""
+        """Score jobs until ``receive`` returns None. A coroutine function scores many jobs concurrently."""
         concurrent = is_async(self.function)
         self._report("ready", concurrent)
         if not concurrent:
@@ -177,7 +177,7 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
-            ``timeout_s``, ``memory_bytes`` (data limit of the process; None is unlimited).
+            ``timeout_s``, and ``memory_bytes`` (data limit of the process; None is unlimited).
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     if settings["memory_bytes"] is not None:

@@ -1,6 +1,6 @@
-"""Workers that run reward functions: processes, which can be killed, and threads, which can only be abandoned.
+"""Workers that run reward functions. Processes can be killed; threads can only be abandoned.
 
-A worker takes jobs and replies with the messages of :mod:`areno.rewards.worker`, plus ``["died", text]``. The runner
+A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker` and ``["died", text]``. The runner
 handles deadlines and retries.
 """
 
@@ -38,12 +38,12 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process with a connection.
 
-    When the process or its parent ends for any reason, all its descendants are killed. ``main`` of the module must first call
-    :func:`areno.rewards.supervisor.supervised`.
+    When the process or its parent exits for any reason, all descendants of the process are killed. ``main`` of the
+    module must first call :func:`areno.rewards.supervisor.supervised`.
 
     Args:
-        module: its ``main(settings)`` runs in the process.
-        settings: JSON; ``connection`` and ``lifeline`` are added as file descriptors.
+        module: module whose ``main(settings)`` runs in the process.
+        settings: settings that can be converted to JSON. ``connection`` and ``lifeline`` are added as file descriptors.
         limit: maximum message size in bytes.
     """
 
@@ -71,7 +71,7 @@ class WorkerProcess:
         self.close()
 
     def stop(self) -> None:
-        """Kill the process but keep the connection open for a reading thread; :meth:`close` must follow."""
+        """Kill the process, but keep the connection open for a reading thread. Call :meth:`close` afterwards."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             with contextlib.suppress(OSError):  # already ended
@@ -92,7 +92,7 @@ class WorkerProcess:
             self._process.wait(timeout_s)
 
     def exit_reason(self) -> str:
-        """Reason why the process ended, once its connection is closed."""
+        """Reason why the process exited. Call this after the connection is closed."""
         try:
             code = self._process.wait(timeout=_CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -111,11 +111,11 @@ class RewardProcess(WorkerProcess):
         super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
 
     def payload(self, record: RewardRecord) -> Any:
-        """Pickle a record. Raises whatever pickling raises."""
+        """Pickle a record. Errors of pickling are propagated."""
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
-        """Send jobs to an idle worker, which reads them at once, so that this does not block."""
+        """Send jobs to an idle worker. Does not block, because an idle worker reads the jobs at once."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
         except TimeoutError:
@@ -129,9 +129,9 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread for a callable, which need not be importable or picklable; has the methods of `RewardProcess`.
+    """A daemon thread for a callable that need not be importable or picklable. Has the methods of `RewardProcess`.
 
-    A function that hangs cannot be stopped, but the program can end nevertheless.
+    A hanging function cannot be stopped, but does not keep the program from exiting.
     """
 
     def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
@@ -151,7 +151,7 @@ class RewardThread:
         self._inbox.put(jobs)
 
     def request_exit(self) -> None:
-        """End the thread once its function returns."""
+        """Stop the thread after its function returns."""
         self._inbox.put(None)
 
     def wait(self, timeout_s: float) -> None:
@@ -164,7 +164,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Reason why the thread ended by itself."""
+        """Reason why the thread stopped, unless it was requested to stop."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
@@ -178,7 +178,7 @@ class RewardThread:
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """A slot of the pool: its worker, the worker's state and the records assigned to it."""
+    """A slot of the pool: a worker, its state, and the records assigned to the worker."""
 
     position: int
     worker: RewardProcess | RewardThread
@@ -205,14 +205,14 @@ class WorkerSlot:
 
 
 class WorkerPool:
-    """A fixed number of workers for one reward function; they start in parallel."""
+    """A fixed number of workers for one reward function. The workers start in parallel."""
 
     def __init__(self, spawn: Callable[[], RewardProcess | RewardThread], size: int) -> None:
         self._spawn, self._selector = spawn, selectors.DefaultSelector()
         self.slots: list[WorkerSlot] = [self._started(position) for position in range(size)]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[WorkerSlot, Message]]:
-        """Yield arrived messages, waiting up to ``timeout_s`` for the first; messages not consumed stay queued."""
+        """Yield arrived messages. Waits up to ``timeout_s`` for the first message. Unconsumed messages stay queued."""
         for key, _ in self._selector.select(0 if any(slot.arrived for slot in self.slots) else timeout_s):
             key.data.read()
         for slot in list(self.slots):
@@ -226,7 +226,7 @@ class WorkerPool:
         self.slots[position] = self._started(position)
 
     def close(self) -> None:
-        """Stop all workers; idle ones get a second to clean up."""
+        """Stop all workers. Idle workers get a second to clean up."""
         idle = [slot for slot in self.slots if slot.idle]
         deadline = time.monotonic() + _CLOSE_GRACE_S
         self._selector.close()

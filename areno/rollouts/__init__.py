@@ -1,4 +1,4 @@
-"""Rollouts: episodes, the trajectories that they return, and the replicas that generate tokens.
+"""Rollouts: runs episodes, which return trajectories, and manages the replicas that generate tokens.
 
 - ``staleness``: limits the running episodes, and decides which trajectories are too old.
 - ``dispatcher``: runs episodes and forms batches; ``episode_thread``: their event loop; ``tasks``: the dispatcher's state.

@@ -1,8 +1,8 @@
-"""Generates batches of ``areno train`` some steps before they are trained on (``--max-staleness``).
+"""Generates batches of ``areno train`` up to ``--max-staleness`` steps before they are trained on.
 
 Generation of the batch of step s starts when the weights have version s - ``max_staleness``. This bounds the staleness of all
-tokens of the batch, however long an answer takes. Batches are trained on in data order. With ``max_staleness`` 0, generation
-of a batch starts after training on the previous one.
+tokens of the batch, even those of long answers. Batches are trained on in data order. With ``max_staleness`` 0, generation of
+a batch starts after training on the previous batch.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from areno.training.loop import PlannedStep
 
 
 class BatchesAhead:
-    """Starts the batch of a step by calling ``begin`` with the step and the items of the batch by index."""
+    """Starts generating batches. ``begin`` is called with a step, and a dictionary from indices to items of the batch."""
 
     def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness
@@ -24,7 +24,7 @@ class BatchesAhead:
         self._restored: dict[int, dict[int, Any]] = {}
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield the planned steps. Before each, start generating all batches that ``max_staleness`` allows by then."""
+        """Yield the planned steps. Before each step, start generating all batches that ``max_staleness`` allows."""
         ahead: deque[PlannedStep] = deque()
         while True:
             for step in islice(planned, self.max_staleness + 1 - len(ahead)):
@@ -35,7 +35,7 @@ class BatchesAhead:
             yield ahead.popleft()
 
     def begin(self, step: int, parts: Sequence[Any]) -> None:
-        """Start generating the batch of a step, except for results restored from a checkpoint."""
+        """Start generating the batch of a step, except for the results that were restored from a checkpoint."""
         begun: dict[int, Future[Any]] = {}
         for index, result in self._restored.pop(step, {}).items():
             begun[index] = Future()
@@ -45,7 +45,7 @@ class BatchesAhead:
         self._begun[step] = [begun[index] for index in range(len(parts))]
 
     def take(self, step: int) -> list[Future[Any]]:
-        """Return the futures of a step's batch; they are kept until :meth:`complete` is called."""
+        """Return the futures of a step's batch. The batch is kept until :meth:`complete` is called."""
         return self._begun[step]
 
     def complete(self, step: int) -> None:
@@ -53,7 +53,7 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Results that are finished but not trained on, by step and index; a resumed run generates all others again."""
+        """Finished results that are not trained on yet, by step and index. A resumed run generates only the missing results."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()
@@ -61,7 +61,7 @@ class BatchesAhead:
         return {step: parts for step, parts in done.items() if parts}
 
     def load_state(self, state: dict[int, dict[int, Any]]) -> None:
-        """Use the results of :meth:`export_state` instead of generating them again."""
+        """Restore the results of :meth:`export_state`, so that they are not generated again."""
         self._restored = dict(state)
 
 

@@ -1,9 +1,9 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
-Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest row starts as a coroutine in the event loop of
-:mod:`episode_thread`. Of the finished trajectories, a batch takes those whose episodes started first, which reduces the bias
-towards short answers, and shuffles them. A method that waits logs what it is waiting for, and raises an error at once if no
-more results can arrive. Too many rejected episodes in a row end the run with an error that contains the first exception.
+Rows wait in a queue. While there is capacity (:mod:`staleness`), the first row of the queue starts as a coroutine in the event
+loop of :mod:`episode_thread`. A batch takes the finished trajectories whose episodes started first, and shuffles them. This
+order reduces the bias towards short answers. A method that waits too long logs what it is waiting for. It raises an error at
+once if no more results can arrive. Too many consecutive rejected episodes stop the run with an error that contains the cause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Listener = Callable[[int, str, str], None]
-"""Called with the task's id, its status (``running, accepted, rejected, failed, dropped``) and a reason."""
+"""Called with a task's id, its status (``running, accepted, rejected, failed, dropped``) and the reason for this status."""
 
 _COUNTERS: dict[Rejection, str] = {
     "raised": "failed",
@@ -48,7 +48,7 @@ _QUEUE_PER_ROLLOUT = 16
 
 
 class BatchDispatcher:
-    """Runs episodes and forms batches; close it, or use it as a context manager.
+    """Runs episodes and forms batches. A dispatcher must be closed, or used as a context manager.
 
     Args:
         client: gives episodes access to the engine.
@@ -60,13 +60,13 @@ class BatchDispatcher:
         max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits it.
         on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards the trajectory.
         max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 times the batch size, at least 128.
+        max_rejections_in_a_row: number of failures or rejections in a row that ends the run; None: 16 batches, at least 128.
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: called with the status of every episode, from any thread.
-        stops_on: types of errors that end the run at once if an episode raises one.
-        on_wait: called repeatedly during a wait; if it raises, the wait ends and no work is lost.
+        stops_on: types of errors that end the run at once if an episode raises them.
+        on_wait: called repeatedly while a method waits; an exception of ``on_wait`` ends the wait, and no work is lost.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -134,7 +134,7 @@ class BatchDispatcher:
             self._pump()
 
     def pause(self) -> None:
-        """Start no more episodes; running ones continue."""
+        """Start no more episodes. Running episodes continue."""
         with self._changed:
             self._paused = True
 
@@ -145,7 +145,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat`, one per reason for rejection (``failed, filtered, empty``), and ``restarted``."""
+        """The counters of :class:`RolloutStat`, the rejections by reason (``failed, filtered, empty``), and ``restarted``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -153,16 +153,16 @@ class BatchDispatcher:
     def prepare_batch(
         self, rows: Iterator[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> Batch:
-        """Wait for the next training batch, and read rows ahead for the following ones.
+        """Wait for the next training batch, and read rows ahead for the following batches.
 
-        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call: rows that were
-        started with another workflow or filter are run again (counted as ``restarted``). ``rows`` are read in the caller's
-        thread.
+        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows that started
+        with another workflow or filter run again, and count as ``restarted``. ``rows`` is read in the caller's thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for too long, or progress is impossible.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or one raised an error of ``stops_on``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error of
+                ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -173,7 +173,7 @@ class BatchDispatcher:
     def rollout_batch(
         self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run all rows, for an evaluation; return accepted trajectories in row order. Errors as in :meth:`prepare_batch`."""
+        """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`."""
         plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
             self._use(plan)
@@ -193,7 +193,7 @@ class BatchDispatcher:
         return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
 
     def close(self) -> None:
-        """Cancel running episodes, and close the workflows and the event loop; a second call does nothing."""
+        """Cancel running episodes, and close the workflows and the event loop. A second call does nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -218,8 +218,8 @@ class BatchDispatcher:
     def export_state(self) -> dict[str, Any]:
         """Return the state for recovery: waiting and running rows, unused trajectories, and counters.
 
-        Must be called between two batches. Running rows are saved as waiting, and restart in their original order. With this
-        state and the saved position in the data, a resumed run uses every row in exactly one batch.
+        Must be called between two batches. Running rows are saved as waiting rows, and restart in their original order. With
+        this state and the position in the data, a resumed run uses every row in exactly one batch.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
@@ -240,7 +240,7 @@ class BatchDispatcher:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of :meth:`export_state`; UsageError if episodes were already started."""
+        """Restore the state of :meth:`export_state`. Raises UsageError if episodes were already started."""
         with self._changed:
             if self._next_id:
                 raise UsageError("load_state must be called before the first batch; episodes were already started")
@@ -268,7 +268,7 @@ class BatchDispatcher:
         return task
 
     def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
-        """Fill the queue; return whether more rows may follow. The lock is not held while the caller's iterator runs."""
+        """Fill the queue, and return whether more rows may follow. The caller's iterator runs without the lock."""
         while self.staleness.stat.enqueued < self._ahead:
             try:
                 data = next(rows)
@@ -285,7 +285,7 @@ class BatchDispatcher:
             self._workflows.append(plan.workflow)
 
     def _adopt(self, plan: EpisodePlan) -> None:
-        """Use ``plan`` from now on, and restart the rows that were started with another plan."""
+        """Use ``plan`` for all rows, and restart the rows that were started with another plan."""
         with self._changed:
             self._use(plan)
             again = []
@@ -299,7 +299,7 @@ class BatchDispatcher:
                 self._discard(task, stale=False, claimed=False)
                 again.append(task)
             if again:
-                logger.warning("%d rows are run again because the workflow or the filter changed", len(again))
+                logger.warning("running %d rows again because the workflow or the filter changed", len(again))
                 self._counts["restarted"] += len(again)
             self._requeue(again)
             for task in (*self._pending, *self._finished):
@@ -313,7 +313,7 @@ class BatchDispatcher:
             self.staleness.enqueue()
 
     def _discard(self, task: EpisodeTask, *, stale: bool, claimed: bool) -> None:
-        """Update the counters for a finished task that is not used after all."""
+        """Update the counters for a finished task that no batch uses."""
         if task.trajectory is None:  # rejected, and counted by a dynamic batch
             self.staleness.unclaim()
         else:
@@ -322,7 +322,7 @@ class BatchDispatcher:
     # -- episodes --------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start all admitted tasks; the lock must be held."""
+        """Start all admitted tasks. The caller must hold the lock."""
         while self._may_begin():
             task = self._pending.popleft()
             task.began_s = time.monotonic()
@@ -356,7 +356,7 @@ class BatchDispatcher:
         return trajectory
 
     def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:
-        """Handle the end of an episode; called in the event loop's thread or the thread that cancels the episode."""
+        """Handle the end of an episode. Called in the event loop's thread, or in the thread that cancels the episode."""
         with self._changed:
             if self._running.get(task.id) is not task:
                 return  # the task was withdrawn
@@ -430,7 +430,7 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Wait until ``ready`` returns a result. ``more`` reads rows ahead and returns whether further rows may follow."""
+        """Wait until ``ready`` returns a result. ``more`` reads rows ahead, and returns whether further rows may follow."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -459,7 +459,7 @@ class BatchDispatcher:
                 raise EngineError(f"waiting for {name}: no progress for {self._timeout_s:g} s; {self.describe()}")
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
-        """Raise an error at once if nothing runs and nothing can start."""
+        """Raise an error if no episode is running and none can start."""
         if self._running or self._paused:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:
@@ -474,7 +474,7 @@ class BatchDispatcher:
             )
 
     def describe(self) -> str:
-        """State of the episodes, in one line."""
+        """Describe the state of the episodes in one line."""
         with self._changed:
             stat = self.staleness.stat
             parts = [

@@ -1,4 +1,4 @@
-"""Dumps trajectories as readable text files: one JSON line per sample, in a folder per weight version."""
+"""Writes trajectories to JSON Lines files, one line per sample. Each weight version has a folder."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from areno.types import parts_of
 
 
 class TrajectoryDump:
-    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``; decoded texts include special tokens."""
+    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``. Decoded texts include special tokens."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder, self._tokenizer = Path(folder), tokenizer
@@ -17,9 +17,10 @@ class TrajectoryDump:
     def write(self, task_id: int, trajectory: Trajectory) -> Path:
         """Write one group of samples, and return the path of the file.
 
-        Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one), ``head_version`` and
-        ``tail_version`` (weight versions of the first and the last sampled token), ``reward``, ``reward_parts`` if the reward
-        has parts, ``prompt, completion``. The folder is named after the newest ``tail_version`` of the group.
+        Each line has ``task_id``, ``sample_idx``, ``seqlen``, ``prompt_len`` (number of tokens before the first sampled
+        token), ``head_version`` and ``tail_version`` (weight versions of the first and the last sampled token), ``reward``,
+        ``prompt`` and ``completion``. If the reward has parts, a line also has ``reward_parts``. The folder is named after the
+        newest ``tail_version`` of the group.
         """
         lines = [self._line(task_id, index, row) for index, row in enumerate(samples_of(trajectory))]
         path = self.folder / str(max(line["tail_version"] for line in lines)) / f"{task_id}.jsonl"

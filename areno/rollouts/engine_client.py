@@ -1,7 +1,7 @@
-"""The engine as workflows see it: an asynchronous client for any engine that takes requests.
+"""The client through which workflows use an engine. It is asynchronous, and works with any engine that accepts requests.
 
-Every sampled token comes with its log-prob and the version of the weights that sampled it. If the weights are updated during
-an answer, its remaining tokens have the new version.
+Every sampled token comes with its log-prob and the version of the weights that sampled the token. If the weights are updated
+while an answer is generated, the remaining tokens of the answer have the new version.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class RolloutEngine(Generator, Protocol):
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
     """Convert generation settings to sampling parameters for a prompt of ``prompt_len`` tokens.
 
-    The answer is limited by ``max_new_tokens``, ``max_tokens`` and the model's context. A ``top_k`` above the size of the
-    vocabulary keeps all tokens.
+    ``max_new_tokens``, ``max_tokens`` and the model's context length limit the answer. A ``top_k`` above the vocabulary size
+    keeps all tokens.
 
     Raises:
         DataError: the prompt leaves no room for an answer.
@@ -84,7 +84,7 @@ class ModelRequest:
 
 @dataclass(slots=True)
 class ModelResponse:
-    """One answer."""
+    """One answer to a :class:`ModelRequest`."""
 
     input_tokens: list[int]
     output_tokens: list[int]  # sampled tokens, including a final stop token
@@ -99,7 +99,7 @@ class ModelResponse:
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """The sampled tokens without a final stop token."""
+        """The sampled tokens, except for a stop token at the end."""
         tokens = self.output_tokens
         return tokens[:-1] if self.stop_reason == "stop" and tokens and tokens[-1] in self.stop_ids else tokens
 
@@ -118,9 +118,9 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Episode:
-    """The identity of an episode. Seeds derived from it differ between samples, and are the same in a repeated run.
+    """Identifies a sample of an episode. Seeds are derived from this identity, so that a repeated run has the same seeds.
 
-    ``sample`` is the index of the sample in its group; ``draws`` counts the sample's requests.
+    ``sample`` is the index of the sample in its group. ``draws`` counts the sample's requests.
     """
 
     task_id: int
@@ -137,8 +137,8 @@ class EngineClient:
 
     Args:
         engine: generates the answers.
-        seed: base seed; the seeds of a request are derived from it and from the :class:`Episode`.
-        request_timeout: time limit in seconds of each attempt to answer a request.
+        seed: base seed. The seeds of a request are derived from the base seed and the :class:`Episode`.
+        request_timeout: time limit in seconds for each attempt to answer a request.
         request_retries: number of retries after an engine failure.
         enable_rollout_tracing: log every request and answer.
     """
@@ -167,7 +167,7 @@ class EngineClient:
         return self.engine.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Return one answer to a prompt; cancelling the coroutine cancels the request in the engine.
+        """Return one answer to a prompt. Cancelling the coroutine cancels the request in the engine.
 
         Raises:
             DataError: the prompt leaves no room for an answer.
@@ -176,7 +176,7 @@ class EngineClient:
         return (await self.agenerate_group(request, 1))[0]
 
     async def agenerate_group(self, request: ModelRequest, samples: int) -> list[ModelResponse]:
-        """Return several answers to one prompt, which areno's engine prefills once; errors as in :meth:`agenerate`."""
+        """Return several answers to a prompt, which areno's engine prefills once. Raises the errors of :meth:`agenerate`."""
         sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
         began = time.monotonic()
         if self._tracing:

@@ -1,4 +1,4 @@
-"""The event loop of episodes, in its own thread, so that training and episodes do not block each other."""
+"""Runs the event loop of episodes in a separate thread, so that training and episodes do not block each other."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ _CLOSE_GRACE_S = 10.0
 
 
 class EpisodeLoop:
-    """An event loop in a thread; :meth:`close` cancels running coroutines and ends the thread."""
+    """An event loop in a thread. :meth:`close` cancels running coroutines and stops the thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,17 +23,17 @@ class EpisodeLoop:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start a coroutine; may be called from any thread."""
+        """Start a coroutine. May be called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Cancel all coroutines, wait briefly for their cleanup, and end the thread."""
+        """Cancel all coroutines, wait briefly for their cleanup, and stop the thread."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_GRACE_S * 2)
         if self._thread.is_alive():
-            logger.warning("an episode blocks the event loop; its thread is abandoned")
+            logger.warning("an episode blocks the event loop; the thread of the loop is abandoned")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -17,7 +17,7 @@ from areno.types import Request, RolloutResult
 
 
 class SharedEngine:
-    """Implements the interface of a fleet with the trainer's engine, which only the trainer closes."""
+    """Implements the interface of a fleet with the trainer's engine. Only the trainer closes the engine."""
 
     def __init__(self, engine: Backend) -> None:
         self.engine = engine
@@ -28,12 +28,12 @@ class SharedEngine:
         self._running: dict[Future[RolloutResult], Future[RolloutResult]] = {}  # our future -> the engine's future
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate to the engine: tokenizer, lengths, ``load``, ``enable_prefix_cache`` and others."""
+        """Return the engine's attribute, such as ``tokenizer``, ``context_length``, ``load`` or ``enable_prefix_cache``."""
         return getattr(self.engine, name)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context in which the engine generates. Leaving it waits for the requests that were started in it."""
+        """Context manager during which the engine generates. Its exit waits for the requests that have started."""
         self.engine.run_on_all_ranks(_stamp, self.version)
         with self._lock:
             self._generates = True
@@ -48,7 +48,7 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future each. The future of an invalid request raises its error.
+        """Queue requests, and return one future per request. The future of an invalid request raises the error.
 
         Raises:
             EngineError: the rollout is closed.
@@ -63,7 +63,7 @@ class SharedEngine:
         return futures
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; its future returns the partial answer. If the request has not started, its future is cancelled."""
+        """Abort one request. Its future returns the partial answer, or is cancelled if the request has not started."""
         with self._lock:
             waits = self._waiting.pop(future, None) is not None
             inner = self._running.get(future)
@@ -73,7 +73,7 @@ class SharedEngine:
             self.engine.cancel(inner)
 
     def _start(self) -> None:
-        """Start waiting requests that were not cancelled; the lock must be held."""
+        """Start waiting requests that were not cancelled. The caller must hold the lock."""
         waiting, self._waiting = self._waiting, {}
         for future, request in waiting.items():
             if not future.set_running_or_notify_cancel():
@@ -95,12 +95,12 @@ class SharedEngine:
             future.set_result(inner.result())
 
     def update_weights(self, engine: Backend, version: int) -> UpdateReport:
-        """Set the weight version of new tokens; the engine already has the weights."""
+        """Set the weight version of new tokens. The engine already has the weights."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)
 
     def close(self) -> None:
-        """Fail waiting requests; the trainer closes the engine."""
+        """Fail waiting requests. The trainer closes the engine."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, {}

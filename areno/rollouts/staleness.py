@@ -1,13 +1,13 @@
-"""Admission control of episodes in ``areno run``: it limits the staleness of the trained tokens.
+"""Limits the number of started episodes in ``areno run``, and thereby the staleness of the trained tokens.
 
-``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group; two limits apply:
+``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group. The capacity has two limits:
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size) - (accepted + running) )
 
-Fewer than ``(eta + v + 1) * batch`` episodes are admitted before an episode that is admitted at version ``v``, where eta is
-``max_head_offpolicyness``. If batches were taken in the order of admission, that episode would be used at version ``eta + v``
-at the latest. This bounds admission only: shorter episodes may overtake a long one. :func:`too_old` checks each trajectory.
+Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` episodes
+were admitted earlier. In the order of admission, the episode would be used at version ``eta + v`` at the latest. This bounds
+admission only, because shorter episodes may overtake a long episode. :func:`too_old` checks each trajectory.
 """
 
 import threading
@@ -19,7 +19,7 @@ from areno.errors import UsageError
 
 @dataclass(slots=True)
 class RolloutStat:
-    """Current numbers of waiting and running episodes, and totals since the start of training."""
+    """The current numbers of waiting and running episodes, and totals since the start of training."""
 
     enqueued: int = 0
     running: int = 0
@@ -30,14 +30,14 @@ class RolloutStat:
 
 
 class StalenessManager:
-    """Counts episodes and computes how many more may start; thread-safe.
+    """Counts episodes, and computes how many more episodes may start. Thread-safe.
 
     Args:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: by how many versions the weights may advance between the start of an episode and the training
-            on it; 0: synchronous training.
-        replaces_rejected: start another episode for each rejected one; False if dynamic batches count rejected episodes.
+        max_head_offpolicyness: maximum number of weight updates between the start of an episode and the training on it; 0:
+            synchronous training.
+        replaces_rejected: start a new episode for each rejected episode; False if dynamic batches count rejected episodes.
 
     Raises:
         UsageError: a number is out of range.
@@ -74,7 +74,7 @@ class StalenessManager:
         return (self.max_head_offpolicyness + 1) * self.batch_size
 
     def capacity(self, version: int) -> int:
-        """Number of further episodes that may start at this weight version; may be negative."""
+        """Number of further episodes that may start at this weight version. The number may be negative."""
         with self._lock:
             stat = self._stat
             room = self.max_concurrent - stat.running
@@ -102,9 +102,9 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Stop counting an accepted episode that is not used, because it is ``stale`` or its workflow has changed.
+        """Stop counting an accepted episode that is not used, because it is ``stale`` or because its workflow has changed.
 
-        Another episode may start in its place, unless it is ``claimed``: a dynamic batch still counts it.
+        Another episode may start in its place, unless a dynamic batch still counts the episode (``claimed``).
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
@@ -113,7 +113,7 @@ class StalenessManager:
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Restore the counts at ``version``; the next batches use ``unused`` accepted and ``claimed`` rejected episodes."""
+        """Restore the counts at ``version``. The next batches use ``unused`` accepted and ``claimed`` rejected episodes."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 
@@ -126,7 +126,7 @@ class StalenessManager:
 
 
 def oldest_version(trajectory: dict[str, Any]) -> int | None:
-    """The oldest weight version of the sampled tokens in all rows of a trajectory; None without sampled tokens."""
+    """The oldest weight version of all sampled tokens of a trajectory. None if the trajectory has no sampled tokens."""
     sampled = trajectory["versions"][trajectory["versions"] >= 0]
     return int(sampled.min()) if sampled.numel() else None
 

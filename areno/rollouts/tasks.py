@@ -1,4 +1,4 @@
-"""State of the dispatcher: tasks, batches, and a watchdog for consecutive rejections."""
+"""The data structures of the dispatcher: tasks, batches, and a watchdog for consecutive rejections."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Rejection = Literal["raised", "returned None", "was rejected by the filter"]
 
 
 class RolloutStoppedError(ArenoError):
-    """Too many consecutive episodes failed or were rejected, or one raised an error of ``stops_on``; the message says why."""
+    """Too many consecutive episodes failed or were rejected, or an episode raised an error of ``stops_on``."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """How rows are run: the workflow, and a filter for its trajectories (None accepts all)."""
+    """How rows are run: the workflow, and a filter for its trajectories. Without a filter, all trajectories are accepted."""
 
     workflow: Any
     should_accept_fn: Accept | None = None
@@ -43,7 +43,7 @@ class EpisodeTask:
 
 
 class Rejected(Exception):  # noqa: N818  (an outcome, not an error)
-    """An episode is rejected; its argument is a :data:`Rejection`."""
+    """An episode was rejected. The exception's argument is a :data:`Rejection`."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Batch:
 
     @classmethod
     def of(cls, tasks: Sequence[EpisodeTask], version: int) -> Batch:
-        """The batch of finished tasks, in their order."""
+        """Make a batch of finished tasks, in the order of ``tasks``."""
         used = [(task, task.trajectory) for task in tasks if task.trajectory is not None]
         oldest = [oldest_version(trajectory) for _, trajectory in used]
         return cls(
@@ -74,7 +74,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Ends a run after too many consecutive rejections, or at the first error of a type in ``stops_on``."""
+    """Stops a run after too many consecutive rejections, or at the first error of a type in ``stops_on``."""
 
     max_errors: int
     max_rejections: int
@@ -95,7 +95,7 @@ class Watchdog:
         self.counts, self.errors_in_a_row, self.first_error = {}, 0, None
 
     def rejected(self, kind: Rejection, error: BaseException | None = None) -> RolloutStoppedError | None:
-        """Count a failed or rejected episode, and return the error that must end the run, if any."""
+        """Count a failed or rejected episode. Return None, or the error with which the run must stop."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
         self.first_error = self.first_error or error

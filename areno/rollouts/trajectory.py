@@ -1,12 +1,12 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors, with one row per sample; a sample of a conversation may have several rows.
+A trajectory is a dictionary of tensors with one row per sample. A sample that is a conversation may have several rows.
 
-Keys of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens that
-were not sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask`` (False on padding).
-Keys of shape ``[n]``: ``rewards``, ``truncated`` (whether the last answer ended at a limit, as reported by the engine),
-``temperature``, and ``reward_parts/NAME`` for each part of a reward that has parts. If routing was recorded, there is also
-``routed_experts`` ``[n, L, MoE layers, K]``, see :mod:`areno.types.routing`.
+Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens
+that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask`` (False
+for padding). Keys of shape ``[n]`` are ``rewards``, ``truncated`` (whether the engine reported that the last answer ended at a
+limit), ``temperature``, and ``reward_parts/NAME`` for each part of a reward. If routing was recorded, the key
+``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see :mod:`areno.types.routing`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "r
 
 
 def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
-    """Convert one or more rows and their rewards to tensors ``[n, L]``, padded on the right."""
+    """Convert rows and their rewards to a trajectory with tensors ``[n, L]``, padded on the right."""
     return stack(
         [
             {
@@ -57,10 +57,10 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
 
 
 def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Concatenate trajectories into one, padded on the right to the longest.
+    """Concatenate trajectories, and pad them on the right to the length of the longest trajectory.
 
     Raises:
-        UsageError: their keys differ.
+        UsageError: the keys of the trajectories differ.
     """
     if len(trajectories) == 1:
         return trajectories[0]
@@ -92,7 +92,7 @@ def _longer(values: Tensor, length: int, padding: int) -> Tensor:
 
 
 def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """If some trajectories have routing records, add empty records to the others."""
+    """If some trajectories have routing records, add empty records to the trajectories without records."""
     like = next((trajectory[_ROUTED] for trajectory in trajectories if _ROUTED in trajectory), None)
     if like is None:
         return trajectories
@@ -104,7 +104,7 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise UsageError if a workflow's result lacks a key, has a wrong shape, a non-finite number or a wrong loss mask."""
+    """Raise UsageError if a workflow's result lacks a key, or has a wrong shape, loss mask or non-finite number."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
@@ -136,9 +136,9 @@ def check_trajectory(trajectory: Any) -> None:
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Yield each row without padding, under the same keys.
+    """Yield each row without padding, as a dictionary with the keys of the trajectory.
 
-    Values are lists, numbers for keys of shape ``[n]``, and arrays for keys with more than two axes.
+    Keys of shape ``[n]`` have numbers as values. Keys of shape ``[n, L]`` have lists, and keys with more axes have arrays.
     """
     tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
@@ -152,7 +152,7 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
-    """Training rows of a batch. Each trajectory is one group, even if some of its samples were rejected.
+    """The training rows of a batch. Each trajectory is one group, even if some samples of the group were rejected.
 
     Log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``) are copied if a trajectory has them.
     """
@@ -167,13 +167,13 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
 
 
 def reward_of(row: dict[str, Any]) -> float:
-    """The reward of a row of :func:`samples_of`, with its parts if it has any."""
+    """The reward of a row of :func:`samples_of`, including the parts of the reward."""
     parts = {key.removeprefix(PARTS): value for key, value in row.items() if key.startswith(PARTS)}
     return WeightedReward(row["rewards"], parts) if parts else row["rewards"]
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
-    """Convert a row of :func:`samples_of`; tokens without a weight version count as not sampled."""
+    """Convert a row of :func:`samples_of`. Tokens without a weight version count as not sampled."""
     sampled = [version >= 0 for version in row["versions"]]
     ends = [before and not after for before, after in pairwise([False, *sampled])]
     return TrajectoryRow(

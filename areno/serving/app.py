@@ -30,10 +30,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "A field is invalid.",
         401: "The API key is missing or invalid.",
         403: "The Host header is not allowed.",
-        404: "The model is not served.",
+        404: "The model or the response does not exist.",
         413: "The body is too large.",
         429: "The queue is full.",
-        503: "The model is loading, or the server is shutting down.",
+        503: "The model is loading, the server is shutting down, or the engine has failed.",
         504: "The request timed out.",
     }.items()
 }
@@ -58,25 +58,25 @@ def create_app(service: Service) -> FastAPI:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Return 200 if requests are accepted; 503 while loading, during shutdown and after an engine failure."""
+        """Return 200 if requests are accepted, and 503 while loading, during shutdown and after an engine failure."""
         state = service.state
         status = {"ready": "ok", "failed": service.failure}.get(state, state)
         return JSONResponse({"status": status}, 200 if state == "ready" else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Return the same codes as ``/health``, with the name of the state."""
+        """Return the same codes as ``/health``, with the state of the server."""
         return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @app.get("/live")
     async def live() -> JSONResponse:
-        """Return 200 while the process is alive, even during loading; 503 after an engine failure."""
+        """Return 200 while the process is alive, even during loading, and 503 after an engine failure."""
         failed = service.state == "failed"
         return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
@@ -141,7 +141,7 @@ async def _chat(
     body: ChatRequest,
     adapt: Callable[[ChatResponse], ChatResponse | ProtocolAdapter],
 ) -> Response:
-    """Complete a conversation; ``adapt`` converts the response to the protocol of the endpoint."""
+    """Complete a conversation. ``adapt`` converts the response to the protocol of the endpoint."""
     model, recorder = _admit(service, body), request.scope.get(SESSION_RECORDER)
     if service.recorder is not None:
         body = body.with_defaults(sampling_defaults(service.recorder.sampling))
@@ -153,7 +153,7 @@ async def _chat(
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:
-    """Check the server's state, the model name and the amount of text before the prompt is prepared. Raises ApiError."""
+    """Check the server's state, the model name and the length of the text. Raises ApiError if a check fails."""
     model = service.ready_model()
     service.check_model(body.model)
     service.check_characters(body.characters)

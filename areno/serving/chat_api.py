@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: applies the chat template, and splits responses into reasoning, content and tool calls."""
+"""Implements ``POST /v1/chat/completions``: renders prompts, and splits responses into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A validated chat request: the job, the response's format and, when recording, the open turn."""
+    """A validated chat request: the job, the format of the response and, with a recorder, the open turn."""
 
     job: GenerationJob
     expected: Expectation
@@ -37,7 +37,7 @@ class PreparedChat:
 def prepare_chat(
     service: Service, model: ServedModel, body: ChatRequest, recorder: SessionRecorder | None = None
 ) -> PreparedChat:
-    """Validate a request, render and encode its messages, and compile its grammar. Raises ApiError 400 if it is invalid."""
+    """Validate a request, encode its messages, and compile its grammar. Raises ApiError 400 if the request is invalid."""
     _check(body)
     turn, text, tokens = _prompt(service, model.engine, body, recorder)
     limit = service.recorder.context_limit if service.recorder is not None else None
@@ -81,7 +81,7 @@ def _check(body: ChatRequest) -> None:
 
 
 def _format_param(body: ChatRequest) -> str:
-    """Name of the field to which an error in tools or formats refers."""
+    """The name of the request field to which an error in tools or formats refers."""
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 
@@ -90,7 +90,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
-    """The tool choice in the form that parsers expect; ``none`` without tools."""
+    """The tool choice in the form that parsers expect. Without tools, the choice is ``none``."""
     choice = (body.tool_choice or "auto") if body.tools else "none"
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
@@ -98,7 +98,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 def _prompt(
     service: Service, engine: Backend, body: ChatRequest, recorder: SessionRecorder | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
-    """Return the turn to record, if any, and the text and tokens of the prompt."""
+    """Return the turn to record (None without a recorder), and the text and tokens of the prompt."""
     # The model sees the tools even with tool_choice "none": earlier turns of the conversation may have called them.
     tools = _tools(body)
     messages = [message.plain() for message in body.messages]
@@ -135,7 +135,7 @@ class _PartialMessage:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Append a piece; return it as a streaming ``delta``."""
+        """Append a piece, and return the piece as a streaming ``delta``."""
         self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
             return {"content": piece.text}
@@ -163,7 +163,7 @@ class _PartialMessage:
 
 
 class ChatResponse(SampledResponse):
-    """Builds the response to one request; ``metrics`` count malformed tool calls."""
+    """Builds the response to one request. ``metrics`` counts malformed tool calls."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -175,7 +175,7 @@ class ChatResponse(SampledResponse):
         self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
     def check(self) -> None:
-        """Raise ApiError if the grammar failed, or the response is incomplete."""
+        """Raise ApiError if the grammar failed or the response is incomplete."""
         if self._expected.failures:
             message = f"the grammar failed during generation: {self._expected.failures[0]}; simplify the schema"
             raise ApiError(400, message, param=_format_param(self._body), code="grammar_failed")
@@ -187,7 +187,7 @@ class ChatResponse(SampledResponse):
         return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample; return the chunks to stream: pieces that became final, and the end of the message."""
+        """Add tokens of a sample. Return the chunks to stream: pieces that became final, and the end of the message."""
         message = self._messages[sample]
         text = message.sample.take(tokens)
         message.texts.append(text)
@@ -205,7 +205,7 @@ class ChatResponse(SampledResponse):
         return [*chunks, self._last_chunk(message)] if ends else chunks
 
     def without_tokens(self) -> list[dict[str, Any]]:
-        """End every message before its first token because the context is full; return the chunks to stream."""
+        """End every message before its first token, because the context is full. Return the chunks to stream."""
         for message in self._messages:
             message.sample.finish = "length"
             self._record(message)

@@ -1,4 +1,4 @@
-"""A minimal streaming client for chat completions; uses only the standard library."""
+"""A minimal streaming client for chat completions, which uses only the standard library."""
 
 import json
 import urllib.error
@@ -12,7 +12,7 @@ _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
 class ChatClient:
-    """Client of an OpenAI-compatible server; sends ``api_key``, if set, as a bearer token."""
+    """A client of an OpenAI-compatible server. Sends ``api_key`` as a bearer token, unless the key is None."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._base = base_url.rstrip("/")
@@ -21,7 +21,7 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """Name of the first model that the server lists. Raises ArenoError if the server is unreachable or lists no models."""
+        """The name of the server's first model. Raises ArenoError if the server is unreachable or lists no models."""
         with self._open("/models") as response:
             models = json.load(response).get("data") or []
         if not models:

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: continue raw text or token ids, without a chat template."""
+"""Implements ``POST /v1/completions``: continues raw text or token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of the prompts; text gets the BOS token if the tokenizer has one."""
+    """Token ids of the prompts. Text gets a BOS token if the tokenizer has one."""
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts:
         raise bad_field("prompt", "the list is empty; send at least one prompt")
@@ -85,7 +85,7 @@ class CompletionResponse(SampledResponse):
         return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunks: the prompts, if the request asks for an echo or for token ids."""
+        """The first chunks: the prompts, if the request sets ``echo`` or ``return_token_ids``."""
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [
@@ -94,7 +94,7 @@ class CompletionResponse(SampledResponse):
         ]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample; return the chunks to stream: text that became final, and the end of the sample."""
+        """Add tokens of a sample. Return the chunks to stream: text that became final, and the end of the sample."""
         state = self._samples[sample]
         text = state.take(tokens)
         self._content[sample].append(text)

@@ -1,4 +1,4 @@
-"""Limits that apply before authentication: open connections, size of the headers, time for headers and body to arrive."""
+"""Limits that apply before authentication: open connections, header size, and the time until headers and body arrive."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ _GRACE_S = 0.1
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits; ``max_connections=None`` is unlimited."""
+    """uvicorn's protocol with limits. With ``max_connections=None``, connections are unlimited."""
 
     def __init__(self, max_connections: int | None, **options: Any) -> None:
         super().__init__(**options)
@@ -28,7 +28,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse the connection if there are too many, else wait for a request."""
+        """Reject the connection if there are too many connections. Otherwise wait for a request."""
         super().connection_made(transport)
         if self._max_connections is not None and len(self.connections) > self._max_connections:
             message = f"too many connections (limit {self._max_connections}); retry later"
@@ -37,12 +37,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer of the connection."""
         self._await(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, and limit the size of an incomplete head."""
+        """Parse data, and limit the size of incomplete headers."""
         in_head = self._awaited == "head" and self._head > 0
         super().data_received(data)
         if self.transport.is_closing():
@@ -55,19 +55,19 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await("head")  # stray bytes must not keep a connection open
 
     def on_message_begin(self) -> None:
-        """Start counting the head."""
+        """Start counting the bytes of the headers."""
         super().on_message_begin()
         self._head, self._unparsed = 1, 0
         if self._awaited is None:
             self._await("head")
 
     def on_url(self, url: bytes) -> None:
-        """Count a part of the request target."""
+        """Count the bytes of the URL, which may arrive in several parts."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header."""
+        """Count the bytes of a header."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
@@ -78,12 +78,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await("body")
 
     def on_message_complete(self) -> None:
-        """Stop the timer: the request has arrived."""
+        """Stop the timer, because the request has arrived."""
         super().on_message_complete()
         self._await(None)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that cannot be parsed."""
+        """Reject a request that cannot be parsed."""
         self._refuse(self._refusal or ApiError(400, msg))
 
     def _count(self, length: int) -> None:
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error without the application, and close the connection."""
+        """Send an error response without calling the application, and close the connection."""
         self._await(None)
         body = json.dumps(error.body).encode()
         lines = [f"{name}: {value}" for name, value in (error.headers or {}).items()]
@@ -123,4 +123,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _large_head() -> ApiError:
-    return ApiError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes; send less", code="headers_too_large")
+    return ApiError(
+        431, f"the headers are larger than {MAX_HEAD_BYTES} bytes; send smaller headers", code="headers_too_large"
+    )

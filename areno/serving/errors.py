@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class ApiError(ArenoError):
-    """An error response; ``code`` is a machine-readable name."""
+    """An error response. ``code`` is a machine-readable name of the error."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(ArenoError):
 
 
 def bad_field(param: str, message: str, *, where: str | None = None, code: str | None = None) -> ApiError:
-    """Error 400: ``param`` is invalid. The message starts with ``param``, or with the more precise location ``where``."""
+    """Return an error 400 for the field ``param``. The message starts with ``where`` (default: ``param``)."""
     return ApiError(400, f"{where or param}: {message}", param=param, code=code)
 
 
@@ -79,7 +79,7 @@ def unexpected(error: BaseException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Report the most deeply nested error, because pydantic reports an error for each member of a union."""
+    """Convert the most deeply nested error, because pydantic reports an error for each member of a union."""
     errors = error.errors()
     first = max(errors, key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":

@@ -1,4 +1,4 @@
-"""Reasoning and tool-call formats of a model, and the grammars that constrain its responses."""
+"""The reasoning and tool-call formats of a model, and the grammars that constrain its responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ConstraintMaker = Callable[[], TokenConstraint]
 
 
 class Formats:
-    """The formats of one model. Raises UsageError if a name is unknown."""
+    """The formats of one model. Raises UsageError if the name of a format is unknown."""
 
     def __init__(self, engine: Backend, tool_call_parser: str, reasoning_parser: str) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or the choice are invalid."""
+        """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or their choice are invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A reasoning format without an opening marker (harmony) consists of special tokens.
@@ -46,7 +46,7 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
-        """The grammar of the response; None if unconstrained. Raises UsageError if a schema is invalid or unsupported."""
+        """Return a factory of the response's grammar, or None. Raises UsageError if a schema is invalid or unsupported."""
         make = self._maker(expected, form)
         if make is None:
             return None
@@ -54,7 +54,7 @@ class Formats:
         return lambda: _IsolatedConstraint(inner(), self._engine.vocab_size, ends, expected.failures)
 
     def _with_reasoning(self, make: Callable[..., ConstraintMaker], reasoning: ReasoningParser) -> ConstraintMaker:
-        """Extend a constraint so that reasoning may precede the constrained response."""
+        """Extend a constraint, so that reasoning may precede the constrained response."""
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
         text = reasoning.opener
@@ -65,7 +65,7 @@ class Formats:
         return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """Return a factory of the constraint without reasoning; ``after`` is the marker after which the constraint applies."""
+        """Return a factory of constraints. A constraint applies after the marker ``after``, an argument of the factory."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
@@ -80,7 +80,7 @@ class Formats:
 
 
 class _IsolatedConstraint:
-    """Ends only the sample whose grammar fails; an error raised in the engine would end all samples."""
+    """Ends only the sample whose grammar fails. An error in the engine's thread would end all samples."""
 
     def __init__(self, inner: TokenConstraint, vocabulary: int, eos_ids: Sequence[int], failures: list[str]) -> None:
         self._inner, self._failures, self._failed = inner, failures, False
@@ -118,7 +118,7 @@ class _IsolatedConstraint:
 
 
 class _OptionalReasoning:
-    """A constraint for a model that may or may not reason: the first token decides."""
+    """A constraint for a model with optional reasoning. The first token decides whether the model reasons."""
 
     def __init__(self, direct: TokenConstraint, after_reasoning: ConstraintMaker, opener: int) -> None:
         self._active, self._after_reasoning, self._opener = direct, after_reasoning, opener
@@ -148,7 +148,7 @@ class _OptionalReasoning:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Parameters for parsing the responses of one request; see :meth:`Formats.expectation`."""
+    """Parameters for parsing the responses to one request (see :meth:`Formats.expectation`)."""
 
     reasoning: ReasoningParser
     calls: ToolCallParser
@@ -173,7 +173,7 @@ class MessageReader:
     _called: bool = field(default=False, init=False)
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that became final."""
+        """Add text, and return the pieces that became final."""
         return self._read(self._reasoning.push(text)) if text else []
 
     def finish(self) -> list[Piece]:
@@ -188,7 +188,7 @@ class MessageReader:
         return pieces
 
     def _drop_extra_calls(self, deltas: Sequence[ContentDelta | ToolCallDelta]) -> list[Piece]:
-        """Without parallel calls, drop all calls after the first."""
+        """Drop all tool calls after the first call, unless parallel calls are allowed."""
         pieces: list[Piece] = []
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):

@@ -1,7 +1,7 @@
-"""Hands the tokens of one HTTP request from the engine's thread to the event loop.
+"""Passes the tokens of one HTTP request from the engine's thread to the event loop.
 
-The engine calls a listener per token and must never block, so the listener only queues the token with its time. Streaming
-requests wake the event loop once per batch of queued tokens; other requests wake it only when a sample ends.
+The engine calls a listener for each token. The listener must never block, so it only queues the token with its arrival time.
+Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when a sample ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from areno.engine.backend import Backend
 
 TokenEvent = tuple[int, GeneratedToken, float]
-"""Index of the sample (over all prompts of the request), its next token, and the arrival time by ``time.perf_counter``."""
+"""Index of the sample over all prompts of the request, the sample's next token, and the arrival time (``perf_counter``)."""
 
 
 def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[GeneratedToken]]]:
-    """Group tokens by sample, in order."""
+    """Group tokens by sample. The tokens of a sample stay in order."""
     tokens: dict[int, list[GeneratedToken]] = {}
     for sample, token, _ in events:
         tokens.setdefault(sample, []).append(token)
@@ -35,16 +35,16 @@ def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[Generate
 
 
 class Generation:
-    """The in-flight samples of one HTTP request; create it in the event loop.
+    """The in-flight samples of one HTTP request. Must be created in the event loop.
 
     Args:
-        metrics: where token latencies are recorded.
-        requests: one per prompt; samples are numbered prompt by prompt.
+        metrics: metrics in which token latencies are recorded.
+        requests: one request per prompt; samples are numbered prompt by prompt.
         on_end: called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive.
 
     Raises:
-        EngineError: the engine accepts no requests.
+        EngineError: the engine does not accept requests.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Generation:
                 self._engine.cancel(future)
 
     async def tokens(self) -> AsyncIterator[list[TokenEvent]]:
-        """Yield non-empty batches of new tokens until all samples have ended. Raises EngineError."""
+        """Yield non-empty batches of new tokens until all samples have ended. Raises EngineError if generation failed."""
         while self._unread:
             events = []
             for item in await self._inbox.take():
@@ -113,7 +113,7 @@ class Generation:
 
 
 class _TokenQueue:
-    """Queue from any thread to one reader in the event loop."""
+    """A queue from any thread to one reader in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -122,14 +122,14 @@ class _TokenQueue:
         self._woken = False
 
     def put(self, item: TokenEvent | Future[RolloutResult], wakes: bool = True) -> None:
-        """Append an item and, with ``wakes``, wake the reader; thread-safe."""
+        """Append an item and, with ``wakes``, wake the reader. Thread-safe."""
         self._items.append(item)
         if wakes and not self._woken:
             self._woken = True
             self.call(self._ready.set)
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the event loop; thread-safe."""
+        """Run ``work`` in the event loop. Thread-safe."""
         # A closed loop has no readers left, and must not raise in the engine's thread.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)

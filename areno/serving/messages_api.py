@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: Anthropic's Messages API, built on the chat endpoint."""
+"""Implements ``POST /v1/messages``, Anthropic's Messages API, with the chat endpoint."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MessagesRequest(RequestBody):
-    """Request body; undeclared fields are ignored."""
+    """Body of ``POST /v1/messages``. Undeclared fields are ignored."""
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -53,7 +53,7 @@ class MessagesRequest(RequestBody):
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert one message; tool results become separate messages before the message's text."""
+    """Convert one message. Tool results become separate messages before the text of the message."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content}]

@@ -36,7 +36,7 @@ _LOAD = (
 
 
 class ServingMetrics:
-    """Metrics of one server; the engine's load is read on each scrape."""
+    """Metrics of one server. Each scrape reads the engine's load."""
 
     def __init__(self) -> None:
         self.started_ns = time.time_ns()

@@ -1,4 +1,4 @@
-"""Middleware around every request: API key or Host check, body limit, request id, metrics and error handling."""
+"""The middleware of every request: check of the API key or host, body limit, request id, metrics and error handling."""
 
 import secrets
 import time
@@ -17,7 +17,7 @@ from areno.serving.service import Service
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 SESSION_RECORDER = "areno.session_recorder"
-"""Key of the ASGI scope under which a server with a recorder stores the session recorder of the request."""
+"""The key of the ASGI scope under which a server with a recorder stores the session recorder of a request."""
 
 
 class RequestMiddleware:
@@ -27,7 +27,7 @@ class RequestMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection; only HTTP requests are checked."""
+        """Handle one ASGI connection. Only HTTP requests are checked."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the API key is valid; with a recorder, stores the key's session recorder in ``scope[SESSION_RECORDER]``."""
+        """Whether the API key is valid. With a recorder, stores the session recorder in ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
         client_key = client_key or key_in_headers(headers)
@@ -75,7 +75,7 @@ class RequestMiddleware:
     def _check_host(self, scope: Scope, header: bytes) -> None:
         """Reject foreign ``Host`` headers on a loopback server without a key (DNS rebinding).
 
-        A foreign web page whose domain resolves to 127.0.0.1 reaches the server, but sends its own domain as the host.
+        If the domain of a foreign web page resolves to 127.0.0.1, the page reaches the server, but sends its domain as host.
         """
         config, server = self._service.config, scope.get("server")
         keyless = self._service.recorder is None and config.api_key is None
@@ -92,19 +92,19 @@ class RequestMiddleware:
 
 
 def host_name(header: bytes) -> str:
-    """The host of a ``Host`` header, without its port."""
+    """The host in a ``Host`` header, without the port."""
     host = header.decode("latin-1").strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
 
 
 def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
-    """The API key in OpenAI's or Anthropic's header."""
+    """The API key in the header of OpenAI's or Anthropic's API."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def _key_in_path(scope: Scope) -> bytes:
-    """Remove and return the key in ``/samples/KEY/v1/...``, for programs that only take a base URL."""
+    """Remove and return the key in the path ``/samples/KEY/v1/...``, which is for programs that only accept a base URL."""
     if not scope["path"].startswith(KEY_PREFIX):
         return b""
     key, _, rest = scope["path"].removeprefix(KEY_PREFIX).partition("/")
@@ -114,11 +114,11 @@ def _key_in_path(scope: Scope) -> bytes:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes; send less", code="body_too_large")
+    return ApiError(413, f"the body is larger than {limit} bytes; send a smaller body", code="body_too_large")
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Reject a body above the limit while it is read, for requests without a content length."""
+    """Reject too large bodies of requests without a content length, while the body is read."""
     size = 0
 
     async def read() -> Message:
@@ -134,7 +134,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 class _ResponseSender:
-    """Forwards messages, remembers the status, and adds a request id."""
+    """Forwards the messages of a response, stores the status, and adds a request id."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -147,6 +147,6 @@ class _ResponseSender:
         await self._send(message)
 
     async def error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Send an error response, unless a response has started."""
+        """Send an error response, unless a response has already started."""
         if not self.status:
             await error.response()(scope, receive, self)

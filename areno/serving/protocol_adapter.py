@@ -1,7 +1,7 @@
-"""Base of the Messages and Responses protocols, whose responses are sequences of reasoning, text and tool-call blocks.
+"""Base of the Messages and Responses protocols. Their responses are sequences of reasoning, text and tool-call blocks.
 
-Requests are converted to chat requests, so that all protocols share templates, parsers, limits and recording. Responses
-are built from the chat chunks. A tool call arrives complete, so its block opens and closes at once.
+Requests are converted to chat requests, so that all protocols share templates, parsers, limits and recording. Responses are
+built from chat chunks. A tool call arrives complete, so its block opens and closes at once.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from converted fields; None means unset. Raises ApiError 400 if a field is invalid."""
+    """Build a chat request from converted fields. None means unset. Raises ApiError 400 if a field is invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -31,7 +31,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
-    """Check that a field is a list of objects, and return it. Raises ApiError 400 if it is not."""
+    """Return the value of a field that must be a list of objects. Raises ApiError 400 for other values."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise bad_field(param, f"{str(value)[:80]!r} is not a list of blocks; send text or objects", where=where)
     return value
@@ -57,15 +57,15 @@ class ProtocolAdapter(ABC):
         return list(self._begin())
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[Event]:
-        """Add tokens of a sample; return the events to stream."""
+        """Add tokens of a sample, and return the events to stream."""
         return self._read(self._chat_response.push(sample, tokens))
 
     def without_tokens(self) -> list[Event]:
-        """All events of an empty response, when the context is full."""
+        """All events of an empty response, which is sent if the context is full."""
         return [*self._begin(), *self._read(self._chat_response.without_tokens())]
 
     def closing(self) -> list[Event]:
-        """No events: the last token has already ended the response."""
+        """Return no events, because the last token has already ended the response."""
         return []
 
     def complete(self) -> dict[str, Any]:
@@ -141,5 +141,5 @@ class ProtocolAdapter(ABC):
 
 
 def record_of(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorder's ``areno`` field of a chat response, if any."""
+    """The ``areno`` field of a chat response, which only servers with a recorder add."""
     return {"areno": chat["areno"]} if "areno" in chat else {}

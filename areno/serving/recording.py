@@ -1,8 +1,8 @@
 """The interface through which the chat endpoints record conversations for training.
 
 Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`,
-which holds the key's conversations. The recorder chooses the prompt's tokens: a continued conversation must extend exactly
-the tokens that the model read and sampled.
+which stores the conversations of this key. The recorder determines the prompt's tokens, because a continued conversation must
+extend exactly the tokens that the model has read and sampled.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from areno.text.tool_calls import ContentDelta, ToolCallDelta
 from areno.types import FinishReason, GeneratedToken, SamplingParams
 
 Render = Callable[[list[dict[str, Any]], bool], RenderedPrompt]
-"""Renders messages with the request's tools and template variables; the second argument is ``add_generation_prompt``."""
+"""Renders messages with the request's tools and template variables. The second argument is ``add_generation_prompt``."""
 
 KEY_PREFIX = "/samples/"
-"""Prefix of paths that carry an API key."""
+"""The prefix of paths that contain an API key."""
 
 Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 
@@ -56,10 +56,10 @@ class OpenTurn(Protocol):
     prompt_text: str  # the rendered prompt, which may open the reasoning
 
     def seeds(self, samples: int) -> list[int]:
-        """Seeds of the samples if the request sets none."""
+        """The seeds of the samples if the request does not set a seed."""
 
     def end(self, sample: RecordedSample) -> dict[str, Any]:
-        """Record a finished sample; return the ``areno`` field of the response."""
+        """Record a finished sample, and return the ``areno`` field of the response."""
 
 
 class SessionRecorder(Protocol):
@@ -68,10 +68,10 @@ class SessionRecorder(Protocol):
     session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn; called from the rendering thread. Raises UsageError if the template rejects the messages."""
+        """Open a turn. Called in the rendering thread. Raises UsageError if the template rejects the messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of a response, by default the latest one. Raises ValueError if there is no such response."""
+        """Set the reward of a response, by default the latest response. Raises ValueError if the response does not exist."""
 
 
 class Recorder(Protocol):
@@ -81,11 +81,11 @@ class Recorder(Protocol):
     context_limit: int | None  # maximum tokens of prompt plus response; None: the model's limit
 
     def of_key(self, key: str) -> SessionRecorder | None:
-        """The recorder of an API key; None if the key is unknown or revoked."""
+        """The session recorder of an API key. None if the key is unknown or revoked."""
 
 
 def sampling_defaults(sampling: SamplingParams) -> dict[str, Any]:
-    """Request fields equivalent to ``sampling``."""
+    """Convert ``sampling`` to request fields."""
     names = [
         *("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("stop", "stop_token_ids", "ignore_eos"),

@@ -1,4 +1,4 @@
-"""Shared parts of OpenAI responses: the envelope around choices, usage, log-prob entries, server-sent events."""
+"""Shared parts of OpenAI responses: the envelope around choices, usage, log-prob entries and server-sent events."""
 
 import json
 import time
@@ -13,18 +13,18 @@ from areno.serving.token_text import SampleText, TokenTexts
 from areno.types import FinishReason, GeneratedToken
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream of the completion endpoints."""
+"""The event that ends a stream of the completion endpoints."""
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """Encode one server-sent event; a ``type`` field also becomes the event name."""
+    """Encode one server-sent event. The field ``type`` also becomes the event name."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
     return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(slots=True)
 class ChoiceState:
-    """One sample of a response while it is generated."""
+    """A sample of a response during generation."""
 
     index: int  # index of the choice
     text: SampleText  # decodes the tokens
@@ -34,7 +34,7 @@ class ChoiceState:
     finish: FinishReason | None = None  # None while the sample runs
 
     def take(self, tokens: Sequence[GeneratedToken]) -> str:
-        """Add tokens; return the text that became final."""
+        """Add tokens, and return the text that became final."""
         self.tokens += tokens
         self.finish = tokens[-1].finish
         text, offsets = self.text.push(tokens)
@@ -42,13 +42,13 @@ class ChoiceState:
         return text
 
     def next_unsent(self) -> range:
-        """Positions of the tokens not yet streamed; marks them as sent."""
+        """Return the positions of tokens that were not streamed yet, and mark these tokens as sent."""
         first, self.sent = self.sent, len(self.tokens)
         return range(first, self.sent)
 
 
 class SampledResponse:
-    """Base of the responses of both completion endpoints: samples, usage and envelopes."""
+    """Base of chat and text completion responses: samples, usage and envelopes."""
 
     ending = DONE
     prefix: str  # prefix of the id, such as ``chatcmpl``
@@ -64,7 +64,7 @@ class SampledResponse:
         self._samples = [ChoiceState(index, job.sample_text()) for index in range(count)]
 
     def check(self) -> None:
-        """Raise ApiError if a sample was cancelled. While the client still waits, only a shutdown cancels samples."""
+        """Raise ApiError if a sample was cancelled. While the client is connected, only a shutdown cancels samples."""
         if any(sample.finish is None for sample in self._samples):
             raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
 
@@ -80,13 +80,13 @@ class SampledResponse:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        """Token counts; a prompt with several samples counts once."""
+        """Token counts. A prompt with several samples counts once."""
         completion = sum(len(sample.tokens) for sample in self._samples)
         prompt = self.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _token_ids(self, sample: ChoiceState, positions: range, first: bool) -> dict[str, list[int]]:
-        """Token ids of a choice, if requested; the ``first`` chunk also has the token ids of the prompt."""
+        """Token ids of a choice, if requested. The ``first`` chunk also has the token ids of the prompt."""
         if not self._job.body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": self._job.prompt_of(sample.index)} if first else {}
@@ -94,7 +94,7 @@ class SampledResponse:
 
 
 def chat_logprobs(tokens: Sequence[GeneratedToken], texts: TokenTexts) -> dict[str, Any]:
-    """``logprobs`` of a chat choice: each token with its most likely alternatives."""
+    """The field ``logprobs`` of a chat choice: each token with the most likely alternatives."""
     content = [
         {**_entry(t.token, t.logprob, texts), "top_logprobs": [_entry(*other, texts) for other in t.top]}
         for t in tokens
@@ -108,5 +108,5 @@ def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-prob that JSON can represent; -9999 stands for minus infinity, as in OpenAI's API."""
+    """Convert a log-prob to a number that JSON can represent. Minus infinity becomes -9999, as in OpenAI's API."""
     return max(logprob, -9999.0)

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API, built on the chat endpoint; responses are not stored."""
+"""Implements ``POST /v1/responses``, OpenAI's Responses API, with the chat endpoint. Responses are not stored."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from areno.serving.schemas import ChatRequest, RequestBody
 
 
 class ResponsesRequest(RequestBody):
-    """Request body; undeclared fields are ignored."""
+    """Body of ``POST /v1/responses``. Undeclared fields are ignored."""
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -56,7 +56,7 @@ class ResponsesRequest(RequestBody):
 
 
 def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Append an input item; the items of one assistant turn become one message."""
+    """Append an input item. The items of one assistant turn become one message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
         output = item.get("output")

@@ -1,8 +1,8 @@
-"""Request schemas of the two OpenAI completion endpoints: the supported fields.
+"""Request schemas of the chat and text completion endpoints, with the supported fields.
 
-Undeclared fields are ignored; declared fields are validated strictly, and ``null`` means unset. Names are OpenAI's, or common
-extensions of other servers (``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``,
-``return_token_ids``, ``chat_template_kwargs``).
+Undeclared fields are ignored. Declared fields are validated strictly, and ``null`` means unset. The field names are those of
+OpenAI's API and common extensions of other servers: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``,
+``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -13,30 +13,30 @@ from areno.serving.errors import ApiError
 from areno.types.sampling import MAX_TOP_LOGPROBS
 
 MAX_SAMPLES = 128
-"""Maximum samples per request, over all its prompts."""
+"""Maximum number of samples per request, over all prompts of the request."""
 
 MAX_TOOLS, MAX_MESSAGES = 512, 10_000
 MAX_DEPTH, MAX_VALUES = 100, 100_000
-"""Maximum nesting depth of a request, and its maximum number of strings, lists and objects."""
+"""The maximum nesting depth of a request, and the maximum number of strings, lists and objects in a request."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=4096)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
 class StrictSchema(BaseModel):
-    """Base of every schema: strict types, finite numbers, unknown fields ignored."""
+    """Base of every schema. Types are strict, numbers must be finite, and unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class RequestBody(StrictSchema):
-    """Base of generation requests, whose size is checked before they are validated."""
+    """Base of generation requests. Their size is checked before validation."""
 
     _characters: int = PrivateAttr(0)
 
     @property
     def characters(self) -> int:
-        """Total characters of all strings."""
+        """Total number of characters of all strings."""
         return self._characters
 
     @model_validator(mode="wrap")
@@ -49,7 +49,7 @@ class RequestBody(StrictSchema):
 
 
 def measure(value: Any) -> int:
-    """Count the characters of all strings in a JSON value. Raises ApiError 400 if it has too many levels or values."""
+    """Count the characters of all strings in a JSON value. Raises ApiError 400 if there are too many levels or values."""
     characters = values = depth = 0
     level = [value]
     while level:
@@ -75,13 +75,13 @@ def measure(value: Any) -> int:
 
 
 class StreamOptions(StrictSchema):
-    """``stream_options``."""
+    """The field ``stream_options``."""
 
     include_usage: bool | None = None
 
 
 class GenerationBody(RequestBody):
-    """Fields shared by both endpoints: model, sampling and response options."""
+    """Fields of chat and text completion requests: model, sampling and response options."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -104,11 +104,11 @@ class GenerationBody(RequestBody):
 
     @property
     def samples(self) -> int:
-        """Samples per prompt."""
+        """Number of samples per prompt."""
         return self.n or 1
 
     def with_defaults(self, defaults: dict[str, Any]) -> Self:
-        """A copy with unset fields filled from ``defaults``."""
+        """Return a copy, with unset fields filled from ``defaults``."""
         return self.model_copy(update={name: value for name, value in defaults.items() if getattr(self, name) is None})
 
     @property
@@ -118,7 +118,7 @@ class GenerationBody(RequestBody):
 
 
 class ChatMessage(StrictSchema):
-    """One message; extra fields pass through to the chat template."""
+    """A message. Extra fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -145,27 +145,27 @@ class FunctionDeclaration(StrictSchema):
 
 
 class ToolDeclaration(StrictSchema):
-    """One of ``tools``."""
+    """An element of the field ``tools``."""
 
     type: Literal["function"]
     function: FunctionDeclaration
 
 
 class FunctionName(StrictSchema):
-    """The function of a named ``tool_choice``."""
+    """The function of a ``tool_choice`` that requires one tool."""
 
     name: str
 
 
 class NamedTool(StrictSchema):
-    """``tool_choice`` that requires one tool."""
+    """A ``tool_choice`` that requires one tool."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class JsonSchemaFormat(StrictSchema):
-    """The schema of ``response_format`` ``json_schema``."""
+    """The schema of a ``response_format`` of type ``json_schema``."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -175,7 +175,7 @@ class JsonSchemaFormat(StrictSchema):
 
 
 class ResponseFormat(StrictSchema):
-    """``response_format``."""
+    """The field ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

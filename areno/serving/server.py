@@ -29,7 +29,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 picks a free port. Raises UsageError if the address is unavailable."""
+    """Open a listening socket. Port 0 selects a free port. Raises UsageError if the address is unavailable."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -40,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for a free one"
+            f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for a free port"
         ) from error
     return sock
 
@@ -52,7 +52,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run`` with uvloop if available (not on Windows)."""
+    """Run a coroutine as ``asyncio.run`` does, with uvloop if it is installed."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         from uvloop import new_event_loop as factory
@@ -61,7 +61,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 class AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers, with a limit on open connections (None: unlimited)."""
+    """uvicorn without its signal handlers, and with a limit on open connections. None means unlimited."""
 
     def __init__(self, app: FastAPI, max_connections: int | None) -> None:
         super().__init__(
@@ -81,12 +81,12 @@ class AppServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Keep the signal handlers of the process."""
+        """Do nothing, so that the process keeps its signal handlers."""
         yield
 
 
 class ServerThread:
-    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError if the address is unavailable."""
+    """Runs a server in a thread. Port 0 selects a free port. Raises UsageError if the address is unavailable."""
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
         self.service = service
@@ -109,7 +109,7 @@ class ServerThread:
         await serving
 
     def stop(self) -> None:
-        """Cancel running requests and end the thread; idempotent. Raises EngineError if the thread does not end."""
+        """Cancel running requests, and stop the thread. Raises EngineError if the thread does not stop in time."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stopped.set)
@@ -127,7 +127,7 @@ class ServerThread:
 
 @dataclass
 class ForegroundServer:
-    """Serves from the main thread until a signal arrives; the port already answers while the model loads."""
+    """Serves from the main thread until a signal arrives. The server responds even while the model is loading."""
 
     service: Service
     load: Callable[[], Backend]  # creates the engine; runs in a thread
@@ -138,7 +138,10 @@ class ForegroundServer:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until a signal, then drain; a second signal cancels requests. Raises ArenoError if the engine failed."""
+        """Serve until a signal arrives, and finish running requests. A second signal cancels these requests.
+
+        Raises ArenoError if loading the model failed.
+        """
         run_loop(self._serve())
         if self._loading.is_alive():
             # Loading cannot be interrupted, and needs no cleanup.

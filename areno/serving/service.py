@@ -1,7 +1,7 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
-Everything runs in the event loop's thread, except for :meth:`Service.attach` and :attr:`Service.failure`, which the thread that
-loads the model uses, and :meth:`Service.seeds`, which the threads of :meth:`Service.prepare` call.
+Almost everything runs in the event loop's thread. The thread that loads the model calls :meth:`Service.attach`, or sets
+:attr:`Service.failure`. The threads of :meth:`Service.prepare` call :meth:`Service.seeds`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model: its engine, its output formats and the text of its tokens."""
+    """A loaded model: the engine, the output formats and the texts of tokens."""
 
     engine: Backend
     formats: Formats
@@ -78,7 +78,7 @@ class ServedModel:
 class Service:
     """Server state and admission control.
 
-    ``engine`` is None until the model is loaded. With a ``recorder``, its API keys replace the configured key.
+    ``engine`` is None until the model is loaded. The API keys of a ``recorder`` replace the configured key.
     """
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
@@ -99,7 +99,7 @@ class Service:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def attach(self, engine: Backend) -> None:
-        """Start serving a loaded model. Raises UsageError if the configuration names an unknown format."""
+        """Start serving a loaded model. Raises UsageError if a configured format is unknown."""
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
@@ -107,7 +107,7 @@ class Service:
 
     @property
     def state(self) -> State:
-        """The state of the server."""
+        """Whether the server is loading, ready, draining or failed."""
         if self.failure:
             return "failed"
         if self._draining:
@@ -120,7 +120,7 @@ class Service:
         return sum(self._open.values())
 
     def ready_model(self) -> ServedModel:
-        """The model. Raises ApiError 503 if the server is not ready."""
+        """The served model. Raises ApiError 503 if the server is not ready."""
         if self.state == "ready" and self._model is not None:
             return self._model
         if self.state == "loading":
@@ -130,10 +130,10 @@ class Service:
         raise ApiError(503, f"the engine failed: {self.failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
-        """Check the model name of a request, which may be None. Raises ApiError 404 if another model is served."""
+        """Check the model name of a request. Raises ApiError 404 if the name is neither None nor that of the served model."""
         served = self.config.model_name
         if name is not None and name != served:
-            message = f"model: {name!r} is not served; this server has {served!r}"
+            message = f"model: {name!r} is not served; this server serves {served!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -153,7 +153,10 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in a thread, counting its samples against the queue. Raises ApiError 429: queue full; 504: timeout."""
+        """Run ``work`` in a thread, and count its samples in the queue.
+
+        Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout.
+        """
         self.check_capacity(samples)
         self._preparing_samples += samples
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
@@ -169,14 +172,17 @@ class Service:
             self._preparing_samples -= samples
 
     def seeds(self, base: int | None, samples: int) -> list[int]:
-        """Seeds of a prompt's samples: derived from ``base`` as in the SDK, or fresh ones if it is None."""
+        """Seeds of a prompt's samples: derived from ``base`` as in the SDK, or new seeds if ``base`` is None."""
         if base is not None:
             return [derive_seed(base, index) for index in range(samples)]
         number = next(self._prompt_numbers)
         return [derive_seed(self.metrics.started_ns, number, index) for index in range(samples)]
 
     def check_capacity(self, samples: int) -> None:
-        """Check that the queue can take ``samples`` more. Raises ApiError 429 if it is full, 400 if it is too small."""
+        """Check that the queue has room for ``samples``.
+
+        Raises ApiError 429 if the queue is full, or 400 if the queue is too small.
+        """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
             message = f"{samples} samples in one request exceed this server's limit of {limit}; send fewer"
@@ -187,7 +193,7 @@ class Service:
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
-        """Start generating; with ``streams``, tokens are delivered as they arrive. Raises ApiError 429, 503 or 400."""
+        """Start generating. With ``streams``, tokens are delivered as they arrive. Raises ApiError 400, 429 or 503."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.check_capacity(samples)
@@ -201,7 +207,7 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, wait ``timeout_s`` for open ones, cancel the rest; return the number of cancelled samples."""
+        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return their number."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
@@ -212,13 +218,13 @@ class Service:
         return cancelled
 
     def close(self) -> None:
-        """Stop the helper threads; the caller closes the engine."""
+        """Stop the helper threads. The caller closes the engine."""
         self._while_serving.close()
         self._prepare_pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, None]) -> Result | None:
-    """Race two coroutines and cancel the loser; return the result of ``work``, or None if ``other`` finished first."""
+    """Run two coroutines until one has finished. Return the result of ``work``, or None if ``other`` finished first."""
     main, side = asyncio.ensure_future(work), asyncio.ensure_future(other)
     try:
         await asyncio.wait((main, side), return_when=asyncio.FIRST_COMPLETED)
@@ -231,10 +237,10 @@ async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, An
 
 @contextlib.contextmanager
 def reduced_gc() -> Iterator[None]:
-    """Collect garbage less often, and exclude the objects that exist now: modules, model, tokenizer.
+    """Collect garbage less often, and exclude the objects that exist now, such as modules, the model and the tokenizer.
 
-    A server allocates many small live objects; scanning them, and a million others in each full collection, took a fifth
-    of its time. The old thresholds are restored at the end, because training must release dead tensors.
+    A server allocates many small live objects, and a full collection would scan a million others. Garbage collection took a
+    fifth of the server's time. The old thresholds are restored at the end, because training must release dead tensors.
     """
     _freeze_heap()
     with _gc_lock:
@@ -252,6 +258,6 @@ def reduced_gc() -> Iterator[None]:
 
 @functools.cache
 def _freeze_heap() -> None:
-    """Run once per process: a second freeze would keep objects that have since become garbage."""
+    """Exclude all current objects from garbage collection. Runs once per process: a second freeze would keep garbage."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Sends responses, complete or streamed, and cancels generation as soon as the client disconnects."""
+"""Sends complete or streamed responses, and cancels generation as soon as the client disconnects."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 async def respond(service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder) -> Response:
-    """Generate, and respond as a stream or in one piece.
+    """Generate, and return a streamed or a complete response.
 
-    Raises ApiError if the queue is full, and after a shutdown, timeout or engine failure.
+    Raises ApiError if the queue is full, and after a shutdown, a timeout or an engine failure.
     """
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:
@@ -48,7 +48,7 @@ async def respond(service: Service, request: Request, job: GenerationJob, builde
 
 
 def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: ResponseBuilder) -> Response:
-    """Send a response that needs no generation."""
+    """Return a response that needs no generation."""
     if not job.body.stream:
         return JSONResponse(builder.complete())
     return Response(_joined([*chunks, *builder.closing()]) + builder.ending, media_type=EventStream.media_type)

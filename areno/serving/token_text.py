@@ -1,4 +1,4 @@
-"""Converts sampled tokens to visible text, and to the per-token text and bytes of log-prob entries."""
+"""Converts sampled tokens to visible text, and to the text and bytes of each token in log-prob entries."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class StopStringFilter:
-    """Passes text through up to the first stop string, and holds back what may be the prefix of a stop string."""
+    """Returns text up to the first stop string, and holds back text that may be the start of a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -21,7 +21,7 @@ class StopStringFilter:
         self._done = False
 
     def push(self, piece: str) -> str:
-        """Add text; return the text that cannot be part of a stop string."""
+        """Add text, and return the text that cannot be part of a stop string."""
         if not self._stop:
             return piece
         if self._done:
@@ -34,7 +34,7 @@ class StopStringFilter:
         return self._take(len(self._held) - longest_marker_start(self._held, self._stop))
 
     def flush(self) -> str:
-        """Return the held-back text, at the end of generation."""
+        """Return the held-back text at the end of generation."""
         return "" if self._done else self._take(len(self._held))
 
     def _take(self, end: int) -> str:
@@ -43,7 +43,7 @@ class StopStringFilter:
 
 
 class SampleText:
-    """The visible text of one sample, without stop strings and the final stop token."""
+    """The visible text of one sample, without the stop string or the final stop token."""
 
     def __init__(
         self, tokenizer: Any, stop: Sequence[str], stop_ids: frozenset[int], skip_special_tokens: bool
@@ -54,7 +54,7 @@ class SampleText:
         self._length = 0  # characters so far, including a stop string and held-back text
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
-        """Add tokens; return the text that became final and each token's character offset. The last token flushes all text."""
+        """Add tokens. Return the text that became final, and each token's character offset. The last token flushes all text."""
         last, pieces, offsets = tokens[-1], [], []
         hidden = last.finish == "stop" and last.token in self._stop_ids
         for token in tokens:
@@ -68,7 +68,7 @@ class SampleText:
 
 
 class TokenTexts:
-    """Text and UTF-8 bytes of single tokens; a token may be part of a character."""
+    """The text and UTF-8 bytes of single tokens. A token may be a part of a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -81,7 +81,7 @@ class TokenTexts:
         return self._cache[token]
 
     def name(self, token: int) -> str:
-        """A unique text for a token; for part of a character, its bytes, as in ``bytes:\\xe2\\x82``."""
+        """A unique text for a token. A part of a character is shown as bytes, as in ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
@@ -98,7 +98,7 @@ class TokenTexts:
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """UTF-8 bytes of a token of a byte-fallback or byte-level vocabulary; None if the vocabulary is of another kind."""
+    """UTF-8 bytes of a token of a byte-fallback or byte-level vocabulary. None for other vocabularies."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()
@@ -106,7 +106,7 @@ def _raw_bytes(raw: str) -> list[int] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Maps the characters of byte-level vocabularies to bytes."""
+    """Map the characters of byte-level vocabularies to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

@@ -1,4 +1,4 @@
-"""The run specification that every front end produces and the training loop reads."""
+"""The run specification, which every front end produces and the training loop reads."""
 
 from areno.spec.run_spec import CheckpointSpec, Frequency, RunSpec, Span
 

@@ -1,4 +1,4 @@
-"""The run specification: duration, evaluation and checkpoints. Does not import torch."""
+"""The run specification: duration, evaluation and checkpoints. This module does not import PyTorch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """How often to save, evaluate or checkpoint: whenever one of the three intervals has passed. None disables an interval."""
+    """How often to save, evaluate or checkpoint. An action is due after any of three intervals; None disables an interval."""
 
     epochs: int | None = None
     steps: int | None = None
@@ -23,7 +23,7 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Limits of a run besides its epochs: ``steps``, and trained ``sequences`` (the step that reaches them is the last)."""
+    """Limits of a run besides its epochs: ``steps`` and trained ``sequences``. The step that reaches a limit is the last."""
 
     steps: int | None = None
     sequences: float | None = None
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
-    """Checkpoints to resume a run from."""
+    """Settings of the checkpoints from which a run can resume."""
 
     folder: Path
     every: Frequency  # when checkpoints are written
@@ -46,10 +46,10 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """One training run.
+    """Settings of one training run.
 
     Attributes:
-        evaluated_with: settings that two evaluations must share to be comparable.
+        evaluated_with: settings that must be equal for two evaluations to be comparable.
     """
 
     span: Span

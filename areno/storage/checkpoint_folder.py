@@ -7,7 +7,7 @@ What a killed process leaves behind therefore has a name that starts with a dot,
 that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one
 step share files as hard links if the file system supports them, so files are replaced, never modified in place.
 
-A damaged checkpoint is never loaded and never deleted: it is renamed to ``.damaged-...``, and the previous one is used. An
+A damaged checkpoint is neither loaded nor deleted. It is renamed to ``.damaged-...``, and the previous one is used. An
 unreadable checkpoint ends the run with an error, because the cause may be temporary.
 """
 
@@ -134,7 +134,7 @@ class CheckpointFolder:
                 )
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        """Return steps and folders of all checkpoints, complete or not, newest first; of equal steps, the best one is last."""
+        """Return steps and folders of all checkpoints, complete or not, newest first; at equal steps, the best one last."""
         if not self.root.is_dir():
             return []
         folders = [(int(match[1]), entry) for entry in self.root.iterdir() if (match := _NAME.fullmatch(entry.name))]

@@ -1,6 +1,6 @@
 """The trainer's state in a checkpoint, and the manifest with the SHA-256 of each file.
 
-    trainer_state/state.json      the state as JSON, with a SHA-256 of its own
+    trainer_state/state.json      the state as JSON, including its own SHA-256
     trainer_state/manifest.json   {"files": {"model.safetensors": {"bytes": ..., "sha256": ...}, ...}}
 
 The manifest does not list ``state.json``, because an evaluation may replace it later. Checkpoints that share files as hard

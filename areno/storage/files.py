@@ -11,7 +11,7 @@ Opener = Callable[[Path], BinaryIO]
 
 
 def open_file(path: Path) -> BinaryIO:
-    """The opener that refuses nothing."""
+    """Open any file for reading bytes."""
     return open(path, "rb")
 
 

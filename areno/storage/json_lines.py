@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers that JSON lacks, by the strings that stand for them."""
+"""The numbers that JSON cannot express, by the strings that represent them."""
 MAX_BYTES = 2**24
-"""Size above which a line, or a file that is one JSON value, is not read, so that no file can exhaust the memory."""
+"""Longer lines, and larger files of a single JSON value, are not read, so that no file can exhaust the memory."""
 _STEPS = 2**63
 
 

@@ -1,4 +1,4 @@
-"""Parts of a log, from the end of the file, before or after a byte position, without reading the rest."""
+"""Reads sections of a log without reading the rest of the file."""
 
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -10,7 +10,7 @@ PART_BYTES = 2**16
 class LogPart:
     """Complete lines of a log, the byte positions at which they begin and end, and the size of the file.
 
-    A line of more than ``PART_BYTES`` comes in several parts.
+    A line of more than ``PART_BYTES`` is split into several sections.
     """
 
     lines: list[str]
@@ -20,7 +20,7 @@ class LogPart:
 
 
 def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
-    """At most ``PART_BYTES`` of a log: those after a byte position, those before one, or the last ones."""
+    """Read at most ``PART_BYTES`` of a log: after a byte position, before one, or at the end of the file."""
     size = file.seek(0, 2)
     is_forward = after is not None and 0 <= after <= size
     if is_forward:

@@ -97,7 +97,7 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """The beginning of the last line that was read, as it is in the file now."""
+        """Read the beginning of the last line that was read before, as it is in the file now."""
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

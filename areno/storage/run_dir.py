@@ -111,7 +111,7 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines, and lines of steps after ``step`` (-1: all lines); return how many were dropped.
 
-        Answers of evaluations are numbered by completed steps, as evaluations are, so those after ``step + 1`` are dropped.
+        Evaluations are numbered by completed steps, so their answers after ``step + 1`` are dropped.
         Also deletes the saved rollouts of later steps.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))

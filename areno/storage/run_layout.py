@@ -84,7 +84,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """Numbers of completed steps of what a run saved: checkpoints to resume from, the best one, and models without state."""
+    """What a run saved, by completed steps: checkpoints to resume from, the best one, and models without training state."""
 
     checkpoints: list[int]
     best: int | None
@@ -136,7 +136,7 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Return the folder in which a section saves: below its own ``fileroot``, else ``checkpoints`` in the run directory."""
+    """Return the folder to which a section saves: below its ``fileroot`` if set, otherwise the run's ``checkpoints``."""
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

@@ -1,7 +1,7 @@
-"""The index of ``samples.jsonl``: one fixed-size entry per sample, so that a file of a million samples opens at once.
+"""The index of ``samples.jsonl``: one fixed-size entry per sample, so that a file of a million samples opens without delay.
 
 The writer appends to ``samples.index`` after each append to ``samples.jsonl``. If the index lacks entries
-(because a run was killed between the two appends, or wrote no index), a reader scans the rest of the samples.
+(because a run was killed between the two appends, or wrote no index), a reader scans the remaining samples.
 """
 
 import json
@@ -155,7 +155,7 @@ def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
 
 
 def _indexed(samples: Path, opened: Opener) -> Entries:
-    """The entries of the index, read instead of memory-mapped: truncating a mapped file would kill the process."""
+    """Return the entries of the index. The file is read, not memory-mapped: truncating a mapped file would kill the process."""
     path = index_path(samples)
     if not path.exists():
         return np.zeros(0, ENTRY)

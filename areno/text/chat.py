@@ -1,7 +1,8 @@
-"""Converts prompts to token ids, with the tokenizer's chat template if it has one.
+"""Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes one user turn, unless it already contains chat markers. If the tokenizer uses a BOS token, the result
-has exactly one: templates write their own; plain text gets the tokenizer's, unless it already starts with one.
+A text prompt becomes one user turn, unless it already contains chat markers. If the tokenizer uses a BOS token, the
+result starts with exactly one BOS token. A template writes this token itself. Plain text gets the tokenizer's BOS
+token, unless the text already starts with BOS.
 """
 
 import json
@@ -27,7 +28,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if it cannot be loaded."""
+    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if this fails."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
@@ -52,7 +53,7 @@ def is_chat_formatted(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text. ``templated``: a chat template rendered it, including BOS if the model uses one."""
+    """A prompt as text. If ``templated``, a chat template rendered the prompt, including BOS if the model uses BOS."""
 
     text: str
     templated: bool
@@ -73,14 +74,14 @@ def render_generation_prompt(
         prompt: text, or a list of ``{"role", "content"}`` messages in OpenAI's format, including content parts,
             ``tool_calls`` and messages of the role ``tool``.
         disable_thinking: pass ``enable_thinking=False`` to templates that support it.
-        tools: available tools in OpenAI's format; if the template does not support tools, they are described in the system
-            message.
-        chat_template_kwargs: additional template variables; they override ``disable_thinking``.
+        tools: available tools in OpenAI's format. If the template does not support tools, the system message describes
+            them.
+        chat_template_kwargs: additional template variables, which override ``disable_thinking``.
         add_generation_prompt: open the assistant's turn at the end.
 
     Raises:
-        UsageError: the template rejects the messages, for example because roles do not alternate; or a message has content
-            other than text; or a variable is reserved.
+        UsageError: a message has content other than text, a variable is reserved, or the template rejects the messages,
+            for example because roles do not alternate.
     """
     if isinstance(prompt, str):
         if not tools and (not tokenizer.chat_template or is_chat_formatted(prompt)):
@@ -109,7 +110,7 @@ def render_generation_prompt(
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Token ids of each prompt, with exactly one BOS token if the tokenizer uses it; fastest with many prompts per call."""
+    """Token ids of each prompt, with exactly one BOS token if the tokenizer uses BOS."""
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)
@@ -121,12 +122,12 @@ def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[l
 
 
 def encode_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: bool = False) -> list[int]:
-    """Token ids of one prompt for generation; arguments and errors as in :func:`render_generation_prompt`."""
+    """Token ids of one prompt. See :func:`render_generation_prompt` for arguments and errors."""
     return encode_rendered(tokenizer, [render_generation_prompt(tokenizer, prompt, disable_thinking)])[0]
 
 
 def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
-    """All ids that end a response: the tokenizer's EOS, and those in the configuration of a checkpoint or loaded model."""
+    """All ids that end a response: the tokenizer's EOS, and the EOS ids of a checkpoint or model configuration."""
     eos_ids = _ids(tokenizer.eos_token_id)
     if isinstance(model_path_or_config, (str, Path)):
         for name in ("config.json", "generation_config.json"):
@@ -144,7 +145,7 @@ def _variables(disable_thinking: bool, kwargs: Mapping[str, Any] | None) -> dict
 
 
 def template_source(tokenizer: Any) -> str:
-    """The source of all chat templates of a tokenizer; empty if it has none."""
+    """The source of all chat templates of a tokenizer; empty without chat templates."""
     template = tokenizer.chat_template or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else template
 

@@ -1,6 +1,6 @@
-"""Dataset rows: converts common formats to areno's keys, extracts and encodes their fields, and reports errors.
+"""Converts dataset rows in common formats to areno's keys, and extracts and encodes the fields of rows.
 
-Every error names the source, the row number (from 1) and the key.
+Every error message contains the source, the row number (from 1) and the key.
 """
 
 import re
@@ -25,7 +25,7 @@ def text_or_messages(
 ) -> str | Messages:
     """Text or chat messages of a row's key, without Arrow's null fields.
 
-    Raises DataError if it is missing or of another type.
+    Raises DataError if the value is missing or of another type.
     """
     value = row.get(key)
     if value is None:
@@ -47,7 +47,7 @@ def text_or_messages(
 
 
 def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
-    """The response text; empty if the row should be dropped."""
+    """The response text of a row; empty if the row should be dropped."""
     if "response" not in row:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
@@ -60,12 +60,12 @@ def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) ->
 
 
 def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Text or messages; empty if the row should be dropped."""
+    """Text or messages of a row's key; empty if the row should be dropped."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`render_generation_prompt` for a row; warns about markers. Raises DataError if the template rejects the row."""
+    """Render the prompt of a row, and warn about markers. Raises DataError if the template rejects the row."""
     warn_about_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)
@@ -76,7 +76,7 @@ def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: s
 def encode_examples(
     tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of prompts and responses; an EOS token is appended to responses that do not end with one."""
+    """Token ids of prompts and responses. An EOS token is appended unless a response already ends with EOS."""
     eos = ending_token(tokenizer, eos_token_ids)
     for begin in range(0, len(examples), _ENCODE_ROWS):
         prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
@@ -88,27 +88,27 @@ def encode_examples(
 
 
 def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
-    """The id to append to a response: the tokenizer's EOS, else the lowest of ``eos_token_ids``; None if there is none."""
+    """The EOS id of the tokenizer or, without one, the lowest of ``eos_token_ids``; None without any EOS id."""
     eos = tokenizer.eos_token_id
     return eos if eos is not None else min(eos_token_ids, default=None)
 
 
 def named_row(source: str, index: int | None = None) -> str:
-    """The prefix ``source, row N: `` of a message; rows count from 1."""
+    """The prefix ``source, row N: `` of a message. Row numbers start at 1."""
     row = "" if index is None else f"row {index + 1}"
     name = ", ".join(part for part in (source, row) if part)
     return f"{name}: " if name else ""
 
 
 PROMPT_FIELDS = ("messages", "prompt", "question")
-"""Fields that may hold the prompt of a row for RL; the first one that is not empty is used."""
+"""Fields that may hold the prompt of a row for RL. The first non-empty field is used."""
 
 
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a row to ``prompt`` and ``response``, unless it has these keys or an unknown format.
+    """Convert a row to ``prompt`` and ``response``. Rows with these keys, and rows in unknown formats, are unchanged.
 
-    If the last of ``messages`` is from the assistant, it is the response, and the messages before it are the prompt.
-    ``question`` and ``answer`` become prompt and response.
+    If the last of ``messages`` is from the assistant, this message becomes the response, and the earlier messages
+    become the prompt. ``question`` and ``answer`` become prompt and response.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -123,13 +123,13 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
-    """Convert the transcripts of an hh-rlhf preference pair to conversations; other rows are returned unchanged.
+    """Convert the transcripts of an hh-rlhf preference pair to conversations. Other rows are returned unchanged.
 
     A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. A transcript that does not end with
     a response becomes an empty list, which drops the pair.
 
-    Rows with a ``prompt`` have no transcripts. Without a chat template (``with_template`` is False) the pair stays text, and
-    the prompt is the common prefix up to its last ``Assistant:``.
+    Rows with a ``prompt`` are not converted. Without a chat template (``with_template`` is False) the pair stays text,
+    and the prompt is the common prefix up to its last ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):
@@ -147,7 +147,7 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
 
 
 def _messages(transcript: str) -> list[dict[str, str]]:
-    """Parse a transcript, merging consecutive turns of one role; empty if it does not end with a response."""
+    """Parse a transcript, and merge consecutive turns of one role. Returns [] if the transcript has no final response."""
     _, *parts = _TURN.split(transcript)
     messages: list[dict[str, str]] = []
     for name, text in zip(parts[::2], parts[1::2], strict=True):

@@ -1,8 +1,8 @@
 """Incremental detokenization.
 
-A token does not map to text on its own: it may be part of a UTF-8 character, and SentencePiece drops the leading space of the
-first word. So each token is decoded together with a few preceding tokens, and text is emitted once no later token can change
-it. The window of decoded tokens stays short, so the cost per token is constant.
+A single token cannot be decoded reliably, because a token may be part of a UTF-8 character, and SentencePiece drops the
+leading space of the first word. Each token is therefore decoded together with a few preceding tokens. Text is emitted
+when later tokens can no longer change it. The window of decoded tokens stays short, so the cost per token is constant.
 """
 
 import functools
@@ -19,9 +19,9 @@ _MAX_PENDING_TOKENS = 16
 class IncrementalDetokenizer:
     """Decodes tokens one by one into text that is never retracted.
 
-    The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of all
-    tokens, with one exception: if stray bytes directly follow a valid character, a byte-fallback tokenizer decodes the
-    character as invalid, but this class keeps it.
+    The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of
+    all tokens. There is one exception: if stray bytes directly follow a valid character, a byte-fallback tokenizer
+    decodes this character as invalid, but this class keeps the character.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         self._emitted = 0  # number of characters of the decoded window already emitted
 
     def push(self, token_id: int) -> str:
-        """Add one token; return the text that became final, which may be empty."""
+        """Add one token. Returns the text that became final, which may be empty."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)
@@ -56,13 +56,13 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end of generation: an incomplete character as decoded, or, usually, nothing."""
+        """Return the remaining text at the end of generation: the replacement of an incomplete character, or nothing."""
         decoded = self._decode(self._window)
         return self._emit(decoded, len(decoded))
 
     @property
     def text(self) -> str:
-        """All text so far, including an incomplete character at the end as the tokenizer decodes it."""
+        """All text so far. An incomplete character at the end is included as decoded by the tokenizer."""
         return "".join(self._parts) + self._decode(self._window)[self._emitted :]
 
     def _emit(self, decoded: str, end: int) -> str:
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
         return new
 
     def _settle(self, decoded: str) -> str:
-        """Emit the beginning of a long sequence of invalid bytes, which would otherwise take quadratic time."""
+        """Emit the beginning of a long sequence of invalid bytes. Decoding such sequences would take quadratic time."""
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])
             if head + self._decode(self._window[cut:]) == decoded:
@@ -91,14 +91,14 @@ _DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDic
 
 
 def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """A function that decodes a short window, with a cache, because models repeat the same pairs of tokens."""
+    """A cached function that decodes a short window. The cache is effective, because many windows repeat."""
     if tokenizer not in _DECODERS:
         _DECODERS[tokenizer] = functools.lru_cache(maxsize=1 << 16)(_plain_decoder(tokenizer))
     return _DECODERS[tokenizer]
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """``tokenizer.decode`` without cleanup; unless ``decode`` is overridden, uses the backend, which is three times as fast."""
+    """``tokenizer.decode`` without cleanup. Calls the backend directly unless ``decode`` is overridden, for speed."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -1,8 +1,8 @@
 """Structured output: JSON, JSON schemas and tool calls.
 
-Grammars are compiled by `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) once per tokenizer;
-every sample uses a copy of the compiled state. Reasoning is unconstrained: ``after`` is the marker that ends it, and the
-grammar applies after that marker.
+`llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) compiles a grammar once per tokenizer. Every
+sample uses a copy of the compiled state. Reasoning is unconstrained: the grammar applies only after the marker
+``after``, which ends the reasoning.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a cheap factory for the state of one sample. Raises UsageError: the schema is invalid or unsupported,
-    ``llguidance`` is not installed, or the tokenizer is slow or has no EOS token.
+    Returns a factory for the state of one sample; the factory is cheap to call. Raises UsageError: the schema is
+    invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is slow or has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
@@ -63,16 +63,18 @@ def tool_call_constraint(
     parallel: bool = True,
     **options: Unpack[ConstraintOptions],
 ) -> ConstraintFactory:
-    """Constrain to tool calls and nothing else, in the format of ``parser``.
+    """Constrain to tool calls in the format of ``parser``, without other text.
 
-    Parameter schemas that are not fully supported are enforced in part; if the tool has ``"strict": true``, they are an error.
+    Parameter schemas that are only partly supported are partly enforced. If the tool has ``"strict": true``, such a
+    schema is an error.
 
     Args:
-        parser: the model's format; it must have a ``shape``.
+        parser: the model's format, which must have a ``shape``.
         tool_choice: ``required``, or the one tool to call.
 
     Raises:
-        UsageError: the format cannot be enforced, or there are no tools; further errors as in :func:`json_schema_constraint`.
+        UsageError: the format cannot be enforced, or there are no tools. See :func:`json_schema_constraint` for other
+            causes.
     """
     shape = parser.shape
     functions = selectable_tools(tools, tool_choice)
@@ -129,7 +131,7 @@ class _GrammarState:
         self._choices = 0
 
     def allowed(self) -> np.ndarray:
-        """Tokens allowed next, bool [V]; an EOS token only if the response is complete."""
+        """Tokens allowed next, bool [V]. EOS tokens are allowed only if the response is complete."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -159,7 +161,7 @@ class _GrammarState:
 
 
 class _Compiler:
-    """Compiles grammars for one tokenizer, with a cache of the most recent ones."""
+    """Compiles grammars for one tokenizer, with a cache of recent grammars."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         from llguidance.hf import from_tokenizer
@@ -176,12 +178,12 @@ class _Compiler:
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
     def factory(self, rules: str, after: str | None, what: str) -> ConstraintFactory:
-        """A state factory for a grammar whose response is the rule ``body``; ``what`` names it in errors."""
+        """A state factory for a grammar. The rule ``body`` is the response; errors call the grammar ``what``."""
         matcher = self._matcher(f"{self._start(after)}\n{rules}", what)
         return lambda: _GrammarState(matcher.deep_copy(), self._tokens, self._vocab_size)
 
     def literal(self, text: str) -> str:
-        """A grammar sequence for fixed text: special tokens by id, everything else quoted."""
+        """A grammar sequence for fixed text: special tokens by id, and all other text quoted."""
         parts = []
         while text:
             hits = [(start, -len(token)) for token in self._special if token and (start := text.find(token)) >= 0]
@@ -194,7 +196,7 @@ class _Compiler:
         return " ".join(parts)
 
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
-        """Rules for any text up to and including ``end``; ``any_token`` also allows special tokens."""
+        """Rules for any text up to and including ``end``. ``any_token`` also allows special tokens."""
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]
         others = sorted(set(self._special.values()) - {self._special.get(end), *self._eos_ids})
@@ -203,7 +205,7 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """The start rule; with ``after``, any text that ends with this marker precedes the response."""
+        """The start rule. With ``after``, arbitrary text up to and including this marker precedes the response."""
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"

@@ -1,14 +1,14 @@
-"""Append-only text with cached searches that scan each character once.
+"""Append-only text. Repeated searches for a marker scan each character only once.
 
-Parsers of streamed model output search for the same markers again and again, from advancing positions. Repeated scans
-would take quadratic time, so the positions of each marker are cached.
+Parsers of streamed model output search for the same markers again and again, from increasing positions. Repeated scans
+would take quadratic time. The positions of each marker are therefore cached.
 """
 
 from bisect import bisect_left
 
 
 class GrowingText:
-    """Append-only text with the cached positions of the markers searched for."""
+    """Append-only text with cached positions of markers."""
 
     __slots__ = ("_positions", "_searched", "text")
 

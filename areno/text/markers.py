@@ -21,10 +21,10 @@ _warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 
 
 def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
-    """The first chat template marker in a prompt to which the tokenizer's template will be applied; None if there is none.
+    """The first chat template marker in a prompt; None without markers, or if no chat template will be applied.
 
-    Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end. Text
-    that is recognized as a rendered conversation gets no template, so it is not searched.
+    Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end of a
+    prompt. No template is applied to text that looks like a rendered conversation, so such text is not searched.
     """
     if not getattr(tokenizer, "chat_template", None) or (isinstance(prompt, str) and is_chat_formatted(prompt)):
         return None

@@ -1,8 +1,8 @@
 """Converts messages of OpenAI clients to the form that chat templates expect.
 
-Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates support different
-features; some support neither tools nor calls. What a template does not support becomes text, so that nothing is silently
-dropped.
+Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates support
+different features, and some templates support neither tools nor calls. Unsupported content becomes text, so that
+nothing is silently dropped.
 """
 
 import json
@@ -20,8 +20,9 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages for a chat template.
 
-    A feature that the template's source does not mention counts as unsupported. Most templates expect the arguments of a call
-    as an object, a few as JSON text. Raises UsageError: content is not text, or calls are not in OpenAI's format.
+    A feature that the template's source does not mention counts as unsupported. Most templates expect the arguments of
+    a call as an object; a few templates expect JSON text. Raises UsageError: content is not text, or calls are not in
+    OpenAI's format.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:
@@ -39,16 +40,16 @@ def template_messages(
 
 
 def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the template rendered call arguments as Python objects: such a template expects JSON text."""
+    """Whether the template rendered call arguments as Python objects. If so, the template expects JSON text."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in arguments)
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's format; flat tools (``{"name", "parameters"}``) are wrapped.
+    """Tools in OpenAI's format. Flat tools (``{"name", "parameters"}``) are wrapped.
 
-    Raises UsageError if one is not a function.
+    Raises UsageError if a tool is not a function.
     """
     return [
         {"type": "function", "function": dict(function_of(tool, f"tools[{index}]"))} for index, tool in enumerate(tools)
@@ -105,7 +106,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> Any:
-    """Parse arguments in JSON text; text that is not a JSON object is returned unchanged."""
+    """Parse arguments in JSON text. Text that is not a JSON object is returned unchanged."""
     if not isinstance(value, str):
         return value or {}
     try:

@@ -1,7 +1,7 @@
 """Separates reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
 
-If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Only reasoning at
-the start of a message counts; later markers are content.
+If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Reasoning is
+recognized only at the start of a message; later markers are content.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of the format; special tokens among them must be kept when decoding."""
+        """The markers of the format. Decoding must keep the special tokens among these markers."""
         if self.name == "harmony":
             return (*_HEADER_STARTS, _MESSAGE, *_BODY_ENDS)
         return (self.opener, self.closer) if self.opener else ()
@@ -52,7 +52,7 @@ class ReasoningParser:
         return dataclasses.replace(self, starts_inside=inside)
 
     def parse(self, text: str) -> tuple[str | None, str]:
-        """Split a complete message into reasoning (None if there is none) and content."""
+        """Split a complete message into reasoning and content. Without reasoning, the first value is None."""
         stream = self.stream()
         reasoning = content = ""
         for delta in stream.push(text) + stream.finish():
@@ -71,7 +71,7 @@ class ReasoningParser:
 
 @dataclass(slots=True)
 class _MarkerStream:
-    """States: start (only white space so far), reasoning, gap (white space after the reasoning), content."""
+    """The states are start (only white space so far), reasoning, gap (white space after the reasoning), and content."""
 
     parser: ReasoningParser
     state: str = field(init=False)
@@ -140,7 +140,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 @dataclass(slots=True)
 class _HarmonyStream:
-    """gpt-oss: a message is a sequence of parts with channels; ``analysis`` is reasoning, a part for a tool is a call.
+    """gpt-oss: message parts of the channel ``analysis`` are reasoning, and parts addressed to a tool are calls.
 
     Calls are normalized to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>`` for the tool-call parser.
     """
@@ -209,7 +209,7 @@ class _HarmonyStream:
 
 
 ReasoningStream = _MarkerStream | _HarmonyStream
-"""An incremental parser: ``push`` returns the deltas that became final, ``finish`` returns the rest."""
+"""An incremental parser. ``push`` returns the deltas that became final; ``finish`` returns the remaining deltas."""
 
 _PARSERS = {
     parser.name: parser
@@ -243,7 +243,7 @@ def list_reasoning_parsers() -> list[str]:
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """A model's reasoning format, by name or detected from chat template and added tokens.
+    """A model's reasoning format, by name or, with ``auto``, detected from the chat template and the added tokens.
 
     Raises UsageError if the name is unknown.
     """

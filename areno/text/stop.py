@@ -1,7 +1,7 @@
-"""Stop strings: end generation as soon as one occurs in the decoded text, regardless of token boundaries.
+"""Stop strings end generation as soon as they occur in the decoded text, regardless of token boundaries.
 
-To keep the cost per token constant, only new final text is searched, with the few characters before it in which a stop string
-may have started.
+To keep the cost per token constant, a search covers only new final text and the few characters before it that may begin
+a stop string.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class StopChecker:
         self.stopped = False  # whether a stop string has occurred
 
     def push(self, token_id: int) -> bool:
-        """Add one token; return True once a stop string is in the text. Later tokens are ignored."""
+        """Add one token. Returns True if the text contains a stop string; later tokens are then ignored."""
         if self.stopped:
             return True
         new = self._detokenizer.push(token_id)

@@ -1,4 +1,4 @@
-"""Plots the sessions of a run as an HTML page: one line per session, with its phases, and a table of how long the phases took.
+"""Plots the sessions of a run as an HTML page: one line per session, with its phases, and a table of their durations.
 
     python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html
 

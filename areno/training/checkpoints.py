@@ -1,13 +1,13 @@
 """Checkpoints of a run: the complete state to resume from, and the checkpoint with the best evaluation.
 
-A checkpoint is a folder of ``areno.storage.checkpoint_folder`` (temporary name, flushed to disk, renamed), with
+A checkpoint is a folder that ``areno.storage.checkpoint_folder`` writes under a temporary name, flushes to disk and renames:
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all other files
     rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
 
-A checkpoint is verified before it is used; if it is damaged, it is renamed and the previous one is used. Loading never runs
-code from a file. A search for checkpoints creates no folder.
+A checkpoint is verified before it is used. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading
+never runs code from a file. A search for checkpoints creates no folder.
 """
 
 import os
@@ -35,7 +35,7 @@ class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
     ``writing`` returns a context manager that shows the progress of a save, given the save's path. ``saved_step`` is the step
-    of the newest checkpoint that this process wrote or resumed from, not counting the best checkpoint; 0 if there is none.
+    of the newest checkpoint that this process wrote or resumed from, or 0. The best checkpoint does not count.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -46,10 +46,11 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None without checkpoints.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: no checkpoint is usable although some exist, one is unreadable, or other users can write to one.
+            CheckpointError: checkpoints exist but none is usable, a checkpoint is unreadable, or other users can write to a
+                checkpoint.
         """
         if not self.spec.enabled:
             return None
@@ -63,18 +64,18 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Continue from a checkpoint: rename checkpoints of later steps, and delete the oldest ones beyond the limit."""
+        """Continue from a checkpoint: rename checkpoints of later steps, and delete the oldest checkpoints beyond the limit."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
         self.folder.prune()
 
     def due(self, at: StepInfo) -> bool:
-        """Count a finished step, and return whether to write a checkpoint after it."""
+        """Count a finished step, and return whether to write a checkpoint after this step."""
         return self.frequency.check(at) and self.spec.enabled
 
     def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
-        """Write the checkpoint of the last completed step, unless it exists already.
+        """Write the checkpoint of the last completed step, unless this checkpoint exists already.
 
         ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` accepts, or None for no
         ``rollout.pt``.
@@ -95,7 +96,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Write the last completed step as the best checkpoint. Arguments and errors are those of :meth:`save`."""
+        """Write the last completed step as the best checkpoint. For arguments and errors see :meth:`save`."""
         same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),
@@ -104,14 +105,14 @@ class Checkpoints:
             self._fill(folder, state, backend, same, rollout_state)
 
     def update(self, state: RunState) -> None:
-        """Replace the state in the last completed step's checkpoint, if any, after an evaluation."""
+        """After an evaluation, replace the state in the last completed step's checkpoint, if there is one."""
         if state.step and state.step == self.saved_step:
             write_state(self.folder.path(state.step), asdict(state))
 
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
-        """Write the checkpoint. If the folder holds a copy of a checkpoint of the same step, write only what may differ."""
+        """Write a checkpoint to a folder. If the folder already holds a copy of the same step, write only what may differ."""
         if copied is None:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
@@ -132,7 +133,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if another user owns, or can write to, the folder of the checkpoints or anything below."""
+    """Raise CheckpointError if another user owns or can write to the checkpoint folder or any of its content."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}
@@ -151,7 +152,7 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _owner_of_new_files(root: Path) -> int:
-    """Return the user id of new files in the folder; a file server may map the process's user id to another one."""
+    """Return the user id of new files in the folder. A file server may map the process's user id to another user id."""
     try:
         with tempfile.TemporaryFile(dir=root) as probe:
             return os.fstat(probe.fileno()).st_uid

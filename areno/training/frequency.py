@@ -1,7 +1,7 @@
-"""When to save, evaluate and checkpoint: every N epochs, every N steps, every N seconds, or several of these.
+"""When to save, evaluate and checkpoint: every N epochs, steps or seconds, or a combination of these intervals.
 
-The three counters are independent: each restarts only when its own interval has passed, so "every epoch" does not affect
-"every 100 steps". Each schedule has its own :class:`FrequencyControl`.
+The three counters are independent: each counter restarts only when its own interval has passed. So "every epoch" does not
+affect "every 100 steps". Each schedule has a separate :class:`FrequencyControl`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areno.spec.run_spec import Frequency
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A step and its position in the run. Indices count from 0."""
+    """A step and its position in the run. All indices start at 0."""
 
     epoch: int
     epoch_step: int
@@ -43,24 +43,26 @@ class StepInfo:
 
 
 class FrequencyControl:
-    """One schedule. Raises UsageError for a frequency that is not above 0. ``clock`` returns seconds."""
+    """The schedule of one action. Raises UsageError for an interval that is not above 0. ``clock`` returns seconds."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}
         for unit, value in self._every.items():
             if value is not None and value <= 0:
-                raise UsageError(f"freq_{unit}={value} is not above 0; use a number above 0, or null to disable it")
+                raise UsageError(
+                    f"freq_{unit}={value} is not above 0; use a number above 0, or null to disable this interval"
+                )
         self._first, self._last, self._clock = frequency.first, frequency.last, clock
         self._epochs = self._steps = 0
         self._since = clock()
 
     def due_before_training(self) -> bool:
-        """Whether the action is due before the first step; True at most once per run, even after a resume."""
+        """Return whether the action is due before the first step. Returns True at most once per run, even after a resume."""
         due, self._first = self._first, False
         return due
 
     def check(self, at: StepInfo) -> bool:
-        """Count a finished step, and return whether the action is due now. Call once per step."""
+        """Count a finished step, and return whether the action is due now. Call this method once per step."""
         self._first = False
         self._steps += 1
         self._epochs += at.ends_epoch
@@ -85,7 +87,7 @@ class FrequencyControl:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters; the time since they were saved does not count."""
+        """Restore the counters. The time since the counters were saved does not count."""
         self._epochs, self._steps = state["epochs"], state["steps"]
         self._since = self._clock() - state["secs"]
         self._first = self._first and state["before_training"]

@@ -1,12 +1,13 @@
 """The training loop of both front ends: steps, evaluation, checkpoints, resume, and clean shutdown.
 
-The step itself is ``run_step`` of an algorithm's trainer: for ``areno train`` in ``areno/api/trainers/rollout_trainer.py`` and
-``supervised.py``, for ``areno run`` in ``areno/experiments/trainers/rl.py`` and ``supervised.py``.
+A step is the method ``run_step`` of an algorithm's trainer. For ``areno train`` the trainers are in
+``areno/api/trainers/rollout_trainer.py`` and ``supervised.py``, and for ``areno run`` in ``areno/experiments/trainers/rl.py``
+and ``supervised.py``.
 
 A trainer supplies the batches, the code of a step, and the measurements of an evaluation. After each step the loop reports
-statistics, saves models, evaluates and writes a checkpoint, each if due; a run resumed from that checkpoint reports nothing
-twice. An evaluation, like a checkpoint, belongs to a number of completed steps. Evaluations do not affect training: random
-state and step times are the same as without them.
+statistics. The loop also saves models, evaluates, and writes a checkpoint, if these actions are due. A run that resumes from
+this checkpoint reports nothing twice. Evaluations do not affect training: they change neither the random state nor the step
+times.
 """
 
 import functools
@@ -44,7 +45,7 @@ from areno.types import TokenRecord, TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step to run: its batch, its place in the run, and the position in the epoch's row order after it."""
+    """A step to run, with its batch, its place in the run, and the position in the epoch's row order after the step."""
 
     batch: Any
     at: StepInfo
@@ -52,7 +53,7 @@ class PlannedStep:
 
 
 class TrainingLoop(ABC):
-    """Base class of the trainers; see the module's docstring."""
+    """Base class of the trainers; see the module docstring."""
 
     logger: logging.Logger
     best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
@@ -68,7 +69,7 @@ class TrainingLoop(ABC):
     rollouts: RolloutFiles | None = None  # saves the rows of each step; None saves none
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
-        """Set the components that the loop uses; ``checkpoints`` are reused if given."""
+        """Set the components that the loop uses. ``checkpoints`` are created if not given."""
         self.spec, self.backend, self.report = spec, backend, report
         self.stop = StopController()
         self.state = RunState()
@@ -80,7 +81,7 @@ class TrainingLoop(ABC):
 
     @property
     def display(self) -> ProgressDisplay:
-        """Progress display."""
+        """The progress display of the run."""
         return self.report.display
 
     @abstractmethod
@@ -89,33 +90,33 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
-        """Run one step; do repeatable work inside ``self.stop.interruptible()``."""
+        """Run one step. Implementations do repeatable work inside ``self.stop.interruptible()``."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
-        """Measure the model on the held-out rows; may be interrupted at any time, and must not train."""
+        """Measure the model on the held-out rows. The method may be interrupted at any time, and must not train."""
 
     @abstractmethod
     def total_steps(self) -> int:
-        """Return the number of steps of the run if no row is skipped."""
+        """Return the number of steps of the run, assuming that no row is skipped."""
 
     def data_size(self) -> dict[str, int]:
-        """The sizes of the data, as :func:`areno.observability.data_size.data_size` returns them; {} if unknown."""
+        """Return the sizes of the data in the format of :func:`areno.observability.data_size.data_size`; {} if unknown."""
         return {}
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
-        """Called once before the state is restored: loads the models needed besides the policy."""
+        """Load all models except the policy. Called once, before the state is restored."""
 
     def prepare(self) -> None:  # noqa: B027  (not every algorithm prepares anything)
-        """Called once before the first step, after the state is restored."""
+        """Prepare the run. Called once, after the state is restored and before the first step."""
 
     def start_fresh(self) -> None:
-        """Called once instead of restoring, if there is no checkpoint."""
+        """Start without a checkpoint. Called once, instead of restoring the state."""
         if self.spec.resumed:
             self.report.rewind(self.state)
 
     def save_models(self, at: StepInfo) -> None:
-        """Save the models of all roles that are due after a step; after the last step, wait until they are written."""
+        """Save the models of all roles that are due after a step. After the last step, wait until all models are written."""
         if self.saver is None:
             return
         for role in self.saved_roles:
@@ -133,53 +134,53 @@ class TrainingLoop(ABC):
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
-        """Return the rollout state for checkpoints, of types that :mod:`areno.training.plain_objects` accepts, or None."""
+        """Return the rollout state for checkpoints, in types that :mod:`areno.training.plain_objects` accepts, or None."""
         return None
 
     def part_states(self) -> dict[str, Any]:
-        """Return further state for checkpoints, as JSON values."""
+        """Return additional state for checkpoints, as JSON values."""
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
-        """Restore :meth:`part_states` and :meth:`rollout_state`; the weights are already loaded."""
+        """Restore :meth:`part_states` and :meth:`rollout_state`, after the weights have been loaded."""
 
     def save_at_stop(self) -> None:
-        """Called when a signal or an error ends the run between two updates: saves the completed steps."""
+        """Save the completed steps. Called when a signal or an error stops the run between two updates."""
         self.checkpoint()
 
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
-        """Called once after the last step of a run that was not stopped."""
+        """Finish the run. Called once after the last step, unless the run was stopped."""
 
     def cleanup(self) -> None:  # noqa: B027  (not every trainer holds resources)
-        """Called once at the end, even after an error."""
+        """Release resources. Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """From now on, save each step's rows; keep those of the newest ``steps`` (a number or ``all``). None saves none."""
+        """From now on, save each step's rows, and keep the newest ``steps`` steps (a number or ``all``). None saves no rows."""
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
 
     def save_rows(self, rows: Sequence[TrainSequence], samples: Sequence[int]) -> None:
-        """Save the rows of the present step, if the run saves rows; ``samples`` has the sample index of each row."""
+        """Save the rows of the current step, if the run saves rows. ``samples`` holds the sample index of each row."""
         if self.rollouts is not None:
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return the per-token records of the rows observed in the last update, and clear them; {} if there are none."""
+        """Return and clear the per-token records of the rows observed in the last update; {} if there are no records."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
-        """Time a block under ``key``; by default only in the trace."""
+        """Time a ``with`` block under the name ``key``. By default, the time is only in the trace."""
         return tracing.trace_scope(key)
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Trace a block that makes a complete step."""
+        """Trace a ``with`` block that runs a complete step."""
         with tracing.perf_tracer().step(step):
             yield
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run until the end, an error or a stop signal (StopRequested). Saves the completed steps unless an update failed."""
+        """Run until the end, an error or a stop signal (StopRequested). Saves the completed steps, unless an update failed."""
         try:
             self.load_models()
             self._restore()
@@ -212,7 +213,7 @@ class TrainingLoop(ABC):
             self.checkpoint()
 
     def finished(self) -> bool:
-        """Whether a limit of the run is reached; the number of epochs is enforced by :meth:`steps`."""
+        """Return whether a limit of the run is reached, except for the number of epochs, which :meth:`steps` enforces."""
         span, state = self.spec.span, self.state
         limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
         return any(limit is not None and reached >= limit for limit, reached in limits)
@@ -251,7 +252,7 @@ class TrainingLoop(ABC):
         self._updating = False
 
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
-        """Evaluate if due; return the metrics to merge into the step's record, if any."""
+        """Evaluate if an evaluation is due. Return the metrics to merge into the step's record, or {}."""
         if self.eval_rows is None:
             return {}
         self.state.evaluation_due |= self.evaluation.check(at)
@@ -260,7 +261,7 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model, at most once per step. Report the metrics as a separate record if ``apart``, else return them."""
+        """Measure the model, at most once per step. ``apart`` reports the metrics separately; otherwise they are returned."""
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):
             return {}
@@ -282,13 +283,13 @@ class TrainingLoop(ABC):
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
-        """Record the evaluation if it is better than all earlier ones, and return whether it is. NaN is never better."""
+        """Record an evaluation if it is better than all earlier evaluations; return whether it is. NaN is never better."""
         name, best = self.best_metric, self.state.best
         if name not in metrics:
             if self.best_may_be_missing:
                 return False
             raise ArenoError(
-                f"evaluate() of {type(self).__name__} returned no {name!r}, its best_metric; got {sorted(metrics)}"
+                f"evaluate() of {type(self).__name__} did not return its best_metric {name!r}; got {sorted(metrics)}"
             )
         value = metrics[name]
         if best is None:
@@ -300,26 +301,24 @@ class TrainingLoop(ABC):
             best = self.state.best = {"step": self.state.step, "metric": name, "value": value}
         shown = f"{name} {value:.4g} after {self.state.step} steps"
         if self.state.not_best == self.spec.patience:
-            self.logger.info(
-                "%d consecutive evaluations were not better than the best: the run ends", self.state.not_best
-            )
+            self.logger.info("no new best result in %d consecutive evaluations; the run stops", self.state.not_best)
         self.display.evaluated(shown if best is None else f"{shown}, best {best['value']:.4g} after {best['step']}")
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Report the evaluation of the restored step again: its line was dropped together with the lines of later steps."""
+        """Report the evaluation of the restored step again, because its line was dropped with the lines of later steps."""
         previous = self.state.evaluation
         if previous is None:
             return
         if previous["step"] == self.state.step and not self.report.joins_evaluation:
             self.report.record_evaluation(self.state, previous["metrics"], again=True)
         if previous["settings"] != self.spec.evaluated_with:
-            self.logger.info("the evaluation options have changed: the best evaluation so far is discarded")
+            self.logger.info("the evaluation options have changed, so the best evaluation so far is discarded")
             self.state.evaluation = self.state.best = None
             self.state.not_best, self.state.evaluation_due = 0, True
 
     def checkpoint(self) -> None:
-        """Write the checkpoint of the last completed step, unless it exists or checkpoints are disabled."""
+        """Write the checkpoint of the last completed step, unless this checkpoint exists or checkpoints are disabled."""
         if self.spec.checkpoints.enabled:
             self._note_parts()
             self.checkpointing.save(self.state, self.backend, self.rollout_state)
@@ -332,7 +331,7 @@ class TrainingLoop(ABC):
         self.state.parts |= {"report": self.report.state_dict(), **saver, **self.part_states()}
 
     def _restore(self) -> None:
-        """Resume from a checkpoint if there is one; later steps will be repeated."""
+        """Resume from a checkpoint if there is one. Steps after the checkpoint are then repeated."""
         checkpoint = self.resumed_from
         if checkpoint is None:
             self.start_fresh()
@@ -354,11 +353,11 @@ class TrainingLoop(ABC):
         self._restore_evaluation()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save the completed steps before an error or a stop ends the run. A second Ctrl-C skips the save."""
+        """Save the completed steps before an error or a stop ends the run. A second Ctrl-C skips this save."""
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:
-            newest = f"; the newest checkpoint is that of step {self.checkpointing.saved_step}"
+            newest = f"; the newest checkpoint is from step {self.checkpointing.saved_step}"
             self.logger.error("the run ended during an update%s", newest if self.spec.checkpoints.enabled else "")
             return
         if isinstance(error, StopRequested):

@@ -1,6 +1,7 @@
-"""Saves and loads tensors, arrays and plain Python objects, without running code from the file.
+"""Saves and loads tensors, arrays and plain Python objects. Loading never runs code from the file.
 
-Files are written by ``torch.save`` and loaded with ``weights_only``, which allows only PyTorch's safe types and those below.
+Files are written by ``torch.save`` and loaded with ``weights_only``, which allows only PyTorch's safe types and the types
+that this module adds.
 """
 
 import datetime
@@ -33,7 +34,7 @@ def save(value: Any, file: Path | IO[bytes]) -> None:
     """Write a value made of None, numbers, text, bytes, dates, tensors, arrays, dicts, lists, tuples and sets.
 
     Raises:
-        UsageError: the value contains another type; the message names it.
+        UsageError: the value contains another type. The message contains the type's name.
     """
     try:
         torch.save(value, file)
@@ -48,12 +49,12 @@ def save(value: Any, file: Path | IO[bytes]) -> None:
 
 
 def check(value: Any) -> None:
-    """Raise the error that :func:`save` would raise."""
+    """Raise the error that :func:`save` would raise for the value."""
     save(value, BytesIO())
 
 
 def load(file: Path) -> Any:
-    """Read a file written by :func:`save`. Raises DamagedCheckpointError if it is invalid, CheckpointError if unreadable."""
+    """Read a file of :func:`save`. Raises DamagedCheckpointError if the file is invalid, and CheckpointError if unreadable."""
     try:
         with safe_globals(_ALLOWED):
             return torch.load(file, weights_only=True, map_location="cpu")

@@ -1,4 +1,4 @@
-"""What a replay trains on and starts from: the recorded rows of a step, and the checkpoint before it."""
+"""The inputs of a replay: the recorded rows of a step, and the checkpoint before the step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from areno.training.saved_rows import SavedRows, rows_of_arrays, rows_of_samples
 from areno.types import RewardParts, TrainSequence, parts_of
 
 STATISTICS = ("train/", "ppo_actor/update/", "ppo_critic/")
-"""Prefixes of the statistics of an update."""
+"""Prefixes of the names of update statistics."""
 _MEASURED = ("_time_s", "/tokens_per_second")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step to train on again.
+    """A recorded step that is trained on again.
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.
-        start: number of completed steps when the starting weights were saved; equal to ``step`` if the step began with these
-            weights.
+        start: number of steps that were completed when the starting weights were saved; ``step`` if the step started from
+            these weights.
         checkpoint: the checkpoint with the starting weights; None for the initial model.
         reshapes: whether to compute advantages from the rewards instead of using the recorded advantages.
     """
@@ -47,7 +47,7 @@ class RecordedStep:
         return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
 
     def weighed(self, weights: str | Mapping[str, float] | None) -> RecordedStep:
-        """Replace rewards by weighted sums of their parts. Raises UsageError: the rewards have no parts."""
+        """Replace rewards with weighted sums of their parts. Raises UsageError if the rewards have no parts."""
         if not all(parts_of(row.reward) for row in self.saved.rows):
             raise UsageError("the recorded rewards have no parts to weigh; remove the weights of reward parts")
         parts = RewardParts(weights)
@@ -56,32 +56,32 @@ class RecordedStep:
         return self
 
     def forget(self, column: str) -> None:
-        """Empty a per-token list in all rows, so that its values are computed again."""
+        """Empty a per-token list in all rows, so that its values are recomputed."""
         for row in self.saved.rows:
             setattr(row, column, [])
 
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
-        """Return a copy whose advantages are to be computed from the rewards, as the options ``because`` require.
+        """Return a copy with advantages to be computed from the rewards, as the options ``because`` require.
 
-        Raises UsageError: the advantages compare all samples of a prompt (``by_group``), but some samples were not recorded.
+        Raises UsageError if the advantages compare all samples of a prompt (``by_group``) but some samples were not recorded.
         """
         if by_group and not self.complete:
             raise UsageError(
-                f"{because}: advantages compare all samples of a prompt, and only some were recorded; train with "
-                "--save-rollouts (rollout.save_rollouts) to keep all"
+                f"{because}: advantages compare all samples of a prompt, but only some samples were recorded; train with "
+                "--save-rollouts (rollout.save_rollouts) to keep all samples"
             )
         return replace(self, reshapes=True)
 
     def described(self, base: str) -> list[str]:
-        """Describe rows, weights and advantages; ``base`` is the initial model."""
+        """Describe the rows, the weights and the advantages. ``base`` is the path of the initial model."""
         kind = (
             "all rows of the step"
             if self.complete
-            else "recorded samples, a selection: statistics differ from the run's"
+            else "only the recorded samples, so statistics differ from the run's"
         )
         weights = f"{base}, the initial model" if self.checkpoint is None else str(self.checkpoint)
         missing = self.step - self.start
-        began = "those that the step began with"
+        began = "the starting weights of the step"
         behind = f"{missing} steps older than {began}" if missing else began
         return [
             f"step {self.step}: {len(self.saved.rows)} rows ({kind})",
@@ -91,10 +91,10 @@ class RecordedStep:
 
 
 def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) -> RecordedStep:
-    """Read the rows of a step, and find the newest checkpoint saved before it.
+    """Read the rows of a step, and find the newest checkpoint before the step.
 
     Raises:
-        UsageError: nothing was recorded for that step.
+        UsageError: no rows of the step were recorded.
         ArenoError: the saved rows cannot be read.
     """
     files = RolloutFiles(run.rollouts_path, 0)
@@ -108,13 +108,13 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
         if not saved.rows:
             with_rows = sorted({*files.steps(), *entries["step"][(entries["flags"] & FLAGS["rows"]) > 0].tolist()})
             known = f"steps {with_rows[0]} to {with_rows[-1]}" if with_rows else "no step"
-            raise UsageError(f"--step {step}: {run.path} has no rows of that step; it recorded rows of {known}")
+            raise UsageError(f"--step {step}: {run.path} has no rows of this step; rows were recorded for {known}")
     newest = CheckpointFolder(checkpoints_of(run.path, "areno replay")).newest_until(step)
     start, checkpoint = newest if newest is not None else (0, None)
     return RecordedStep(step, updates, saved, complete, start, checkpoint)
 
 
 def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
-    """Return (recorded, replayed) for each statistic of an update except speeds; recorded is None if it was not recorded."""
+    """Return (recorded, replayed) for each update statistic except speeds; recorded is None for an unrecorded statistic."""
     names = [name for name in replayed if name.startswith(STATISTICS) and not name.endswith(_MEASURED)]
     return {name: (recorded.get(name), replayed[name]) for name in names}

@@ -1,4 +1,4 @@
-"""Reports the progress of a run. Names and log lines depend on the front end; health checks and display are shared."""
+"""Reports the progress of a run. Names and log lines depend on the front end; health checks and the display do not."""
 
 import statistics
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ class StepOutcome:
     """The result of one step.
 
     Attributes:
-        timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, if applicable.
+        timings: seconds of ``rollout``, ``reward``, ``advantage`` and ``train``, if applicable.
         memory: figures of :class:`StepMemory`.
     """
 
@@ -42,13 +42,14 @@ class StepOutcome:
 
 
 class Reporter(ABC):
-    """Reports the steps and evaluations of a run; ``display`` shows progress, ``health`` warns about failing training.
+    """Reports the steps and evaluations of a run. ``display`` shows the progress, and ``health`` warns about failing
+    training.
 
     ``html_report`` rewrites the report of the run directory.
     """
 
     joins_evaluation: ClassVar[bool]
-    """Whether evaluation metrics are merged into the record of the preceding step, or are a separate record."""
+    """Whether evaluation metrics are merged into the record of the preceding step. If false, they are a separate record."""
 
     def __init__(
         self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor, algorithm: str = "", model: str = ""
@@ -60,20 +61,20 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Write the statistics of a step; the totals of ``state`` already include this step."""
+        """Write the statistics of a step. The totals in ``state`` already include this step."""
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the metrics of an evaluation as a separate record; ``again`` if it repeats a line that a resume dropped."""
+        """Write the metrics of an evaluation as a separate record. ``again`` marks a repeated line that a resume dropped."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
-        """Drop the records of steps that ``state`` has not completed; if it has completed none, drop all records."""
+        """Drop the records of steps that ``state`` has not completed. If no step is completed, drop all records."""
 
     def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
         """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before.
 
-        ``data`` is the size of its data, if it is known.
+        ``data`` contains the sizes of the run's data, if known.
         """
         self.run_dir.write_environment({**environment(), **({"data": data} if data else {})})
         self.display.start(total_steps, done_steps, self.heading)
@@ -87,7 +88,7 @@ class Reporter(ABC):
         return self.known_stats(outcome)
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
-        """Warn if a finished step shows that training fails; return whether the update was usable."""
+        """Warn if a finished step shows that training is failing. Return whether the update was usable."""
         known, has_rewards = self.known_stats(outcome), outcome.rewards is not None
         groups = [row.group for row in outcome.rows] if outcome.groups is None else outcome.groups
         for warning in self.health.observe(
@@ -104,23 +105,23 @@ class Reporter(ABC):
         return not unusable(known)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Show a finished step."""
+        """Show a finished step on the display."""
         parts = {name: statistics.fmean(column) for name, column in part_columns(outcome.rewards or []).items()}
         self.display.step_done(step, self.shown_stats(outcome), outcome.sample, parts)
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """Display that the block writes a checkpoint."""
+        """Display that the ``with`` block writes a checkpoint."""
         self.display.phase("save")
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to restore on resume."""
+        """Return the state of the reporter for a resume."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing)
-        """Restore :meth:`state_dict`."""
+        """Restore the state that :meth:`state_dict` returned."""
 
     def close(self) -> None:
-        """Flush queued records; a second call does nothing."""
+        """Flush queued records. A second call does nothing."""
         self.display.stop()

@@ -1,7 +1,7 @@
-"""Training rows as flat arrays, and rows from recorded samples, so that a step can be trained on again.
+"""Conversion of training rows to flat arrays and back, and of recorded samples to rows, for training on a step again.
 
-Per-token lists of all rows are concatenated; ``lengths`` divides them. Numbers are stored exactly: in 32 bits where these
-suffice, else in 64.
+The per-token lists of all rows are concatenated; ``lengths`` holds the length of each row. Numbers are stored exactly, in 32
+bits if possible and otherwise in 64 bits.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _ROUTED = "routed_experts"
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """The rows of a step, and which sample each belongs to."""
+    """The rows of a step, and the sample index of each row."""
 
     rows: list[TrainSequence]
     samples: list[int]
 
 
 def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
-    """Return arrays of one or more rows: ``lengths``, ``sample``, ``reward`` and its parts, and other fields by their names.
+    """Return arrays of one or more rows: ``lengths``, ``sample``, ``reward`` and the reward parts, and other fields by name.
 
-    A per-token list is absent unless every row has it, except that a missing ``loss_mask`` is saved as true everywhere.
+    A per-token list is absent unless every row has the list. A missing ``loss_mask`` is saved as true for all tokens.
     """
     rewards = [row.reward for row in rows]
     arrays: Arrays = {
@@ -74,7 +74,7 @@ def _numbers(values: list[float]) -> NDArray[Any]:
 
 
 def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
-    """Return the routing records of all tokens; a row without a record is filled with :func:`no_expert`."""
+    """Return the routing records of all tokens. Rows without a record are filled with :func:`no_expert`."""
     like = next(row.routed_experts for row in rows if row.routed_experts is not None)
 
     def record(row: TrainSequence) -> NDArray[Any]:
@@ -102,9 +102,10 @@ def rows_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> SavedRows:
 
 
 def rows_of_samples(samples: Iterable[Mapping[str, Any]], temperature: float) -> SavedRows:
-    """Return the training rows in recorded samples (``samples.jsonl``); samples recorded without rows are skipped.
+    """Return the training rows in recorded samples (``samples.jsonl``). Samples without rows are skipped.
 
-    In that file, log-probs and advantages are rounded to six decimals. ``temperature`` is the run's sampling temperature.
+    In ``samples.jsonl``, log-probs and advantages are rounded to six decimals. ``temperature`` is the run's sampling
+    temperature.
     """
     rows, owners = [], []
     for number, sample in enumerate(samples):

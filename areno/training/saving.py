@@ -3,7 +3,7 @@
     default/epoch{E}epochstep{S}globalstep{G}/
 
 Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving blocks training
-only while the weights are copied; a thread writes the copy.
+only while the weights are copied. A thread then writes the copy.
 """
 
 import logging
@@ -24,20 +24,20 @@ MODES = ("auto", "sync", "async")
 DISK_REMEDY = "free some space, save less often (saver.freq_*), or choose another cluster.fileroot"
 
 WriteModel = Callable[[Path], None]
-"""Writes a model and its tokenizer to a folder."""
+"""A function that writes a model and its tokenizer to a folder."""
 StageModel = Callable[[], WriteModel]
-"""Copies a model's weights, and returns a function that writes the copy."""
+"""A function that copies a model's weights, and returns a function that writes the copy."""
 
 
 class Saver:
-    """Saves the model of each role when due; the role ``default`` is the actor.
+    """Saves the model of each role when a save is due. The role ``default`` is the actor.
 
     Args:
         root: folder for the models of the run.
         every: how often each role is saved.
-        mode: ``sync`` writes before it returns; ``async`` copies the weights and writes in a thread; ``auto`` is ``async``
-            for models that can be copied, else ``sync``.
-        layout: path table of the front end.
+        mode: ``sync`` blocks until the model is written. ``async`` copies the weights, and writes them in a thread. ``auto``
+            means ``async`` for models that can be copied, and ``sync`` otherwise.
+        layout: the front end's table of paths.
         remedy: advice in the error for a full disk.
     """
 
@@ -51,7 +51,7 @@ class Saver:
         remedy: str = DISK_REMEDY,
     ) -> None:
         if mode not in MODES:
-            raise UsageError(f"saver.mode={mode!r} is not a mode; use one of {', '.join(MODES)}")
+            raise UsageError(f"saver.mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         self._root = Path(root)
         self._controls = {role: FrequencyControl(every) for role in roles}
         self._mode, self._layout, self._remedy = mode, layout, remedy
@@ -67,21 +67,21 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role, and :meth:`save` its model if due; else return None."""
+        """Count a finished step of a role. If a save is due, :meth:`save` the role's model; otherwise return None."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 
     def save(self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None) -> Path:
         """Save a role's model now, and return its path.
 
-        ``stage`` copies the model for asynchronous saving; None if that is not possible.
+        ``stage`` copies the model for asynchronous saving; None if the model cannot be copied.
 
         Raises:
             CheckpointError: this save or the previous asynchronous save of the role failed.
         """
         if self._mode == "async" and stage is None:
             _log.warning(
-                "saver.mode=async: the model of %s cannot be copied, so training waits until it is written", role
+                "saver.mode=async: the model of %s cannot be copied, so training waits until the model is written", role
             )
         self._wait(role)
         if self._mode == "sync" or stage is None:
@@ -110,7 +110,7 @@ class Saver:
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters; roles that were not saved before start at zero."""
+        """Restore the counters. The counters of roles that are not in ``state`` start at zero."""
         for role, control in self._controls.items():
             if role in state:
                 control.load_state_dict(state[role])

@@ -1,4 +1,4 @@
-"""State of a run besides weights and optimizer, complete enough for an exact resume."""
+"""The state of a run besides the weights and the optimizer state, sufficient for an exact resume."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from areno.storage.contents import read_state
 
 @dataclass(slots=True)
 class RunState:
-    """Position of a run after its last completed step.
+    """The position of a run after its last completed step.
 
     Attributes:
-        evaluation: the last evaluation: ``step``, ``metrics``, and ``settings``; evaluations with equal settings are
+        evaluation: ``step``, ``metrics`` and ``settings`` of the last evaluation. Evaluations with equal settings are
             comparable.
-        parts: JSON state of the components by name: frequencies, data position, statistics.
+        parts: JSON state of the components, such as frequencies, data position and statistics, by component name.
     """
 
     step: int = 0  # completed steps
@@ -37,7 +37,7 @@ class RunState:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:
-        """Read the state of a checkpoint. Raises DamagedCheckpointError if it is unusable."""
+        """Read the run state in a checkpoint. Raises DamagedCheckpointError if the run state is unusable."""
         fields = read_state(checkpoint)
         try:
             return cls(**fields)

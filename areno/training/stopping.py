@@ -16,7 +16,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(BaseException):
-    """The user or the system asked the run to stop, with the signal ``signum``."""
+    """The user or the system has requested a stop with the signal ``signum``."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -32,7 +32,7 @@ class StopController:
 
     @contextmanager
     def signals(self) -> Iterator[StopController]:
-        """Handle signals inside the block, except ignored ones (nohup); does nothing outside the main thread."""
+        """Handle signals in the ``with`` block, except ignored signals (nohup). Does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -58,7 +58,7 @@ class StopController:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Context for work that may be interrupted, because it will be repeated."""
+        """Mark the work in the ``with`` block as interruptible, because it will be repeated."""
         self._interruptible = True
         try:
             self.check()

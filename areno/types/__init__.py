@@ -1,4 +1,4 @@
-"""Data classes shared by all packages. Does not import torch."""
+"""Data classes shared by all packages. This package does not import PyTorch."""
 
 from areno.types.reward import RewardEvent, RewardEventType, RewardRecord
 from areno.types.reward_parts import PARTS, RewardParts, WeightedReward, part_columns, parts_of

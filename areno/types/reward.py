@@ -1,4 +1,4 @@
-"""Input of reward functions: one record per finished completion or trajectory."""
+"""The input of reward functions: one record per finished completion or trajectory."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,19 +25,19 @@ class RewardRecord:
 
     Attributes:
         prompt: prompt text.
-        completion: the model's text; an agent's turns are joined by newlines.
-        rendered_completion: the completion as rendered by the chat template, if there is one.
+        completion: text of the model. The turns of an agent are joined by newlines.
+        rendered_completion: the completion as rendered by the chat template, if the model has a template.
         final_answer: text of the last assistant turn.
-        answer: reference answer of the data row (``solutions``, else ``answer``).
+        answer: reference answer of the data row, from ``solutions`` or else from ``answer``.
         messages: full message list, including tool results.
-        trace: events in order.
+        trace: events of the trajectory, in order.
         tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.
-        tool_results: results, ``{"name", "tool_call_id", "content"}``.
-        tokens: response token ids only.
+        tool_results: results of the tool calls, ``{"name", "tool_call_id", "content"}``.
+        tokens: token ids of the response, without the prompt.
         logprobs: rollout log-probs of the response tokens.
         loss_mask: whether each response token is trained on.
         source_record: the data row.
-        metadata: ``prompt_index``, ``sample_index``, ``finish_reason``; for agents also ``turns`` and ``turn_rewards``.
+        metadata: ``prompt_index``, ``sample_index`` and ``finish_reason``; for agents also ``turns`` and ``turn_rewards``.
     """
 
     prompt: str = ""

@@ -15,9 +15,9 @@ PartValues = float | dict[str, float]
 
 
 class WeightedReward(float):
-    """A reward with named ``parts`` (unweighted); its value is their weighted sum.
+    """A reward with named, unweighted ``parts``. The value of the reward is the weighted sum of the parts.
 
-    Multiplication also scales the parts; all other arithmetic returns plain numbers.
+    Multiplication also scales the parts. All other arithmetic returns plain numbers.
     """
 
     parts: Mapping[str, float]
@@ -37,17 +37,17 @@ def parts_of(reward: float | None) -> Mapping[str, float]:
 
 
 def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[float]]:
-    """Return the parts that all rewards have, each as a list in order; ``prefix`` is prepended to the names."""
+    """Return the parts that all rewards have, each as a list in reward order. ``prefix`` is prepended to the names."""
     rows = [parts_of(reward) for reward in rewards]
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     return {prefix + name: [row[name] for row in rows] for name in shared}
 
 
 class RewardParts:
-    """Weights the parts of a reward function, with ``weights`` as for :func:`part_weights` (default 1).
+    """Weights the parts of a reward function. ``weights`` has the format of :func:`part_weights`; the default weight is 1.
 
-    Every record must have all parts that any record has, and all parts with a weight: a part that some records lack cannot be
-    averaged, and a weight without a part is a misspelled name.
+    All records must have the same parts, because a part that some records lack cannot be averaged. All parts with a weight
+    must exist, because a weight without a part is a misspelled name.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
@@ -55,19 +55,19 @@ class RewardParts:
         self._names = dict.fromkeys(self._weights)  # never modified, because threads read it
 
     def weigh(self, value: PartValues) -> float:
-        """Return the reward of a record, with its parts if it has any."""
+        """Return the reward of a record, with the parts if ``value`` has parts."""
         if not isinstance(value, dict):
             return value
         self._names = self._names | dict.fromkeys(value)
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:
-        """Return the problem of a reward, given the parts of all records so far; None if there is none."""
+        """Return the problem of a reward, given the parts of all records so far; None if there is no problem."""
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (
-                f"returned {', '.join(parts) or 'one number'}, without {', '.join(missing)}, which --reward-weights "
-                "(reward.weights) names or other records have; return every part for every record, with 0 for a part that "
-                "does not apply"
+                f"returned {', '.join(parts) or 'one number'}, without {', '.join(missing)}, which is in "
+                "--reward-weights (reward.weights) or in other records; return every part for every record, with 0 for a part "
+                "that does not apply"
             )
         return None if math.isfinite(reward) else f"the weighted sum of its parts {dict(parts)} is {reward:g}"

@@ -1,7 +1,7 @@
-"""Records of the experts that routers chose: arrays [tokens, MoE layers, experts per token] of small integers.
+"""Records of the experts that routers chose, as integer arrays [tokens, MoE layers, experts per token].
 
-MoE layers are in the order of the model's layers. A token without a record has the maximum of the array's dtype, which is not
-the id of an expert.
+MoE layers are in the order of the model's layers. For a token without a record, the array holds the maximum of its dtype,
+which is not the id of an expert.
 """
 
 from collections.abc import Iterable
@@ -13,20 +13,22 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """Return the number stored instead of an expert's id where nothing was recorded."""
+    """Return the number that is stored for a token without a record, in place of expert ids."""
     return int(np.iinfo(record.dtype).max)
 
 
 def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
-    """Extend a record that covers only a row's first tokens to all ``tokens`` tokens of the row."""
+    """Extend a record of a row's first tokens to all ``tokens`` tokens of the row."""
     missing = np.full((tokens - len(record), *record.shape[1:]), no_expert(record), record.dtype)
     return np.concatenate([record, missing])
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """Join the records of successive requests, each extending the previous one's tokens, into one record of all ``tokens``.
+    """Join the records of successive requests, each of which extends the previous request, into a record of ``tokens``
+    tokens.
 
-    If a token has several records, the first counts: that of the pass that sampled the next token. None if there is no record.
+    If a token has several records, the first record counts, which is from the pass that sampled the next token. Returns None
+    if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

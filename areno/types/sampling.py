@@ -30,12 +30,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 def tightest(*limits: int | None) -> int | None:
-    """Return the smallest limit; None means no limit."""
+    """Return the smallest limit. None means no limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 class Logprobs(list[float]):
-    """Natural log-probs with the temperature of their softmax; concatenation and slicing preserve the temperature."""
+    """Natural log-probs with the temperature of their softmax. Concatenation and slicing preserve the temperature."""
 
     __slots__ = ("temperature",)
 
@@ -50,7 +50,7 @@ class Logprobs(list[float]):
         return self._joined(other, list(self))
 
     def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
-        """Concatenate; the result is a plain list, without a temperature, if the temperatures differ."""
+        """Concatenate two lists. If their temperatures differ, the result is a plain list without a temperature."""
         joined = list.__add__(list(first), list(second))
         temperatures = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
         return Logprobs(joined, self.temperature) if len(temperatures) == 1 else joined
@@ -66,28 +66,30 @@ class Logprobs(list[float]):
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Generation controls of one rollout request.
+    """Generation settings of one rollout request.
 
     Args:
         greedy: take the most likely token; overrides ``temperature``.
         top_p: nucleus threshold in (0, 1]; 1.0 keeps the whole distribution.
         top_k: keep the k most likely tokens; -1 keeps all.
-        max_new_tokens: maximum tokens to generate, at least 1.
-        max_context_len: maximum tokens of the prompt and all generated turns; None: the model's limit.
+        max_new_tokens: maximum number of tokens to generate, at least 1.
+        max_context_len: maximum number of tokens of the prompt and all generated turns; None: the model's limit.
         temperature: softmax temperature, above 0.
         stop: strings that end generation when they appear in the decoded text, even across token boundaries.
         stop_token_ids: token ids that end generation, in addition to the model's EOS ids.
-        ignore_eos: do not end at the model's EOS ids (``stop`` and ``stop_token_ids`` still apply).
+        ignore_eos: do not stop at the model's EOS ids. ``stop`` and ``stop_token_ids`` still apply.
         skip_special_tokens: remove special tokens from the decoded text.
-        max_prompt_len: reject prompts longer than this, in tokens.
-        seed: makes this request reproducible; None derives a seed from the engine's seed.
-        min_p: drop tokens whose probability is below this fraction of the most likely token's.
-        presence_penalty: subtracted from the logits of tokens that are already in the response.
-        frequency_penalty: subtracted from a token's logit once per occurrence in the response.
-        repetition_penalty: divides positive logits of tokens in prompt or response, and multiplies negative ones.
-        logit_bias: numbers to add to the logits of individual tokens, by token id.
-        top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
-        min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still apply.
+        max_prompt_len: maximum prompt length in tokens; longer prompts are rejected.
+        seed: seed of this request; None derives a seed from the engine's seed.
+        min_p: drop tokens with a probability below this fraction of the highest probability.
+        presence_penalty: number subtracted from the logits of tokens that are already in the response.
+        frequency_penalty: number subtracted from a token's logit for each occurrence in the response.
+        repetition_penalty: factor that divides positive logits, and multiplies negative logits, of tokens in the prompt or
+            response.
+        logit_bias: numbers added to the logits of individual tokens, by token id.
+        top_logprobs: number of most likely tokens per position to return with their log-probs, at most 20.
+        min_new_tokens: number of tokens before which EOS and ``stop_token_ids`` cannot be sampled. ``stop`` strings still
+            apply.
 
     Raises:
         ValueError: a value is outside its documented range.
@@ -115,7 +117,7 @@ class SamplingParams:
 
     @property
     def logprob_temperature(self) -> float:
-        """Temperature of the log-probs: 1 for greedy answers."""
+        """Temperature of the log-probs, which is 1 for greedy decoding."""
         return 1.0 if self.greedy else self.temperature
 
     @property
@@ -196,7 +198,7 @@ class TokenConstraint(Protocol):
     """Grammar state of one sample."""
 
     def allowed(self) -> np.ndarray | None:
-        """Return the allowed next tokens, bool [V]; None allows all."""
+        """Return the allowed next tokens as bool [V]; None allows all tokens."""
         ...
 
     def forces(self, token: int) -> bool:
@@ -209,18 +211,18 @@ class TokenConstraint(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether only the end of the text may follow."""
+        """Whether only the end of the text is allowed next."""
         ...
 
 
 @dataclass(slots=True)
 class Request:
-    """A request for ``n`` samples of a prompt, which is prefilled once.
+    """A request for ``n`` samples of a prompt. The prompt is prefilled once.
 
     Args:
-        seeds: one per sample; sample i depends only on ``seeds[i]``, not on the batch.
-        listener: called in the engine's thread with a sample's index and each new token of the sample; must be fast.
-        constraint: creates the grammar state of one sample; None allows everything.
+        seeds: one seed per sample. Sample i depends only on ``seeds[i]``, not on the batch.
+        listener: called in the engine's thread with a sample's index and each new token of the sample. It must be fast.
+        constraint: creates the grammar state of one sample; None allows all text.
     """
 
     prompt_tokens: list[int]
@@ -236,7 +238,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Maximum tokens of the prompt and all answers."""
+        """Maximum number of tokens of the prompt and all samples."""
         return len(self.prompt_tokens) + self.n * self.sampling.max_new_tokens
 
 
@@ -246,16 +248,16 @@ class RolloutSequence:
 
     Attributes:
         resp_tokens: sampled token ids, including a stop token that ended the response.
-        resp_logprobs: natural log-probability of each token under the temperature-scaled policy (not filtered by top-k/top-p);
+        resp_logprobs: natural log-prob of each token under the temperature-scaled policy, before top-k and top-p. The list is
             a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes its temperature.
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.
-        cut_mass: mean probability per token that top-k, top-p, min-p and a grammar removed.
+        cut_mass: probability mass that top-k, top-p, min-p and a grammar removed, as a mean over the tokens.
         top_logprobs: the most likely tokens at each position with their log-probs; empty unless requested.
-        temperature: temperature of the log-probs; 1 for greedy answers.
-        routed_experts: experts chosen by the routers for each token of prompt and response except the last, which was not fed
-            to the model; see :mod:`areno.types.routing`. None if they are not recorded.
+        temperature: temperature of the log-probs; 1 for greedy decoding.
+        routed_experts: experts that the routers chose for each token of prompt and response; see :mod:`areno.types.routing`.
+            The last token has no entry, because it was not fed to the model. None if expert choices are not recorded.
     """
 
     resp_tokens: list[int]

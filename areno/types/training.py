@@ -1,4 +1,4 @@
-"""Training rows. Every per-token list is aligned with ``tokens``: entry i belongs to token i, entry 0 is unused."""
+"""Training rows. Entry i of each per-token list belongs to token i. Token 0 is not predicted, so its loss inputs are unused."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _LISTS = (
 
 @dataclass(slots=True)
 class TrainSequence:
-    """One sequence with the inputs of the loss for each of its tokens.
+    """A token sequence with the per-token inputs of the loss.
 
     Args:
-        prompt_mask: True for tokens that are context, False for response tokens.
+        prompt_mask: True for context tokens, False for response tokens.
         tokens: prompt and response token ids.
-        logprobs: rollout-policy log-probs, 0 on the prompt.
+        logprobs: log-probs under the rollout policy; 0 for prompt tokens.
         advantages: per-token advantages.
         returns: value targets (PPO).
         values: old value predictions (PPO).
-        ref_logprobs: reference-policy log-probs, for a KL term.
-        reward: scalar reward of the sequence; metrics only.
+        ref_logprobs: log-probs under the reference policy, for a KL term.
+        reward: scalar reward of the sequence, only for metrics.
         eos_token_id: EOS id of the model.
-        loss_mask: True where a token counts in the loss; None means wherever ``prompt_mask`` is False.
-        temperature: sampling temperature of the response, which training uses too; None: the temperature of ``logprobs`` if
-            they come from a :class:`~areno.types.RolloutSequence`, else 1.
+        loss_mask: True for tokens that count in the loss. None: all tokens for which ``prompt_mask`` is False.
+        temperature: sampling temperature of the response, which training uses too. None: the temperature of ``logprobs`` if
+            these are from a :class:`~areno.types.RolloutSequence`, else 1.
         group: prompt index of the row in its batch, for metrics and group losses.
         truncated: whether the response ended at the token limit instead of EOS.
         prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.
-        versions: version of the weights that sampled each token, -1 on the prompt.
+        versions: version of the weights that sampled each token; -1 for prompt tokens.
         keep: False for a token that is masked in the policy loss but still counts in its mean (M2PO).
         routed_experts: experts chosen by the rollout's routers for each token, which training replays; see
             :mod:`areno.types.routing`.
-        observed: number under which the engine keeps the :class:`TokenRecord` of the row; -1 keeps none.
+        observed: number under which the engine keeps the row's :class:`TokenRecord`; -1 if no record is kept.
 
     Raises:
         ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
@@ -100,11 +100,11 @@ class TrainSequence:
 
     @property
     def knows_temperature(self) -> bool:
-        """Whether the temperature was set, or came with the log-probs."""
+        """Whether the temperature was set explicitly or comes from the log-probs."""
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
-        """Return the loss mask per token; the first token never counts, because nothing predicts it."""
+        """Return the loss mask per token. The first token never counts, because no token predicts it."""
         allowed = self.loss_mask if self.loss_mask is not None else [True] * len(self.tokens)
         mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
         mask[0] = False
@@ -113,9 +113,9 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What the policy's update computed for each token of a row, in the first forward pass over this row.
+    """Values that the policy update computed for each token of a row, in the first forward pass over the row.
 
-    Later passes see a policy that has moved. Entries outside the loss mask are 0 and False.
+    Later passes see an updated policy. Entries outside the loss mask are 0 or False.
     """
 
     logprobs: list[float]
@@ -127,13 +127,13 @@ class ModelRole:
     """An auxiliary model that the backend owns.
 
     Args:
-        name: ``ref``, ``reward``, ``critic`` or your own name.
+        name: ``ref``, ``reward``, ``critic`` or a custom name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
         optimizer_lr: learning rate of a trainable role; None: ``optimizer["lr"]``, or the default of the optimizer options.
-        kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
-            sequence); ``auto``: ``value`` if the name starts with ``critic`` or ``value``,
-            ``reward`` if it starts with ``reward``, otherwise ``policy``.
+        kind: prediction of the role: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
+            sequence). ``auto`` means ``value`` if the name starts with ``critic`` or ``value``, ``reward`` if the name starts
+            with ``reward``, and ``policy`` otherwise.
         optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
 
     Raises:
@@ -159,7 +159,7 @@ class ModelRole:
 
     @property
     def predicts(self) -> Literal["policy", "value", "reward"]:
-        """The kind; ``auto`` is resolved by the name."""
+        """The kind, with ``auto`` resolved by the role's name."""
         if self.kind != "auto":
             return self.kind
         if self.name.startswith(("critic", "value")):
@@ -179,13 +179,13 @@ class PromptItem:
 
 @dataclass(slots=True)
 class PromptBatch:
-    """Accepted rows of one step, and the numbers of skipped rows.
+    """The accepted rows of one step, and the numbers of skipped rows.
 
     Attributes:
         items: accepted rows.
         scanned: number of rows read for this batch.
-        skipped_long: number of scanned rows that were skipped because their prompt is too long.
-        total_skipped_long: number of such rows since the start of the pass over the dataset.
+        skipped_long: number of scanned rows with over-long prompts, which were skipped.
+        total_skipped_long: number of rows with over-long prompts that were skipped since the start of the epoch.
     """
 
     items: list[PromptItem]

@@ -1,10 +1,10 @@
 """``areno view``: a local web page that shows run directories.
 
 - ``server``: the options of the command, and the process
-- ``app``: the JSON endpoints, and the page's own files
+- ``app``: the JSON endpoints and the files of the page
 - ``access``: API key, Host header and response headers
-- ``catalog``: the runs below a folder, and one opened run
-- ``confined``: opens their files, only inside the folder
+- ``catalog``: the runs below a folder, and an opened run
+- ``confined``: opens files of runs, only inside the folder
 - ``curves``: metrics for charts
 - ``sample_pages``: filters, search and pages of recorded samples
 - ``evaluations``: answers to the same prompts in two evaluations

@@ -1,4 +1,4 @@
-"""Who may read: the API key, the host names allowed without one, and headers that confine the page to its own server."""
+"""Access control: the API key, the host names allowed without a key, and headers that confine the page to its own server."""
 
 import secrets
 
@@ -21,13 +21,13 @@ _HEADERS = {
 LOGIN = "/api/login"
 _MAX_KEY_BYTES = 4096
 _OWN_PAGES = (b"none", b"same-origin")
-"""``Sec-Fetch-Site`` of a browser's requests from the page itself and for typed addresses; other programs do not send it."""
+"""Allowed values of ``Sec-Fetch-Site``: a browser sends them for typed addresses and for requests from the page itself."""
 
 
 class AccessMiddleware:
-    """ASGI middleware: rejects foreign hosts and requests for data without the key, and sets the headers of all responses.
+    """ASGI middleware that rejects foreign hosts and unauthorized requests for data, and sets the headers of all responses.
 
-    A browser sends the key once, to ``LOGIN``, and keeps a cookie that is valid until the server ends.
+    A browser sends the key once, to ``LOGIN``, and keeps a cookie that is valid until the server stops.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -99,7 +99,7 @@ class AccessMiddleware:
         return response
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """Without a key, reject host names other than this machine's, which DNS rebinding would use."""
+        """Without a key, reject foreign host names, which indicate a DNS rebinding attack."""
         host = host_name(header)
         if self._key is not None or is_loopback(host) or host.endswith(".localhost"):
             return
@@ -109,5 +109,5 @@ class AccessMiddleware:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Cookies are shared by all ports of a host, so each server has its own."""
+    """Name of the session cookie; contains the port, because all ports of a host share cookies."""
     return f"areno_view_{(scope.get('server') or ('', 0))[1]}"

@@ -1,4 +1,4 @@
-"""The application of ``areno view``: JSON endpoints, which only read, and the page's files, which are kept in memory."""
+"""The application of ``areno view``: read-only JSON endpoints, and the files of the page, which are kept in memory."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ from areno.viewer.timeline import timeline
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MAX_RUNS, _MAX_NAMES, _MAX_PAGE = 50, 100, 200
 _MAX_WARNINGS, _MAX_CHARS = 200, 4000
-"""Health warnings that are sent, and characters of each, and of each line of a log."""
+"""Maximum number of health warnings that are sent, and of characters of a warning or a log line."""
 
 RunIds = Annotated[list[str], Query(alias="run", max_length=_MAX_RUNS)]
 Names = Annotated[list[str], Query(alias="name", max_length=_MAX_NAMES)]
@@ -45,7 +45,7 @@ Cursors = Annotated[list[str], Query(max_length=_MAX_NAMES)]
 
 
 class DataResponse(JSONResponse):
-    """JSON in ASCII, which incomplete characters of a model's output cannot break; numbers that are not finite are strings."""
+    """JSON in ASCII, which escapes incomplete characters of a model's output; non-finite numbers become strings."""
 
     def render(self, content: Any) -> bytes:
         """Encode the content."""
@@ -91,7 +91,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/runs/{run_id}")
     def run(run_id: str) -> DataResponse:
-        """What a run is and how it is going."""
+        """Overview of a run: configuration, status and latest metrics."""
         return DataResponse(_overview(catalog.open(run_id)))
 
     @app.get("/api/runs/{run_id}/metrics")
@@ -101,9 +101,9 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Points of some series; ``after`` has ``next`` of an earlier answer for each name, or an empty string.
+        """Points of series; ``after`` has an empty string or the ``next`` of an earlier response for each name.
 
-        ``metrics`` is the number of all metrics, which tells a client that there are new ones.
+        ``metrics`` in the response is the number of all metrics, so that a client notices new metrics.
         """
         data = catalog.open(run_id).data()
         limit = min(max(points, 4), MAX_POINTS)
@@ -120,13 +120,13 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/diff")
     def diff(left: str, right: str) -> DataResponse:
-        """What differs between two runs, as ``areno diff --json`` prints it, except for their paths."""
+        """The differences of two runs, in the format of ``areno diff --json`` but without full paths."""
         comparison = compare_runs(*(RunData(catalog.open(run).path, catalog.opened) for run in (left, right))).as_data()
         return DataResponse({**comparison, "runs": [{**run, "path": run["name"]} for run in comparison["runs"]]})
 
     @app.get("/api/explain")
     def explained(name: str) -> DataResponse:
-        """What a metric is, what is normal and what to do, in each front end."""
+        """The meaning, the normal values and the remedy of a metric, for each command that records it."""
         return DataResponse([_explanation(one) for one in explain(name)])
 
     @app.get("/api/runs/{run_id}/timeline")
@@ -136,7 +136,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/runs/{run_id}/log")
     def log(run_id: str, file: int = 0, after: int | None = None, before: int | None = None) -> DataResponse:
-        """Lines of a log: the last ones, those after a byte position, or those before one."""
+        """Lines of a log: the last lines, or the lines after or before a byte position."""
         return DataResponse(_log_part(catalog.open(run_id), file, after, before))
 
 

@@ -1,8 +1,8 @@
-"""The runs below a folder: searched again every few seconds, listed from the ends of their files, opened on demand.
+"""Finds the runs below a folder every few seconds, lists them from the last lines of their files, and opens runs on demand.
 
-A client names a run by an id, a hash of its path, and never a path. A run counts only if it is inside the folder once symbolic
-links are resolved, and its files are opened by :mod:`areno.viewer.confined`. What is in the files may be damaged: such a run
-never hides the others.
+A client refers to a run by an ID, which is a hash of its path, and never by a path. A run is listed only if it
+is inside the folder after symbolic links are resolved. :mod:`areno.viewer.confined` opens its files. A run with damaged files
+does not hide other runs.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from areno.viewer.tails import file_version, lines_between
 _OPEN_RUNS = 16
 _SEARCH_EVERY_S = 2.0
 _SEARCH_SHARE = 10
-"""A search is repeated at the earliest after this many times its own duration."""
+"""The pause between two searches is at least this multiple of the duration of a search."""
 _TAIL = 65536
 
 
 class OpenedRun:
-    """A run that a client looks at; keeps what it has read of the run's files, and updates it when they change."""
+    """A run that a client views; caches the data of the run's files, and updates the cache when files change."""
 
     def __init__(self, run_id: str, path: Path, folder: Path) -> None:
         self.id, self.path, self.folder, self.open = run_id, path, folder, opener(folder)
@@ -49,7 +49,7 @@ class OpenedRun:
         with self._lock:
             data = self._data
             data.metrics.update()
-            data.__dict__.pop("config", None)  # a resumed run may have another one
+            data.__dict__.pop("config", None)  # a resumed run may have another configuration
             return data
 
     def entries(self) -> Entries:
@@ -62,7 +62,7 @@ class OpenedRun:
             return self._entries[1]
 
     def logs(self) -> list[Path]:
-        """The log files, the run's own first."""
+        """The log files; the main log of the run comes first."""
         names = [entry.name for entry in os.scandir(self.path) if entry.name.endswith((".log", "log.txt"))]
         return [
             self.path / name for name in sorted(names, key=lambda name: (name not in ("log.txt", "main.log"), name))
@@ -80,9 +80,9 @@ class RunCatalog:
         self.folder, self.shown = folder.resolve(), str(folder)
         self.opened = opener(self.folder)
         self.outside = 0
-        """Runs that are not shown, because they are links out of the folder."""
+        """Number of runs that are not shown, because they are links out of the folder."""
         self.has_more = False
-        """Whether there are more than ``MAX_RUNS`` runs; the others are not shown."""
+        """Whether there are more than ``MAX_RUNS`` runs, of which the rest is not shown."""
         self._searching, self._opening = threading.Lock(), threading.Lock()
         self._paths: dict[str, Path] = {}
         self._next_search = 0.0
@@ -90,7 +90,7 @@ class RunCatalog:
         self._rows: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def paths(self) -> dict[str, Path]:
-        """The run directories by id; those of the last search while another thread searches."""
+        """The run directories by ID; while another thread searches, the result of the last search."""
         is_first = self._next_search == 0
         if time.monotonic() >= self._next_search and self._searching.acquire(blocking=is_first):
             try:
@@ -101,7 +101,7 @@ class RunCatalog:
         return self._paths
 
     def open(self, run_id: str) -> OpenedRun:
-        """The run with an id. Raises ApiError: there is none."""
+        """The run with an ID. Raises ApiError if there is no such run."""
         path = self._paths.get(run_id) or self.paths().get(run_id)
         if path is None or not path.is_dir():
             raise ApiError(404, "there is no such run; reload the list of runs", code="run_not_found")
@@ -113,15 +113,15 @@ class RunCatalog:
         return run
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per run, without reading whole files: name, algorithm, state, steps, last reward, warnings.
+        """One row per run: name, algorithm, state, steps, last reward and warnings.
 
-        A run that cannot be read has a ``problem`` instead.
+        Metrics are read only from the end of the file. A run that cannot be read has a ``problem`` instead of these values.
         """
         rows = [self._row(run_id, path) for run_id, path in self.paths().items()]
         return [row for row in rows if row is not None]
 
     def signature(self) -> dict[str, Any]:
-        """Values that change when a row changes, by run id."""
+        """Values that change when a row changes, by run ID."""
         return {run_id: (_signature(path), is_locked(path)) for run_id, path in self.paths().items()}
 
     def _search(self) -> None:
@@ -137,7 +137,7 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """The row of a run; None if it was deleted since the search."""
+        """The row of a run; None if the run was deleted after the search."""
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
         try:
             files, signature = RunDirectory(path, opened=self.opened), _signature(path)
@@ -160,7 +160,7 @@ class RunCatalog:
 
 
 def completed_steps(data: RunData) -> int:
-    """Steps that a run has trained for; evaluations are recorded under the number of completed steps, one higher."""
+    """Number of completed training steps. Evaluations do not count, because their step number is one higher."""
     metrics = data.metrics
     return max((metrics[name].steps[-1] for name in metrics.names if not _is_evaluated(name)), default=-1) + 1
 
@@ -185,7 +185,7 @@ def _last_records(files: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _last_values(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Completed steps, the last reward (else the last loss) and the time of the last record."""
+    """Number of completed steps, last reward, last loss, and time of the last record."""
     trained = [
         record for record in records if not all(_is_evaluated(name) for name in record.keys() - {"step", "time"})
     ]

@@ -1,4 +1,4 @@
-"""Server-sent events about new data of runs: the sizes of a run's files are checked twice a second, once for all clients."""
+"""Server-sent events about new data of runs. The sizes of a run's files are checked twice a second, for all clients at once."""
 
 import asyncio
 import json
@@ -13,16 +13,16 @@ from areno.viewer.tails import file_size, file_version
 
 INTERVAL_S = 0.5
 _COMMENT_EVERY_S = 15
-"""Seconds without an event, after which a comment keeps the connection alive."""
+"""Number of seconds without an event after which a comment is sent to keep the connection alive."""
 _ROWS = ""
-"""Stands for the list of runs among the ids of runs."""
+"""The key of the list of runs, used in place of a run ID."""
 
 Parts = dict[str, dict[str, Any]]
-"""A value that changes when a part of a run changes, by run id and part."""
+"""By run ID and kind of data: a value that changes when this data of the run changes."""
 
 
 def sizes_of(run: OpenedRun) -> Parts:
-    """Values that change when parts of a run change; empty if the run was deleted."""
+    """Values that change when the data of a run changes; empty if the run was deleted."""
     files = run.files
     try:
         parts = {
@@ -47,9 +47,9 @@ class Changes:
         self._watches: dict[str, _Watch] = {}
 
     async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
-        """Events ``{"run", "changed": [parts]}`` of some runs, or of the list of runs if there are none.
+        """Events ``{"run", "changed": [kinds of data]}`` of ``runs``, or of the list of runs if ``runs`` is empty.
 
-        The first event, without a run, says that the stream has begun.
+        The first event has no run and indicates that the stream has begun.
         """
         client = _Client()
         watches = [self._watch(run.id, partial(sizes_of, run)) for run in runs] or [self._watch(_ROWS, self._rows)]
@@ -75,7 +75,7 @@ class Changes:
 
 
 class _Watch:
-    """Looks at a run, or at the list, while clients follow it; ``ended`` is called at the end."""
+    """Checks a run, or the list of runs, while clients follow it; ``ended`` is called at the end."""
 
     def __init__(self, look: Callable[[], Parts], stopping: asyncio.Event, ended: Callable[[], object]) -> None:
         self.clients: set[_Client] = set()
@@ -104,7 +104,7 @@ class _Watch:
 
 
 class _Client:
-    """What a client has not been told yet: the changed parts by run."""
+    """The changes that have not been sent to a client yet, by run."""
 
     def __init__(self) -> None:
         self._changed: dict[str, set[str]] = {}
@@ -122,7 +122,7 @@ class _Client:
         self._news.set()
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the changes as they come; changes of one part that a slow client has not read yet are merged."""
+        """Yield changes as they occur; repeated changes that a slow client has not read yet are merged."""
         while not self._is_ended:
             try:
                 await asyncio.wait_for(self._news.wait(), _COMMENT_EVERY_S)

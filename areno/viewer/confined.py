@@ -1,4 +1,4 @@
-"""Opens files of runs, but only regular ones inside the viewed folder."""
+"""Opens files of runs, but only regular files inside the viewed folder."""
 
 import errno
 import os
@@ -15,10 +15,10 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe do
 
 
 def opener(folder: Path) -> Opener:
-    """Return a function that opens a file, or raises ApiError if it is elsewhere, not regular, or too large to read whole.
+    """Return a function that opens a file, or raises ApiError if the file is outside, not regular, or too large to read whole.
 
     Args:
-        folder: the viewed folder, resolved.
+        folder: the viewed folder, with symbolic links resolved.
     """
 
     def opened(path: Path) -> BinaryIO:
@@ -41,7 +41,7 @@ def opener(folder: Path) -> Opener:
 
 
 def _open_below(folder: Path, path: Path) -> int:
-    """Open part by part without following links: what becomes a link after the path was resolved is not opened."""
+    """Open each component of the path without following links, in case a component has become a link since."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     for part in path.parts:
         outer = descriptor

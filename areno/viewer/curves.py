@@ -14,19 +14,19 @@ _SHOWN_STEPS = 100
 
 
 def metric_name(data: RunData, name: str) -> str | None:
-    """The metric behind a name, which may be one of ``KEYS``; None if the run has not recorded it."""
+    """The metric to which a name refers; the name may be one of ``KEYS``. None if the run has not recorded the metric."""
     return name if name in data.metrics else data.metric_of(name) if name in KEYS else None
 
 
 def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -> dict[str, Any] | None:
-    """The points of a series for a chart; None if it was not recorded.
+    """The points of a series for a chart; None if the series was not recorded.
 
     Args:
-        after: ``next`` of an earlier answer: leave out what the client has, unless a resume has replaced it since.
+        after: ``next`` of an earlier response. Earlier values are omitted, unless a resumed run has replaced them.
 
     Returns:
-        ``metric`` (the recorded name), ``next``, ``start`` (how many values are left out), and the lists
-        ``steps``, ``values`` (null if not finite) and ``minutes`` since the first record; ``not_finite``: steps of such values.
+        ``metric`` (the recorded name), ``next``, ``start`` (number of omitted values), the lists ``steps``, ``values``
+        (null if not finite) and ``minutes`` since the first record, and ``not_finite`` (steps of non-finite values).
     """
     metric = metric_name(data, name)
     if metric is None:
@@ -50,7 +50,7 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 
 
 def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Indices of at most ``limit`` (>= 4) values: the first, the last, and the least and the greatest of equal parts."""
+    """Indices of at most ``limit`` (>= 4) values: the first, the last, and the minimum and maximum of equal intervals."""
     if len(values) <= limit:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (limit - 2) // 2 + 1).astype(np.intp)
@@ -63,15 +63,15 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
 
 
 def _cursor(times: Series, count: int, records: int) -> str:
-    """What identifies the first ``count`` values of a series in the first ``records`` lines: the time of the last line.
+    """Identifies the first ``count`` values of a series in the first ``records`` lines by the time of the last line.
 
-    It says nothing about the process, so that a client's points remain valid while the server forgets the run or restarts.
+    The cursor does not depend on the process, so a client's points remain valid if the server closes the run or restarts.
     """
     return f"{count}/{records}/{times.values[records - 1] if records else 0}"
 
 
 def _known(times: Series, cursor: str) -> int:
-    """The number of values before a cursor; 0 if the lines before it have changed."""
+    """The number of values before a cursor; 0 if the lines before the cursor have changed."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -5,15 +5,15 @@ from typing import Any
 from areno.viewer.catalog import OpenedRun
 
 _MOST_PROMPTS = 100
-"""Prompts that are shown; areno records far fewer."""
+"""Maximum number of prompts that are shown; areno records far fewer."""
 
 
 def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[str, Any]:
     """The answers to the same held-out prompts in two evaluations, by default the first and the last.
 
     Returns:
-        ``steps`` (completed steps of all evaluations), ``before``, ``after``, and ``prompts``: each with ``prompt_index``,
-        ``prompt``, and the records ``before`` and ``after``, null if the evaluation lacks the prompt.
+        ``steps`` (number of completed steps of each evaluation), ``before``, ``after`` and ``prompts``. Each prompt has
+        ``prompt_index``, ``prompt``, and the records ``before`` and ``after``: null if an evaluation lacks the prompt.
     """
     steps = list(dict.fromkeys(record["step"] for record in run.files.read_eval_samples()))
     if not steps:

@@ -1,4 +1,4 @@
-"""Pages of recorded samples: filters on the index, and a text search that reads a bounded part of the file per request."""
+"""Pages of recorded samples, with filters on the index and a text search that reads a bounded part of the file per request."""
 
 import json
 import time
@@ -20,12 +20,12 @@ ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
 _EXCERPT, _MOST_PARTS = 200, 20
 _NEIGHBORS = 256
-"""Entries around a sample among which those of the same prompt are searched; a step records at most 24."""
+"""Number of entries before and after a sample to search for the same prompt; a step records at most 24 samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """What to list; None does not filter. Steps and rewards are inclusive bounds, ``flags`` alternatives."""
+    """The samples to list. None means no filter. Bounds of steps and rewards are inclusive; a sample needs one of ``flags``."""
 
     step_from: int | None = None
     step_to: int | None = None
@@ -43,13 +43,14 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     """One page of the samples of a run.
 
     Returns:
-        ``recorded`` (all samples), ``matching`` (those that pass the filters on the index), ``samples`` (see
-        :func:`describe_entry`, with an ``excerpt``, which is null if the line is damaged or too long), ``until``, and ``next``:
-        the offset to continue at, None at the end. With a text, a page may hold fewer than ``limit`` samples, or none, and
-        still have a ``next``. ``left_out``: bytes of damaged or too long lines without an entry in the index.
+        ``recorded`` (number of all samples), ``matching`` (number of samples that pass the filters on the index), ``until``,
+        and ``samples``: entries as in :func:`describe_entry` with an ``excerpt``, which is null if the line is damaged or too
+        long. ``next`` is the offset of the next page, or None at the end. With a text search, a page may have fewer than
+        ``limit`` samples, or no samples, and still have a ``next``. ``left_out`` is the number of bytes in damaged or too
+        long lines without an entry in the index.
 
     Raises:
-        ApiError: an unknown flag or order.
+        ApiError: a flag or the order is unknown.
     """
     every = run.entries()
     until = len(every) if query.until is None else min(query.until, len(every))
@@ -75,7 +76,7 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 
 
 def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
-    """The whole record of a sample, with ``index``, ``recorded``, and ``same_prompt``: all samples of its step and prompt.
+    """The whole record of a sample, with ``index``, ``recorded`` and ``same_prompt`` (all samples of its step and prompt).
 
     Raises:
         ApiError: there is no such sample.
@@ -97,7 +98,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
 
 
 def describe_entry(index: int, entry: Any) -> dict[str, Any]:
-    """An entry of the index as plain data; ``index`` is its place in the file."""
+    """An entry of the index as plain data; ``index`` is its position in the index."""
     numbers = {name: int(entry[name]) for name in ("step", "prompt", "sample", "tokens")}
     floats = {name: float(entry[name]) if np.isfinite(entry[name]) else None for name in ("reward", "advantage")}
     return {"index": index, **numbers, **floats, "flags": [name for name, bit in FLAGS.items() if entry["flags"] & bit]}
@@ -132,7 +133,7 @@ def _ordered(entries: Entries, chosen: NDArray[np.intp], order: str) -> NDArray[
 def _records(
     run: OpenedRun, entries: Entries, chosen: NDArray[np.intp], query: SampleQuery
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The records from ``query.offset`` on, with their places in ``chosen``, until the bounds of a request are reached."""
+    """The records from ``query.offset`` on, with their positions in ``chosen``, until a limit of the request is reached."""
     if query.offset >= len(chosen):
         return
     needle = json.dumps(query.text.casefold(), ensure_ascii=False)[1:-1].casefold()
@@ -152,7 +153,7 @@ def _texts(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings in a nested value, in order, however deep it is."""
+    """The strings in a value of any nesting depth, in order."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -163,7 +164,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
-    """The excerpt of a record around the first place of ``needle``, and its reward's parts; None if no text contains it."""
+    """The excerpt of a record around the first match of ``needle``, and the parts of its reward; None without a match."""
     if record is None:
         return None if needle else {"excerpt": None, "reward_parts": {}}
     texts = _texts(record) if needle else [str(record.get("completion") or "")]

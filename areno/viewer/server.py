@@ -1,4 +1,4 @@
-"""The process of ``areno view``: its address, the event loop, and a prompt shutdown on a signal."""
+"""The process of ``areno view``: its address, the event loop, and the shutdown on a signal."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ PORT = 6333
 _LAST_PORT = 65535
 _MAX_CONNECTIONS = 256
 _THREADS = 8
-"""Threads that read files; more would only use more memory."""
+"""Number of threads that read files; more threads would only use more memory."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ViewerServer:
     """Serves the runs below a folder.
 
     Args:
-        port: None: ``PORT``, or a free port if that is taken.
+        port: port to listen on; None means ``PORT``, or a free port if ``PORT`` is in use.
         key: API key; required if ``host`` is not loopback.
 
     Raises:
@@ -41,7 +41,7 @@ class ViewerServer:
     port: int | None = None
     key: str | None = None
     notices: list[str] = field(default_factory=list, init=False)
-    """What the user should know about the start."""
+    """Messages to the user about the start of the server."""
 
     def __post_init__(self) -> None:
         Problems.raise_all(self._problems())
@@ -51,11 +51,11 @@ class ViewerServer:
         self.url = address_of(self._socket)
 
     def serve(self, started: Callable[[], object] = lambda: None) -> None:
-        """Serve until SIGTERM or SIGINT, or :meth:`stop`; ``started`` is called once connections are accepted."""
+        """Serve until SIGTERM or SIGINT, or :meth:`stop`; ``started`` is called when connections are accepted."""
         run_loop(self._serve(started))
 
     def stop(self) -> None:
-        """End :meth:`serve`, which runs in another thread."""
+        """Stop :meth:`serve`, which runs in another thread."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._stopping.set)
 
@@ -76,7 +76,7 @@ class ViewerServer:
     def _problems(self) -> Iterator[str]:
         yield from key_problems(self.host, self.key)
         if self.port is not None and not 0 <= self.port <= _LAST_PORT:
-            yield f"--port {self.port} is not between 0 and {_LAST_PORT}; 0 picks a free one"
+            yield f"--port {self.port} is not between 0 and {_LAST_PORT}; 0 selects a free port"
 
     def _listen(self) -> socket.socket:
         if self.port is not None:

@@ -1,4 +1,4 @@
-"""Parts of files that a run appends to: their last lines, and the lines around a time, without reading the rest."""
+"""Reads parts of files to which a run appends: the last lines, or the lines around a time, without reading the rest."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ _PROBE = 2**16
 
 
 def file_size(path: Path) -> int:
-    """Size of a file in bytes; 0 if there is none."""
+    """Size of a file in bytes; 0 if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -17,7 +17,7 @@ def file_size(path: Path) -> int:
 
 
 def file_version(path: Path) -> tuple[int, int]:
-    """Size of a file and time of its last change; zeros if there is none."""
+    """Size of a file and time of its last change; zeros if the file does not exist."""
     try:
         stat = path.stat()
     except OSError:
@@ -26,7 +26,7 @@ def file_version(path: Path) -> tuple[int, int]:
 
 
 def lines_between(file: BinaryIO, start: int, stop: int) -> tuple[int, list[bytes]]:
-    """The complete lines between two byte positions of a file, and the position of the first."""
+    """Position of the first complete line between two byte positions of a file, and all complete lines between them."""
     if start > 0:
         file.seek(start - 1)
         start += len(file.readline(max(stop - start, 0) + 1)) - 1  # to the next line
@@ -47,9 +47,9 @@ def json_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def position_of(file: BinaryIO, time: float, time_of: Callable[[dict[str, Any]], float | None]) -> int:
-    """The byte position of the first record at or after ``time``, by bisection of a file whose records have rising times.
+    """The byte position of the first record at or after ``time``, by bisection of a file with increasing times.
 
-    ``time_of`` returns the time of a record, None if it has none. Where times fall a little, the position is off a little.
+    ``time_of`` returns the time of a record, or None. If records are slightly out of order, the position is slightly off.
     """
     size = file.seek(0, 2)
     low, high = 0, size

@@ -1,7 +1,7 @@
-"""When an asynchronous run generated, rewarded and trained: sessions and phases, with the weight versions in between.
+"""The timeline of an asynchronous run: sessions, phases and weight versions over time.
 
-Sessions and phases exist in runs with traces (``perf_tracer`` of experiments, ``--trace``). The last ones before a time are
-read, by bisection of the files, however long the run is.
+Sessions and phases exist in runs with traces (``perf_tracer`` of experiments, ``--trace``). The last sessions before a time
+are found by bisection of the files, so that only a bounded part of a long run is read.
 """
 
 from bisect import bisect_right
@@ -17,17 +17,20 @@ _READ = 4 * 2**20
 _LATEST = 1e18
 _UPDATE = "update_weights"
 _NO_PHASES = ("step",)
-"""Events that only contain others."""
+"""Events that only contain other events."""
 
 
 def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
-    """The last sessions that ended before ``until`` (Unix seconds; None: of the run), and what the trainer did meanwhile.
+    """The last sessions that ended before ``until`` (Unix seconds; None means the end), and the phases in this window.
 
     Returns:
-        ``begin`` and ``end`` of the window; ``sessions`` by submission, each with ``task, session, role, begin, end, status,
-        reason, phases`` (a list of ``name, begin, end``) and ``version``, the weights' version when it began; ``phases`` of the
-        trainer; ``versions`` (``version, time``) from the last one before the window on; ``earlier``: the ``until`` of the
-        window before, null if there is none; ``traced``: whether the run has traces at all.
+        - ``begin`` and ``end`` of the window
+        - ``sessions`` by submission, each with ``task, session, role, begin, end, status, reason``, ``phases`` (a list of
+          ``name, begin, end``) and ``version`` (the weight version when the session began)
+        - ``phases`` of the trainer
+        - ``versions`` (``version, time``), starting with the last version before the window
+        - ``earlier``: the ``until`` of the previous window, or null
+        - ``traced``: whether the run has traces
     """
     session_files, trace_files = run.traces("session_tracer"), run.traces("perf_tracer")
     sessions, earlier = _sessions(run, session_files, until)
@@ -56,7 +59,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
 
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
-    """The last sessions that ended before a time, and the time to continue at."""
+    """The last sessions that ended before a time, and the time at which the previous window ends."""
     sessions, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -73,7 +76,7 @@ def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[l
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value can be a time; NaN and infinities cannot."""
+    """Whether a value can be a time; NaN and infinite values cannot."""
     return isinstance(value, int | float) and abs(value) < _LATEST
 
 
@@ -83,7 +86,7 @@ def _ended(record: dict[str, Any]) -> float | None:
 
 
 def _is_session(record: dict[str, Any]) -> bool:
-    """Whether a record has what the tracer writes; a damaged one is left out."""
+    """Whether a record has the fields that the tracer writes; damaged records are omitted."""
     phases = record.get("phases")
     return (
         _is_number(record.get("submit_ts"))
@@ -116,7 +119,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(event: dict[str, Any]) -> float | None:
-    """When an event of a trace was written: its end; None for other records."""
+    """The time at which an event of a trace was written, which is its end; None for other records."""
     begin, duration = event.get("ts"), event.get("dur", 0)
     if event.get("ph") not in ("X", "i") or not (_is_number(begin) and _is_number(duration)):
         return None
@@ -162,11 +165,10 @@ def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iter
 
 
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    """When each weight version became available: the end of its update in the trace.
+    """The time at which each weight version became available: the end of the weight update in the trace.
 
-    Without a trace, it is the time at which the step's metrics were recorded, which is right after the update.
-
-    An evaluation is recorded under the number of completed steps, at which no weights have become available yet.
+    Without a trace, this is the time at which the step's metrics were recorded, right after the update. Records of evaluations
+    are skipped: their step is the number of completed steps, for which no weights are available yet.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

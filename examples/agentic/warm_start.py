@@ -1,9 +1,9 @@
-"""Makes a tiny model that can just follow the format of an example: random weights, briefly trained on an expert's
+"""Makes a tiny model that knows little more than the format of an example: random weights, briefly trained on an expert's
 conversations.
 
     python examples/agentic/warm_start.py --expert examples/agentic/tictactoe/expert.py --output /tmp/tictactoe-model
 
-The model has 0.4 M parameters, more with --width, and a ChatML template with tools. Nothing is downloaded; no GPU is needed.
+The model has 0.4 M parameters (more with --width) and a ChatML template with tools. The script needs no download and no GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load_course(spec: str) -> Course:
-    """Load the course that ``--expert`` names."""
+    """Load the course that ``--expert`` specifies."""
     path, name = split_spec(spec, option="--expert", default_name="EXPERT")
     course: Course = getattr(import_user_file(path, option="--expert"), name)
     return course

@@ -1,6 +1,6 @@
-"""An agent for experiments: a class with ``async run(data, ...)`` that talks to an OpenAI client.
+"""An agent for experiments: a class with ``async run(data, ...)`` that uses an OpenAI client.
 
-This file imports nothing from areno; ``base_url`` and ``api_key`` point to the model. See ``agent.yaml``.
+This file does not import areno. ``base_url`` and ``api_key`` give access to the model. See ``agent.yaml``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import openai
 
 
 class LetterAgent:
-    """Asks, corrects the model, and asks again; both answers get a reward."""
+    """Requests an answer, corrects the model, and requests a second answer. Both answers get a reward."""
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any = None) -> dict[str, float]:
         """Run one episode.

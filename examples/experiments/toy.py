@@ -1,14 +1,15 @@
-"""A toy task for experiments on a laptop, and a model of 0.1 M parameters that learns it in 20 steps.
+"""A toy task for experiments on a laptop, and a model of 0.1 M parameters that learns the task in 20 steps.
 
     python examples/experiments/toy.py --output /tmp/areno-toy
 
-writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` names a letter; the answer should consist of
-this letter), ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
+writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` contains a letter, and the answer should
+consist of this letter),
+``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
 
-A model can only improve by reinforcement learning if it sometimes does the task. Plain PyTorch trains this one from random
-weights in a few seconds: at first half of the training answers are right, later one in twenty, and the others are random
-letters. The model's mean reward is then about 0.1; the maximum is 1. The teacher is this model after further steps on right
-answers.
+A model can only improve by reinforcement learning if it sometimes succeeds at the task. This script trains the model from
+random weights with plain PyTorch in a few seconds. At first half of the training answers are right, and later one in
+twenty. All other training answers are random letters. The resulting mean reward is about 0.1 of at most 1. The teacher is
+this model after further steps on right answers.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def letter_reward(
 
 
 def judge(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Return 1 if most of the answer is the requested letter, otherwise 0."""
+    """Return 1 if most characters of the answer are the requested letter, otherwise 0."""
     return float(letter_reward(prompt, completions, prompt_ids, completion_ids, **data) > 0.5)
 
 
 def undecided(trajectory: dict[str, Any]) -> bool:
-    """Filter that rejects groups whose answers are all right or all wrong: there is nothing to learn from them."""
+    """Filter that rejects groups whose answers are all right or all wrong, because there is nothing to learn from such
+    groups."""
     return bool(0 < trajectory["rewards"].mean() < 1)
 
 
@@ -77,7 +79,8 @@ def make_tokenizer() -> Any:
 
 
 def random_model(tokenizer: Any, seed: int, head_dim: int = 8) -> Any:
-    """Return an untrained model; large initial weights and many small heads let such a small model learn to copy quickly."""
+    """Return an untrained model. Large initial weights and many small heads help such a small model to learn copying
+    quickly."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,7 +104,7 @@ def random_model(tokenizer: Any, seed: int, head_dim: int = 8) -> Any:
 
 
 def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed: int) -> None:
-    """Train with one optimizer step per entry of ``shares``, the fraction of right answers; the learning rate falls to 0."""
+    """Train with one optimizer step per entry of ``shares``, the fraction of right answers, with a warm-up and a decay to 0."""
     import torch
 
     drawn = random.Random(seed)
@@ -141,7 +144,7 @@ def make_model(folder: Path, seed: int = 0, teacher: Path | None = None, head_di
 
 
 def make_toy(folder: Path, count: int = 512, head_dim: int = 8) -> None:
-    """Write all files of the toy. vLLM on a CPU needs a ``head_dim`` of 32 or more."""
+    """Write all files of the toy task. vLLM on a CPU needs a ``head_dim`` of 32 or more."""
     import areno  # noqa: F401  (before torch: it sets how long idle threads spin)
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """GSM8K's answer format: steps in a few sentences, then the result alone on the last line, after ``####``.
 
-This file is for both ``--dataset-loader-fn`` and ``--reward-fn-path``. A small chat model solves few of these problems, but
-half of its answers have the right format; the reward has a part for each.
+Pass this file to both ``--dataset-loader-fn`` and ``--reward-fn-path``. A small chat model solves few of these problems,
+but half of its answers have the right format. The reward has one part for the format and one part for the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], 
 
 
 def messages(problem: str) -> list[dict[str, str]]:
-    """Return the conversation that asks for the answer to ``problem``."""
+    """Return the conversation whose last message is ``problem``."""
     turns = [f"{INSTRUCTION}\n\n{EXAMPLE[0]}", EXAMPLE[1], problem.strip()]
     return [{"role": "user" if index % 2 == 0 else "assistant", "content": text} for index, text in enumerate(turns)]
 

@@ -1,11 +1,11 @@
 """Rows of mathematics data sets as prompts with a checkable answer.
 
 Accepts GSM8K (``question``, ``answer`` with the result after ``####``), NuminaMath (``problem``, ``solution`` with the
-result in ``\\boxed{}``) and rows that already have a ``prompt``. Each returned row has
+result in ``\\boxed{}``) and rows that already have a ``prompt``. Each returned row has:
 
 * ``prompt``: the problem, and the request to put the result into ``\\boxed{}``;
 * ``solutions``: a list with the result, for the reward;
-* ``response``: the worked solution ending in the boxed result, so that the same loader serves supervised training.
+* ``response``: the worked solution ending in the boxed result, so that the same loader also works for SFT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
 def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], Any], **_: Any) -> list[dict[str, Any]]:
-    """Load ``dataset_path`` and convert its rows; problems without a result to check are dropped.
+    """Load ``dataset_path`` and convert its rows, without problems whose solution states no result.
 
     Raises:
         KeyError: a row has none of the known formats; the message lists its keys.
@@ -42,7 +42,7 @@ def normalize(row: Mapping[str, Any]) -> dict[str, Any] | None:
         return _row(row, row["problem"], f"{row['solution'].strip()}\nThe final answer is", final)
     raise KeyError(
         "a row needs `prompt`, or `question` and `answer` (GSM8K), or `problem` and `solution` (NuminaMath); "
-        f"this one has {', '.join(sorted(row))}"
+        f"this row has {', '.join(sorted(row))}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reward 1.0 for a completion whose result equals the row's, 0.0 otherwise. Needs ``pip install ".[math]"``."""
+"""Reward of 1.0 for a completion whose result equals the row's result, otherwise 0.0. Needs ``pip install ".[math]"``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Preference data sets as rows of ``prompt``, ``chosen`` and ``rejected``.
 
-Accepts rows with ``chosen`` and ``rejected`` that either have a ``prompt`` or are conversations. It also accepts the
-transcripts of HH-RLHF, which are texts of ``Human:`` and ``Assistant:`` turns, and converts them to conversations.
+Accepts rows in which ``chosen`` and ``rejected`` are conversations, or which also have a ``prompt``. The loader also
+converts the transcripts of HH-RLHF, which are texts of ``Human:`` and ``Assistant:`` turns, to conversations.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], 
 
 
 def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row in areno's format; all other keys are kept."""
+    """Return a row in areno's format, with all other keys unchanged."""
     if "chosen" not in row or "rejected" not in row:
-        raise KeyError(f"a row needs `chosen` and `rejected`; this one has {', '.join(sorted(row))}")
+        raise KeyError(f"a row needs `chosen` and `rejected`; this row has  {', '.join(sorted(row))}")
     if row.get("prompt") is not None or not isinstance(row["chosen"], str):
         return dict(row)
     return {**row, "chosen": conversation(row["chosen"]), "rejected": conversation(row["rejected"])}
@@ -38,7 +38,7 @@ def conversation(transcript: str) -> list[dict[str, str]]:
     before, *turns = _TURN.split(f"\n\n{transcript.strip()}")
     if before.strip() or not turns:
         raise ValueError(
-            f"a row without `prompt` must hold transcripts that begin with `Human:`, got {transcript!r:.80}"
+            f"a row without `prompt` must contain transcripts that begin with `Human:`, got  {transcript!r:.80}"
         )
     return [
         {"role": _ROLES[speaker], "content": text.strip()}

@@ -1,4 +1,4 @@
-"""One rollout and one GSPO update, with each piece written out: prompt, samples, rewards, advantages, rows, loss.
+"""One rollout and one GSPO update, with every stage written out: prompt, samples, rewards, advantages, rows and loss.
 
     python examples/sdk/gspo_step.py --model PATH_OR_REPO_ID --data gsm8k_train.jsonl
 

@@ -1,4 +1,4 @@
-"""Generate inside a rollout session: the smallest program that uses the SDK.
+"""Generates inside a rollout session: a minimal program that uses the SDK.
 
 python examples/sdk/rollout.py --model PATH_OR_REPO_ID
 """
@@ -11,7 +11,7 @@ from areno import Trainer
 
 
 async def main(model: str, prompt: str) -> None:
-    """Open a trainer, ask one question, close it."""
+    """Open a trainer, generate one answer, and close the trainer."""
     trainer = Trainer(
         world_size=1,
         model_path=model,

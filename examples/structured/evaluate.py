@@ -1,4 +1,4 @@
-"""Evaluates models on held-out orders with plain ``transformers``: greedy answers to the same prompts.
+"""Evaluates models on held-out orders with plain ``transformers``, by greedy answers to the same prompts.
 
     python examples/structured/evaluate.py --data /tmp/orders/heldout.jsonl BEFORE AFTER
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def answers(model: str, rows: Sequence[Row], max_new_tokens: int = 64, batch_size: int = 16) -> list[str]:
-    """Return the greedy answer of a model in float32 to each row's ``prompt``, in the order of the rows."""
+    """Return a model's greedy answers in float32 to the ``prompt`` of each row, in the order of the rows."""
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
@@ -43,13 +43,13 @@ def answers(model: str, rows: Sequence[Row], max_new_tokens: int = 64, batch_siz
 
 
 def score(texts: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
-    """Return the mean of each part of the reward; for ``exact`` this is the fraction of exact answers."""
+    """Return the mean of each part of the reward; the mean of ``exact`` is the fraction of exact answers."""
     parts = [reward_parts(text, row["solutions"][0]) for text, row in zip(texts, rows, strict=True)]
     return {name: sum(part[name] for part in parts) / len(rows) for name in PARTS}
 
 
 def table(names: Sequence[str], texts: Sequence[Sequence[str]], rows: Sequence[Row], shown: int) -> Iterator[str]:
-    """Return lines of text: the scores of all models, then all answers to the first prompts."""
+    """Return the scores of all models and all answers to the first prompts, as lines of text."""
     columns = [score(column, rows) for column in texts]
     yield f"{len(rows)} held-out orders" + "".join(f"{name:>14.13}" for name in names)
     for part in columns[0]:

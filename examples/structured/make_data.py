@@ -2,8 +2,8 @@
 
     python examples/structured/make_data.py --output /tmp/orders
 
-writes ``train.jsonl`` and ``heldout.jsonl``. Sentence forms, names and items of the held-out messages do not occur in training;
-counts and days do. Equal seeds give equal files, and a longer file begins with the rows of a shorter one.
+writes ``train.jsonl`` and ``heldout.jsonl``. Sentence forms, names and items of the held-out messages do not occur in
+training, but counts and days do. Equal seeds give equal files, and a longer file begins with the rows of a shorter file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Parts of the messages of one split; forms have the placeholders ``{name}``, ``{count}``, ``{item}`` and ``{day}``."""
+    """Building blocks of the messages of one split. Forms have the placeholders
+    ``{name}``, ``{count}``, ``{item}`` and ``{day}``."""
 
     forms: Sequence[str]
     names: Sequence[str]
@@ -102,8 +103,8 @@ HELD_OUT = Vocabulary(
 def draw(split: Split, seed: int, index: int) -> dict[str, Any]:
     """Return row ``index`` of a split: ``prompt`` (chat messages), ``solutions``, ``response`` and ``form``.
 
-    The reward uses ``solutions``; SFT would use ``response``. Held-out forms are used in turn, so that each has the same
-    weight.
+    The reward uses ``solutions``, and SFT would use ``response``. Held-out forms are used in rotation, so that each form
+    has the same weight.
     """
     words = HELD_OUT if split == "heldout" else TRAIN
     chance = random.Random(f"{seed}:{split}:{index}")
@@ -118,7 +119,7 @@ def draw(split: Split, seed: int, index: int) -> dict[str, Any]:
 
 
 def messages(order: str) -> list[dict[str, str]]:
-    """Return the chat that asks for the JSON of an order: instruction, two worked examples, order."""
+    """Return the prompt for an order as a chat: instruction, two worked examples and the order."""
     turns = [{"role": "system", "content": INSTRUCTION}]
     for text, answer in EXAMPLES:
         turns += [{"role": "user", "content": text}, {"role": "assistant", "content": compact(answer)}]

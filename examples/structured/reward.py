@@ -1,6 +1,6 @@
 """Reward of an answer that should be a JSON object, in named parts: format, keys, types and values.
 
-The parts grow with each right key, type and value, so that wrong answers to a prompt differ in their rewards.
+The parts increase with each right key, type and value, so that wrong answers to a prompt get different rewards.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def reward_parts(completion: str, solution: str) -> dict[str, float]:
     """Return the parts of a reward, each from 0 to 1, by their names in ``PARTS``.
 
     * ``exact``: 1 for an object that equals the solution, without other text; 0 otherwise;
-    * ``json``: 1 for an object without other text, 0.5 for one with text around it, 0 for none;
-    * ``keys``: number of keys that answer and solution share, divided by the number of keys that at least one of them has;
+    * ``json``: 1 for an object without other text, 0.5 for an object with text around it, 0 without an object;
+    * ``keys``: number of keys in both answer and solution, divided by the number of keys in at least one of them;
     * ``types``, ``values``: fraction of the solution's keys whose value has the right type, or is right.
     """
     expected: dict[str, Any] = json.loads(solution)
@@ -49,7 +49,7 @@ def reward_parts(completion: str, solution: str) -> dict[str, float]:
 
 
 def find_object(text: str) -> tuple[dict[str, Any] | None, bool]:
-    """Return the JSON object at the first brace of a text, or None, and whether only whitespace surrounds it."""
+    """Return the JSON object at the first brace of a text, or None, and whether only whitespace surrounds the object."""
     begin = text.find("{")
     if begin < 0:
         return None, False

@@ -178,7 +178,7 @@ def test_folder_never_mixes_held_out_files_into_training(tmp_path):
     assert load_rows(str(tmp_path))["n"][:] == [1, 2]
     for file in tmp_path.glob("train*"):
         file.unlink()
-    with pytest.raises(UsageError, match="no files of the split train; it has test; pass one file"):
+    with pytest.raises(UsageError, match="no files of the split train; it has test; pass a single file"):
         load_rows(str(tmp_path))
 
 

@@ -37,7 +37,7 @@ WRONG = [
     ([*EVAL, "--temperature", "1", "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
     ([*EVAL, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
     ([*EVAL, "--greedy", "--n-samples", "4"], "--n-samples 4 has no effect with --greedy, which gives the same answer"),
-    ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect on a single sample, which is greedy; set --temperature or"),
+    ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect on a single sample, which is decoded greedily; set"),
     ([*EVAL, "--score-micro-bs", "4"], "--score-micro-bs 4 has no effect without --reward-ckpt"),
     ([*EVAL, "--reward-ckpt", "model"], "--reward-fn-path reward.py has no effect with --reward-ckpt"),
     ([*BASE, "--reward-ckpt", "model", "--reward-workers", "2"], "--reward-workers 2 has no effect with --reward-ckpt"),

@@ -71,7 +71,7 @@ def test_the_reward_file_is_checked_in_another_process(workspace):
     assert not [name for name in set(sys.modules) - known if "reward" in name]
     (workspace / "reward.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(
-        UsageError, match=r"--reward-fn-path reward\.py: importing it ended the process with exit code 3"
+        UsageError, match=r"--reward-fn-path reward\.py: importing the file ended the process with exit code 3"
     ):
         load_hooks(TrainOptions(reward_fn_path="reward.py"))
 

@@ -134,7 +134,7 @@ TRAIN = [
     ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
     (
         [*BASE, "--workflow", "greedy.py:Greedy"],
-        "the class is constructed with gconfig and tokenizer only: missing a required argument",
+        "areno constructs the class with gconfig and tokenizer only: missing a required argument",
     ),
     ([*BASE, "--workflow", "reward.py:reward_fn"], "it has neither `async def arun_episode(self, engine, data)`"),
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; set --tune-params too"),
@@ -158,7 +158,7 @@ TRAIN = [
     ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),
     ([*BASE, "--reward-fn-path", "empty"], "--reward-fn-path is not a file: empty"),
     ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
-    ([*BASE, "--reward-fn-path", "reward.py:"], "write it as file.py or file.py:reward_fn"),
+    ([*BASE, "--reward-fn-path", "reward.py:"], "write file.py or file.py:reward_fn"),
     ([*BASE, "--reward-fn-path", "two.py"], "missing a required argument: 'completions'"),
     ([*BASE, "--reward-fn-path", "syntax.py"], "line 2: not valid Python"),
     ([*BASE, "--reward-fn-path", "raises.py"], "raised KeyError: 'rate' (at raises.py line 1: {}['rate'])"),

@@ -207,7 +207,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("algo.py", "does not name an object"),
+        ("algo.py", "specifies no object"),
         ("algo.py:nope", "defines no nope; specs in this file: mine, other"),
         ("algo.py:number", "is a int; expected an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),

@@ -45,13 +45,16 @@ def test_a_named_function_is_used(file):
     [
         ("x = 1", r"hook\.py defines no reward_fn; define reward_fn\(record\)"),
         ("reward_fn = 3", "reward_fn is a int; make it a function"),
-        ("def reward_fn():\n    pass", "does not accept the arguments of its call: too many positional arguments"),
+        (
+            "def reward_fn():\n    pass",
+            "does not accept the arguments that areno passes: too many positional arguments",
+        ),
         ("def reward_fn(a, b):\n    pass", "missing a required argument: 'b'"),
         ("def reward_fn(a, *, b):\n    pass", "missing a required (keyword-only )?argument: 'b'"),
         ("def reward_fn(record)\n    pass", r"hook\.py line 1: not valid Python: expected ':'"),
         ("x = 1\nprint(1 / 0)\n", r"raised ZeroDivisionError: division by zero \(at hook\.py line 2: print\(1 / 0\)\)"),
         ("import no_such_module_anywhere", "raised ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-        ("import sys\nsys.exit(3)", "importing it raised SystemExit: 3"),
+        ("import sys\nsys.exit(3)", "importing the file raised SystemExit: 3"),
         ("\0", "not valid Python"),
     ],
 )
@@ -112,5 +115,5 @@ def test_a_failed_import_leaves_no_module_behind(file):
 
 @pytest.mark.parametrize("spec", ["", ":f", "a.py:", "a.py:1x", "a.py:f:g"])
 def test_malformed_specs_show_the_right_form(spec):
-    with pytest.raises(UsageError, match=r"write it as file\.py or file\.py:reward_fn"):
+    with pytest.raises(UsageError, match=r"write file\.py or file\.py:reward_fn"):
         split_spec(spec, option="--reward-fn-path", default_name="reward_fn")

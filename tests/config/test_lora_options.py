@@ -69,7 +69,7 @@ def test_adapters_that_work_are_accepted(workspace, argv):
         ([*LORA, "--lora-alpha", "0"], "--lora-alpha must be positive, got 0.0"),
         (
             [*LORA, "--lora-adapter-path", "adapter"],
-            "--lora-rank 8 has no effect with --lora-adapter-path, whose adapter_config.json sets it",
+            "--lora-rank 8 has no effect with --lora-adapter-path, because the adapter's adapter_config.json sets",
         ),
         (["--lora-adapter-path", "gone"], "--lora-adapter-path folder does not exist: gone; pass the folder of a PEFT"),
         (["--lora-adapter-path", "model"], "--lora-adapter-path model has no adapter_config.json"),
@@ -80,7 +80,7 @@ def test_adapters_that_work_are_accepted(workspace, argv):
         (
             [*LORA, "--ckpt", "adapter"],
             "--ckpt adapter is an adapter, not a model; pass its base model as --ckpt and the adapter as "
-            "--lora-adapter-path adapter, or merge it first with areno export",
+            "--lora-adapter-path adapter, or merge the adapter first with areno export",
         ),
         (
             ["--ckpt", "orphan"],

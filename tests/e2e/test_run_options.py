@@ -142,7 +142,7 @@ def test_a_tracking_service_gets_the_metrics_too(tiny_checkpoint, tmp_path, monk
     [
         (["--track", "wandbb"], r"--track wandbb is unknown.*did you mean wandb"),
         (["--track", "wandb"], r"--track wandb is not logged in.*WANDB_API_KEY"),
-        (["--track-project", "x"], r"--track-project x has no effect without a service"),
+        (["--track-project", "x"], r"--track-project x has no effect without a tracking service"),
     ],
 )
 def test_tracking_services_are_checked_before_anything_is_loaded(

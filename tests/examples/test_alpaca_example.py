@@ -34,5 +34,5 @@ def test_ready_rows_pass_unchanged(tmp_path):
 
 
 def test_unknown_row_is_refused_with_its_keys(tmp_path):
-    with pytest.raises(UsageError, match="this one has question"):
+    with pytest.raises(UsageError, match="this row has question"):
         _load(tmp_path, '{"question": "a"}')

@@ -151,4 +151,4 @@ def test_without_a_sandbox_the_example_refuses_to_run(tmp_path):
     for name in ("run_agent", "reward"):
         done = subprocess.run([sys.executable, tmp_path / f"{name}.py"], capture_output=True, text=True, timeout=120)
         assert done.returncode != 0
-        assert "no sandbox works on this machine, so nothing is run" in done.stderr
+        assert "no sandbox works on this machine, so no command is run" in done.stderr

@@ -369,7 +369,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     monkeypatch.setattr(module, "METHODS", ())
     module.working_method.cache_clear()
     try:
-        with pytest.raises(NoSandboxError, match=r"nothing is run.*Install bubblewrap"):
+        with pytest.raises(NoSandboxError, match=r"no command is run.*Install bubblewrap"):
             Sandbox()
     finally:
         module.working_method.cache_clear()

@@ -256,7 +256,7 @@ def test_a_game_can_be_played_by_requests_and_replayed():
                 status, state = ask(f"{url}/api/action", {"actions": do("WAIT")})
                 assert status == 200
         assert state["frames"][-1]["state"]["winner"] == "A"
-        assert ask(f"{url}/api/agent", {}) == (400, {"error": "the game is over; begin a new one"})
+        assert ask(f"{url}/api/agent", {}) == (400, {"error": "the game is over; start a new game"})
     replayed = new_match(recorded=json.loads(json.dumps(state["match"])))
     assert json.loads(json.dumps(replayed.to_json()["frames"])) == state["frames"]
 

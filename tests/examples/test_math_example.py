@@ -50,7 +50,7 @@ def test_row_with_a_prompt_passes_unchanged(tmp_path):
 
 
 def test_unknown_row_is_refused_with_its_keys(tmp_path):
-    with pytest.raises(UsageError, match=r"KeyError.*this one has foo, text"):
+    with pytest.raises(UsageError, match=r"KeyError.*this row has foo, text"):
         _load(tmp_path, '{"text": "x", "foo": 1}')
 
 

@@ -46,7 +46,7 @@ def test_ready_rows_pass_unchanged(row, tmp_path):
 
 
 def test_unknown_rows_are_refused_with_the_reason(tmp_path):
-    with pytest.raises(UsageError, match="this one has question"):
+    with pytest.raises(UsageError, match="this row has question"):
         _load(tmp_path, '{"question": "a"}')
-    with pytest.raises(UsageError, match="must hold transcripts"):
+    with pytest.raises(UsageError, match="must contain transcripts"):
         _load(tmp_path, '{"chosen": "a", "rejected": "b"}')

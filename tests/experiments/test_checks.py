@@ -80,7 +80,7 @@ def test_functions_are_looked_up_first(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
-NEEDED = {"rl": "neither messages nor prompt nor question", "sft": "must contain `prompt`"}
+NEEDED = {"rl": "no messages, prompt or question", "sft": "must contain `prompt`"}
 NEEDED |= dict.fromkeys(("rw", "dpo"), "must contain `chosen`")
 
 

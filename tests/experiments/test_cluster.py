@@ -134,7 +134,7 @@ def test_impossible_requests_are_refused_before_ray_is_asked():
             r"no node of the cluster has 1 CPU, 1 GPU .* 10\.0\.0\.1 with 8 CPU, 8 GB of memory; 10\.0\.0\.2",
         ),
         (RoleNeed(mem=9), "1 CPU, 9 GB of memory"),
-        (RoleNeed(workers=13), "the roles need 13 CPUs, the cluster has 12"),
+        (RoleNeed(workers=13), "the roles need 13 CPUs, but the cluster has 12"),
     ):
         with pytest.raises(UsageError, match=words):
             refuse_impossible({"actor": need}, nodes)

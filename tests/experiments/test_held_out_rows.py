@@ -85,7 +85,7 @@ def test_without_the_split_no_model_is_loaded(no_model, tmp_path, tiny_checkpoin
 def test_a_named_split_is_used_and_a_missing_one_refused(no_model, tmp_path, tiny_checkpoint):
     data = with_both("sft", tmp_path, "saved")
     message = refused(configured("sft", tiny_checkpoint, tmp_path, data, data, valid_dataset__split="dev"))
-    assert "no split dev; it has train, test" in message
+    assert "no split dev; the dataset has train, test" in message
     files = with_both("sft", tmp_path / "files", "files")
     next(files.glob("test*")).rename(files / "val.jsonl")
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, files, files, valid_dataset__split="validation"))
@@ -97,10 +97,10 @@ def test_training_rows_are_evaluated_only_on_request(tmp_path, tiny_checkpoint, 
     file, link = data / "train.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(file)
     for train, valid in ((file, file), (data, file), (file, link)):
-        with pytest.raises(UsageError, match=r"gives the training rows.*set valid_dataset\.split=train"):
+        with pytest.raises(UsageError, match=r"refers to the training rows.*set valid_dataset\.split=train"):
             check_inputs(configured("sft", tiny_checkpoint, tmp_path, train, valid))
     hub: Any = "owner/name:main:train"
-    with pytest.raises(UsageError, match="gives the training rows"):
+    with pytest.raises(UsageError, match="refers to the training rows"):
         check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
     hub = "owner/name:main"
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))

@@ -1,4 +1,4 @@
-"""Effects of the settings of optimizer, model and micro-batches in small SFT and DPO runs."""
+"""Effects of the settings of optimizer, model and microbatches in small SFT and DPO runs."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_settings_reach_the_engines_of_training_and_rollout():
     assert (trains.speculate, generates.speculate, generates.trains) == (0, 5, "nothing")
 
 
-# -- micro-batches ---------------------------------------------------------------------------------------------------
+# -- microbatches ---------------------------------------------------------------------------------------------------
 
 
 def passes_of(checkpoint, root, rows: int = 4, **mb_spec: Any) -> tuple[list[list[int]], float]:

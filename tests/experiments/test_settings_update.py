@@ -152,7 +152,7 @@ def test_an_algorithm_name_selects_its_loss(changes, by_hand):
     ("changes", "expected"),
     [
         ({"actor.algorithm": "gmppo"}, "actor.algorithm 'gmppo' is unknown (did you mean gmpo?)"),
-        ({"actor.algorithm": "dpo"}, "actor.algorithm dpo needs another trainer"),
+        ({"actor.algorithm": "dpo"}, "actor.algorithm dpo needs a different trainer"),
         ({"actor.algorithm_options": {"gmpo_clip_eps": 0.1}}, "has no effect without an algorithm"),
         ({"actor.algorithm": "gmpo", "actor.eps_clip": 0.1}, "actor.eps_clip has no effect with actor.algorithm gmpo"),
         ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip_eps": 0}},

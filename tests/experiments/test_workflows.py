@@ -310,7 +310,7 @@ def test_an_agent_is_wrapped(named):
     [
         ("areno.nowhere.Plain", {}, "workflow: importing areno.nowhere raised ModuleNotFoundError"),
         (f"{HERE}.Missing", {}, "defines no Missing"),
-        ("Plain", {}, "write it as package.module.Name"),
+        ("Plain", {}, "write package.module.Name"),
         ("/nowhere/w.py:Plain", {}, "file does not exist: /nowhere/w.py"),
         (object(), {}, "neither `async def arun_episode"),
         (Plain, {"wrod": 1}, "does not accept workflow_kwargs: .*wrod"),

@@ -197,7 +197,7 @@ def test_an_error_names_the_thread_limit_if_no_thread_can_be_started(tmp_path, m
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", refuse)  # exhausting the machine's threads would end other tests
-    with pytest.raises(ArenoError, match=r"can't start new thread; end other programs, or raise .*ulimit -u"):
+    with pytest.raises(ArenoError, match=r"can't start new thread; stop other programs, or raise .*ulimit -u"):
         EventWriter(tmp_path / "events").log(0, {"train/loss": 1.0})
 
 

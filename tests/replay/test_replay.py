@@ -75,7 +75,7 @@ def test_the_same_options_give_the_recorded_update_bit_for_bit(name, runs, tmp_p
     assert len(ours) > 20
     for key, value in ours.items():
         assert np.array_equal(value, theirs[key]), key
-    assert "step_000002 (those that the step began with)" in shown
+    assert "step_000002 (the starting weights of the step)" in shown
     assert f"{48 if name == 'agent' else 24} rows (all rows of the step)" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith("train/")]
     assert {row[0].removeprefix("train/") for row in rows} == replayed.keys()
@@ -102,7 +102,7 @@ def test_older_weights_are_reported_and_give_another_update(runs, tmp_path, caps
     shutil.rmtree(run / "checkpoints" / "step_000002")
     capsys.readouterr()
     assert replay(run, 2, "--out", tmp_path / "out") == 0
-    assert "step_000001 (1 steps older than those that the step began with)" in capsys.readouterr().out
+    assert "step_000001 (1 steps older than the starting weights of the step)" in capsys.readouterr().out
     assert update_of(tmp_path / "out", 2)["logp_abs_diff_mean"] > 1e-3
     damaged = run / "checkpoints" / "step_000001" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -215,8 +215,8 @@ def test_recorded_samples_are_used_if_rollouts_are_not_saved(runs, tmp_path, cap
     assert replay(run, 0, "--out", out) == 0
     shown = capsys.readouterr().out
     samples = of_step(run, 0, "samples.jsonl")
-    assert f"step 0: {len(samples)} rows (recorded samples, a selection: statistics differ from the run's)" in shown
-    assert "the initial model (those that the step began with)" in shown
+    assert f"step 0: {len(samples)} rows (only the recorded samples, so statistics differ from the run's)" in shown
+    assert "the initial model (the starting weights of the step)" in shown
     record = update_of(out, 0)
     lengths = [sample["response_len"] for sample in samples]
     assert record["response_len"] == pytest.approx(sum(lengths) / len(lengths))
@@ -224,7 +224,7 @@ def test_recorded_samples_are_used_if_rollouts_are_not_saved(runs, tmp_path, cap
     assert record["rollout_logprobs_mean"] == pytest.approx(sum(tokens) / len(tokens), abs=1e-5)
     assert record["logp_abs_diff_mean"] < 2e-6, "recorded with six decimals, under the same weights"
     assert replay(run, 0, "--advantage", "batch") == 2
-    assert "only some were recorded; train with --save-rollouts" in capsys.readouterr().err
+    assert "only some samples were recorded; train with --save-rollouts" in capsys.readouterr().err
 
 
 def test_a_saved_replay_is_a_run_that_can_be_resumed(runs, tmp_path):
@@ -236,7 +236,7 @@ def test_a_saved_replay_is_a_run_that_can_be_resumed(runs, tmp_path):
 
 
 PROBLEMS = {
-    "a step that is not there": (["--step", "9"], "has no rows of that step; it recorded rows of steps 0 to 2"),
+    "a step that is not there": (["--step", "9"], "has no rows of this step; rows were recorded for steps 0 to 2"),
     "a negative step": (["--step", "-1"], "--step -1: use at least 0"),
     "no update": (["--step", "2", "--updates", "0"], "--updates 0: use at least 1"),
     "an option of the rollout": (["--step", "2", "--temperature", "2"], "--temperature has no effect on an update"),

@@ -113,10 +113,10 @@ def test_recorded_samples_and_the_initial_model_are_used_if_nothing_was_saved(ru
     assert main(["replay", str(run), "--step", "0"]) == 0
     shown = capsys.readouterr().out
     samples = of_step(run, 0, "samples.jsonl")
-    assert f"{len(samples)} rows (recorded samples, a selection" in shown
-    assert f"{tiny_checkpoint}, the initial model (those that the step began with)" in shown
+    assert f"{len(samples)} rows (only the recorded samples" in shown
+    assert f"{tiny_checkpoint}, the initial model (the starting weights of the step)" in shown
     assert main(["replay", str(run), "--step", "0", "actor.reward_norm=null"]) == 2
-    assert "only some were recorded" in capsys.readouterr().err
+    assert "only some samples were recorded" in capsys.readouterr().err
 
 
 def test_an_experiment_on_a_data_set_is_refused(tmp_path, tiny_checkpoint, capsys):

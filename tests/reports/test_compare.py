@@ -171,7 +171,7 @@ def test_the_phase_comes_from_the_metrics_if_no_samples_differ(values, config, p
     other = write_run(tmp_path / "b", config=config, metrics=from_step(0, **values))
     code, text, data = diff(capsys, write_run(tmp_path / "a"), other)
     assert (code, data["divergence"]["different"]["phase"], data["divergence"]["different"]["step"]) == (1, phase, 0)
-    assert f"What differs and affects this phase: {cause}\n" in text  # and not eval_interval
+    assert f"Differences that affect this phase: {cause}\n" in text  # and not eval_interval
 
 
 def test_settings_are_split_by_whether_they_change_results(tmp_path, capsys):

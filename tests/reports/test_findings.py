@@ -145,7 +145,10 @@ def test_a_rise_on_a_few_prompts_alone_is_memorization(scores, seed, tmp_path):
         Prepared(policy_metrics(rng, 100), evaluations=held_out(scores, 100, 0.2), samples=samples), tmp_path
     )
     assert (result.learned.state, keys(result)) == ("memorized", ["memorized"])
-    assert "Only 12 of 400 recorded prompts are different: it saw each at least 33 times." in result.problems[0].text
+    assert (
+        "Only 12 of 400 recorded prompts are different: the policy saw each prompt at least 33 times."
+        in result.problems[0].text
+    )
     assert "more and different prompts" in result.problems[0].remedy
 
 
@@ -153,7 +156,7 @@ def test_many_epochs_are_known_from_the_summary(tmp_path):
     rng = np.random.default_rng(0)
     evaluations, summary = held_out([0.3, 0.31, 0.28, 0.3], 100), {"epochs": 12}
     run = Prepared(policy_metrics(rng, 100), evaluations=evaluations, summary=summary)
-    assert "It saw each of them 12 times" in verdict(run, tmp_path).problems[0].text
+    assert "The policy saw each prompt 12 times" in verdict(run, tmp_path).problems[0].text
 
 
 @pytest.mark.parametrize("different", [12, 10_000])
@@ -200,12 +203,12 @@ def collapsed(broke, steps, rng):
 
 
 @pytest.mark.parametrize(
-    ("broke", "rate", "remedy"), [(7, "0.01, on its way up to 0.05", "--lr 0.001"), (60, "0.05.", "--lr 0.005")]
+    ("broke", "rate", "remedy"), [(7, "0.01, during the warm-up to 0.05", "--lr 0.001"), (60, "0.05.", "--lr 0.005")]
 )
 def test_a_collapse_names_its_step_and_suggests_a_lower_learning_rate(broke, rate, remedy, tmp_path):
     (problem,) = verdict(collapsed(broke, 100, np.random.default_rng(0)), tmp_path).problems
     assert problem.key == "collapsed"
-    assert f"It broke at step {broke}, at a learning rate of {rate}" in problem.text
+    assert f"It collapsed at step {broke}, at a learning rate of {rate}" in problem.text
     assert f"{remedy} (now 0.05)" in problem.remedy
 
 
@@ -230,7 +233,7 @@ def test_a_higher_limit_is_suggested_only_if_truncation_costs_reward(tmp_path):
         result = verdict(harmless, tmp_path / str(rewards(np.random.default_rng(0))[-1]))
         assert result.learned.state == "yes"
         (problem,) = result.problems
-        assert "costs them no reward" in problem.text
+        assert "does not lower their reward" in problem.text
         assert "--max-new-tokens" not in problem.remedy
 
 

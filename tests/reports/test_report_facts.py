@@ -69,8 +69,8 @@ def test_peak_memory_is_shown_with_the_memory_of_the_machine(tmp_path):
     environment = {"memory_bytes": 16 * 2**30, "gpu_memory_bytes": 80 * 2**30}
     time = section(written(tmp_path, memory=memory, environment=environment), "time")
     assert (
-        "Memory: its processes took at most 6.5 GiB of 16.0 GiB; at least 0.2 GiB were left after a step, 3.0 GiB after "
-        "the last one; tensors took at most 70.5 GiB of 80.0 GiB on a GPU." in time.text
+        "Memory: its processes took at most 6.5 GiB of 16.0 GiB; at least 0.2 GiB were available after a step, and "
+        "3.0 GiB after the last step; tensors took at most 70.5 GiB of 80.0 GiB on a GPU." in time.text
     )
     (chart,) = [figure for figure in time.all("figure") if "Memory, in GiB" in figure.text]
     assert all(name in chart.text for name in memory)
@@ -89,8 +89,8 @@ def test_the_header_lists_checkpoints_and_models_of_a_run(tmp_path):
     (run.checkpoints_path / ".partial-step_000015").mkdir()
     (run.checkpoints_path / "models" / "step_000020").mkdir(parents=True)
     assert (
-        "Checkpoints exist for steps 5, 10; the best evaluated one is from step 7; models without training state exist for "
-        "step 20." in page_of(run).one("header").text
+        "Checkpoints exist for steps 5, 10; the best evaluated checkpoint is from step 7; models without training state "
+        "exist for step 20." in page_of(run).one("header").text
     )
 
 
@@ -116,7 +116,7 @@ def test_a_copy_of_an_experiment_whose_checkpoints_were_not_copied_has_a_report(
     rows = [
         [cell.text for cell in row.all("td")] for row in page.one("section", **{"aria-labelledby": "files"}).all("tr")
     ]
-    assert ["checkpoints", "missing", "models and states to resume from"] in rows
+    assert ["checkpoints", "missing", "models and training states to resume from"] in rows
 
 
 @pytest.mark.parametrize("path", [7, ["a"], {"b": 1}, "\0"])

@@ -168,7 +168,7 @@ def killed():
 def broken_reward_function():
     error = "RewardError: reward function reward.py failed on record 2: TypeError: unsupported operand"
     return Prepared({}, status={**FAILED, "error": error}), Expected(
-        "unknown", "", "fix what the error names", "failed", False
+        "unknown", "", "fix the cause of the error", "failed", False
     )
 
 
@@ -266,7 +266,7 @@ def test_the_verdict_names_the_cause_of_a_failure_and_a_remedy(prepare, tmp_path
         ({"train/reward_errors": np.full(STEPS, 8.0)}, "reward_errors", "--on-reward-error stop"),
         ({"train/grad_norm": np.zeros(STEPS)}, "zero_gradient", "loss mask"),
         ({"train/clip_fraction": np.full(STEPS, 0.6)}, "clipped", "--update-epochs 1"),
-        ({"rollout/response_len_mean": np.linspace(50, 250, STEPS)}, "length_explosion", "penalty for length"),
+        ({"rollout/response_len_mean": np.linspace(50, 250, STEPS)}, "length_explosion", "length penalty"),
         ({"train/entropy": np.linspace(0.5, 3.0, STEPS)}, "entropy_explosion", "--kl-coef 0.01"),
     ],
 )
@@ -391,8 +391,8 @@ ENDS = [
     ({"epochs": 3}, {"epochs": 3}, FINISHED, "It finished: 100 steps, 3 epochs"),
     ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "3,200 sequences were trained on"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGINT"}, "stopped by Ctrl-C (SIGINT) after 100 steps"),
-    ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM, which a scheduler"),
-    ({}, {}, None, "recorded no status"),
+    ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM, as sent by a scheduler"),
+    ({}, {}, None, "no status was recorded"),
     ({}, {"steps": STEPS}, None, "It finished"),
 ]
 
@@ -402,7 +402,7 @@ def test_the_end_of_a_run_is_explained(changes, summary, status, text, tmp_path)
     run = Prepared(policy_metrics(rng_of(), STEPS), {**OPTIONS, **changes}, status=status, summary=summary)
     ending = verdict_of(RunData(run.write(tmp_path / "run").path)).ending
     assert text in ending.text
-    assert ("--save-interval writes one earlier" in ending.remedy) == (ending.state == "stopped")
+    assert ("--save-interval writes a checkpoint earlier" in ending.remedy) == (ending.state == "stopped")
     assert "--resume" not in ending.remedy
 
 

@@ -1,4 +1,4 @@
-"""Agents: programs that call the model at an OpenAI-compatible endpoint. The model is trained on its responses.
+"""Agents: programs that call the model at an OpenAI-compatible endpoint. Training uses the model's responses.
 
 - ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
 - ``lint``: checks of chat templates for multi-turn training.

@@ -1,11 +1,12 @@
-"""Runs an agent over a batch, isolating failures per sample.
+"""Runs an agent on a batch. A failing sample does not affect other samples.
 
-The agent is called once with the whole batch. If it raises, times out, or returns nothing or something invalid for some
-samples, each of these samples is retried in a separate call, with its own API key, thread and timeout. Samples that still fail
-after ``retries`` retries are dropped, and their errors are reported.
+The agent is called once with the whole batch. Samples without a valid result, for example because the call timed out,
+are retried. Each retry is a separate call with its own API key, thread and timeout. Samples that still fail after
+``retries`` retries are dropped, and their errors are reported.
 
-An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, together with
-the tasks that it started. A sync function cannot be cancelled: its thread is abandoned and its API keys are revoked.
+An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, together
+with the tasks that it started. A sync function cannot be cancelled, so its thread is abandoned and its API keys are
+revoked.
 """
 
 import asyncio
@@ -39,11 +40,11 @@ MAX_CALLS = 32  # maximum concurrent retries
 
 
 class AgentCall:
-    """One call of an agent. Creating the object starts the call; the call's API keys are revoked when it ends.
+    """One call of an agent, which starts when the object is created. When the call ends, its API keys are revoked.
 
     Attributes:
-        turns: turns returned or yielded so far; yielded turns are kept even if the call fails later.
-        error: why the call failed; empty if it succeeded or is still running.
+        turns: turns returned or yielded so far, which are kept even if the call fails later.
+        error: why the call failed; empty if the call succeeded or is still running.
         done: resolves when the call has ended.
     """
 
@@ -65,7 +66,7 @@ class AgentCall:
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
-        """End the call; an agent that is still running is cancelled or abandoned."""
+        """End the call. An agent that is still running is cancelled or abandoned."""
         self.context.close()
         if not self.done.done():
             self.error = self.error or self._late()
@@ -122,7 +123,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error with the innermost line of the user's file; areno's own errors need no line."""
+    """Describe an error with the innermost line of the user's file. Errors of areno get no line number."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -131,7 +132,7 @@ def _reason(error: BaseException, function: AgentFn) -> str:
 
 
 def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
-    """Group by task the turns that an agent returned. Raises AgentError if it returned anything else."""
+    """Group an agent's turns by task. Raises AgentError if the agent returned anything but turns."""
     turns: dict[Place, list[AgentTrajectoryTurn]] = {}
     for turn in turns_in(returned):
         turns.setdefault(turn.item.place, []).append(turn)
@@ -148,7 +149,7 @@ class CollectedSamples:
 
 
 class AgentRunner:
-    """Runs one agent over batches.
+    """Runs one agent on batches.
 
     Args:
         function: ``run_agent(ctx, batch)``, sync or async; may return or yield turns.
@@ -165,9 +166,9 @@ class AgentRunner:
         self._timeout_s, self._retries = timeout_s, retries
 
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
-        """Run the agent over a batch; ``server`` is the ``proxy`` of an open session.
+        """Run the agent on a batch. ``server`` is the ``proxy`` of an open session.
 
-        Raises UsageError: the loss mask policy trains on context whose parts the tokenizer cannot distinguish.
+        Raises UsageError: the loss mask policy trains on parts of the context that the tokenizer cannot distinguish.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0

@@ -1,4 +1,4 @@
-"""``ctx``: the URL and API keys of the model, which an agent receives together with its tasks."""
+"""The ``ctx`` argument of an agent: the model's URL and API keys."""
 
 import threading
 
@@ -12,9 +12,9 @@ class AgentContext:
     """Context of one agent call: its URL, its API keys, and the responses recorded under them.
 
     Attributes:
-        api_key: key shared by all samples of the call. Their requests are distinguished by content.
+        api_key: key shared by all samples of the call; the content of a request identifies its sample.
         sampling_params: default sampling parameters of requests.
-        max_running_prompts: maximum number of samples decoded concurrently; None: the trainer's limit.
+        max_running_prompts: maximum number of samples decoded concurrently; None uses the trainer's limit.
     """
 
     def __init__(self, server: AgentServer, seed: int) -> None:
@@ -31,17 +31,17 @@ class AgentContext:
         return self.get_base_url()
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the URL of the endpoint, or a URL for one task, for programs that accept a URL but no API key."""
+        """Return the endpoint's URL. With ``item``, return a URL for this task only, for programs that take no API key."""
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return an API key for one task, so that its responses are recorded separately; see :meth:`trajectory`."""
+        """Return an API key for one task. Its responses are recorded separately; see :meth:`trajectory`."""
         return self._session_of(item).api_key
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
         """Return all completed responses under a task's key or base URL, in order.
 
-        An agent function can return it for a program that streams, or that does not expose the server's responses.
+        Return this trajectory from an agent function whose client streams or hides the server's responses.
         """
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 

@@ -1,6 +1,6 @@
-"""The loop of turns and tools that is the same for all environments, and the protocol of an environment.
+"""The conversation loop of all environments, and the protocol of an environment.
 
-:func:`converse` alternates between the model's answers, the tools they call, and the environment's steps.
+:func:`converse` alternates between the model's answers, the tools that the answers call, and the environment's steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
-"""How a conversation ended: by the environment, at the turn limit, or because it exceeds the model's context."""
+"""Why a conversation ended: the game was over, the turn limit was reached, or the model's context was full."""
 
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -38,7 +38,7 @@ class Environment(Protocol):
     """A game or task. Subclass it, or implement the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Start with a data row. Returns the opening: the text of a user message, or a list of messages."""
+        """Start from a data row. Returns the opening messages: a list, or the text of one user message."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -49,7 +49,7 @@ class Environment(Protocol):
         """Process the model's answer, after its tools have run.
 
         Returns:
-            None if the game is over; otherwise the next user message. After tool results it may be empty, and is then omitted.
+            None if the game is over; otherwise the next user message. After tool results, an empty message is omitted.
         """
         ...
 
@@ -58,7 +58,7 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """Release resources; called once, at the end."""
+        """Release resources. Called once, at the end."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Let a model play an environment that starts from a data row. Does not close the environment.
+    """Reset an environment to a data row, and let a model play. Does not close the environment.
 
     Args:
         environment: the game.
@@ -137,7 +137,7 @@ def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> C
 
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
-    """Run the tools that an answer calls, pass it to the environment, and extend the conversation.
+    """Run the tools that an answer calls, pass the answer to the environment, and extend the conversation.
 
     Returns:
         Whether the game continues.
@@ -171,5 +171,5 @@ def tool_choice_field(tool_choice: str) -> str | dict[str, Any]:
 
 
 async def settled(value: Any) -> Any:
-    """Return the value, or await it and return its result."""
+    """Return the value; if it is awaitable, return its result."""
     return await value if inspect.isawaitable(value) else value

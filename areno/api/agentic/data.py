@@ -1,4 +1,4 @@
-"""Inputs and outputs of agents: batches of tasks, and turns with the server's responses."""
+"""Inputs and outputs of agents: batches of tasks, and turns that hold the server's responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AgentBatch:
                 yield AgentItem(*prompt, index, sample)
 
     def only(self, items: Sequence[AgentItem]) -> AgentBatch:
-        """Return a batch of some of the tasks, which keep their indices."""
+        """Return a batch of some of the tasks. The tasks keep their indices."""
         return _TaskSubset(items)
 
 
@@ -86,8 +86,8 @@ class _TaskSubset(AgentBatch):
 class AgentTrajectoryTurn:
     """One response of the model.
 
-    Tokens, log-probs and tool calls are taken from the response, if there is one. Raises ValueError if the response has no
-    token metadata (because it is not from a rollout session), or if the numbers of tokens and log-probs differ.
+    Tokens, log-probs and tool calls are taken from the response, if it is set. Raises ValueError if the numbers of
+    tokens and log-probs differ, or if the response has no token metadata because it is not from a rollout session.
     """
 
     item: AgentItem  # task of the turn
@@ -118,7 +118,7 @@ class AgentTrajectoryTurn:
 
     @property
     def turn_id(self) -> str | None:
-        """Id of the recorded turn; None if tokens were passed without a response."""
+        """Id of the recorded turn; None if the turn was created from tokens without a response."""
         return None if self.response is None else str(_metadata_of(self.response).get("turn"))
 
 

@@ -1,7 +1,7 @@
-"""Demonstrations: an expert plays an environment, and every answer becomes a row for supervised training.
+"""Demonstrations: an expert plays an environment, and each of its answers becomes a row for SFT.
 
-Reinforcement learning needs a model that already succeeds occasionally, which training on demonstrations provides. Rows are
-rendered by the model's chat template, including tools, so that supervised training uses the same tokens as agents.
+RL needs a model that succeeds at least occasionally. Training on demonstrations produces such a model. The model's chat
+template renders the rows and the tools, so that SFT uses the same tokens as agents.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Expert = Callable[[Any], Message]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A demonstration task: ``make`` creates the environment, ``draw`` a record from a ``random.Random``."""
+    """A demonstration task: ``make`` creates the environment, and ``draw`` creates a record from a ``random.Random``."""
 
     make: Callable[[], Environment]
     draw: Callable[[random.Random], Mapping[str, Any]]
@@ -29,7 +29,7 @@ class Course:
     max_turns: int = 8
 
     def conversations(self, count: int, seed: int) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-        """Generate ``count`` conversations of the expert, each with its tools; deterministic for a seed."""
+        """Generate ``count`` conversations of the expert, each with its tools. Equal seeds give equal conversations."""
         return [asyncio.run(self._play(random.Random(f"{seed}:{index}"))) for index in range(count)]
 
     async def _play(self, draws: random.Random) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -46,7 +46,7 @@ def says(text: str) -> Message:
 
 
 def calls(*named: tuple[str, Mapping[str, Any]]) -> Message:
-    """Create an answer that calls tools, given pairs of name and arguments."""
+    """Create an answer that calls tools. Each call is a pair of name and arguments."""
     tool_calls = [
         {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for index, (name, arguments) in enumerate(named)
@@ -57,7 +57,7 @@ def calls(*named: tuple[str, Mapping[str, Any]]) -> Message:
 async def demonstrate(
     environment: Environment, record: Mapping[str, Any], expert: Expert, *, max_turns: int = 8
 ) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Let an expert play; returns the conversation, and the tools in OpenAI's format."""
+    """Let an expert play. Returns the conversation, and the tools in OpenAI's format."""
     conversation = begin_conversation(environment, record)
     for _ in range(max_turns):
         if not await take_answer(environment, conversation, expert(environment)):
@@ -68,7 +68,7 @@ async def demonstrate(
 def demonstration_rows(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """Return a row with ``prompt`` and ``response`` for each answer of a conversation, rendered by the chat template.
+    """Return one row per answer of a conversation: ``prompt`` and ``response``, rendered by the chat template.
 
     Raises:
         UsageError: the template rewrites earlier messages, so that a response cannot be separated.
@@ -80,7 +80,7 @@ def demonstration_rows(
         prompt = render_generation_prompt(tokenizer, messages[:index], tools=tools).text
         longer = render_generation_prompt(tokenizer, messages[: index + 1], tools=tools).text
         if not longer.startswith(prompt):
-            raise UsageError(f"the chat template rewrites the messages before message {index}; use one that does not")
+            raise UsageError(f"the chat template rewrites the messages before message {index}; use another template")
         response = longer[len(prompt) :]
         if tokenizer.eos_token:
             response = response.partition(tokenizer.eos_token)[0]

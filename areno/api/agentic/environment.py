@@ -1,13 +1,13 @@
-"""Environments: a game or task as a class, from which an agent and a reward function are derived.
+"""Derives an agent and a reward function from an environment, a class that describes a game or task.
 
-The loop of turns and tools is the same for all games (``conversation_loop``). A game only implements :class:`Environment`, and
-two adapters turn it into the hooks of ``areno train``::
+All games share the loop of turns and tools (``conversation_loop``). A game only implements :class:`Environment`. Two
+adapters turn the class into the hooks of ``areno train``::
 
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path
 
-A reward is computed in another process, by replaying the conversation's messages in a new environment. An environment must
-therefore depend only on its record and the answers; seed randomness from the record.
+To compute a reward, another process replays the conversation's messages in a new environment. An environment must
+therefore depend only on its record and the answers. Seed randomness from the record.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ def run_environment(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, AgentBatch], AsyncIterator[AgentTrajectory]]:
-    """Return an agent function for ``--agent-fn`` in which the model plays an environment.
+    """Return an agent function for ``--agent-fn`` that lets the model play an environment.
 
-    ``make`` is the environment's class or a factory; for the other arguments see :func:`converse`. The run's sampling
-    parameters apply unless ``request`` sets others. The function yields an ``AgentTrajectory`` for each finished sample; an
-    error is raised after all other samples have finished. Raises UsageError if the package ``openai`` is not installed.
+    ``make`` is the environment's class or a factory. See :func:`converse` for ``max_turns``, ``tool_choice`` and
+    ``request``. Fields of ``request`` override the run's sampling parameters. The function yields an
+    ``AgentTrajectory`` for each finished sample. If a sample fails, its error is raised after all other samples have
+    finished. Raises UsageError if the package ``openai`` is not installed.
     """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -71,7 +72,7 @@ def run_environment(
         raise UsageError("run_environment needs the OpenAI client: pip install openai") from error
 
     def make_client(ctx: Any) -> AsyncOpenAI:
-        """Create a client. The session enforces timeouts, and its local address has no certificates to verify."""
+        """Create a client of the session's local server. The session enforces timeouts."""
         http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
         return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
 
@@ -120,14 +121,14 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
 def generate_records(
     draw: Callable[..., Mapping[str, Any]], flags: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """Run the command line of a data generator, ``--output FILE --count N --seed S``, which writes JSON lines.
+    """Run the command line of a data generator that writes JSON lines: ``--output FILE --count N --seed S``.
 
     Equal seeds give equal files, and a longer file starts with the records of a shorter one.
 
     Args:
         draw: creates one record from a ``random.Random``, with the flags as keyword arguments.
-        flags: additional switches (``held_out`` becomes ``--held-out``), with their help.
-        argv: the arguments; None: those of the process.
+        flags: additional switches and their help texts; ``held_out`` becomes ``--held-out``.
+        argv: command-line arguments; None uses those of the process.
     """
     parser = argparse.ArgumentParser(description=sys.modules[draw.__module__].__doc__)
     parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")
@@ -146,7 +147,7 @@ def generate_records(
 def environment_rows(
     make: Callable[[], Environment], records: Iterable[Mapping[str, Any]], key: str
 ) -> list[dict[str, Any]]:
-    """Return the records, each with the opening of its environment as ``prompt``, for a data loader.
+    """Return the records for a data loader. ``prompt`` of each record is the opening of its environment.
 
     Raises KeyError: a row lacks ``key``, which its environment needs.
     """

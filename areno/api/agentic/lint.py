@@ -1,7 +1,7 @@
 """Checks whether a chat template is append-only, so that a conversation can be trained as one row on its exact tokens.
 
-Probe conversations are rendered with a sample answer, and then with a following message. A template that rewrites earlier turns
-makes conversations fork: training stays correct, but the branches cost tokens.
+The check renders sample conversations, first up to an answer and then with one more message. If a template rewrites
+earlier turns, conversations fork. Training stays correct, but every fork adds a training row.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,9 @@ class TemplateFinding:
 
     def __str__(self) -> str:
         if self.kind == "refused":
-            return f"the chat template rejects a {self.step} after an answer; agents that send one get an error"
+            return (
+                f"the chat template rejects a {self.step} after an answer; agents that send such a message get an error"
+            )
         after = f"after a {self.step}" + (" if the answer has reasoning" if self.thinking else "")
         return (
             f"the chat template {_WHAT[self.kind]} {after}: such a conversation becomes several training rows with the "

@@ -1,6 +1,6 @@
-"""Converts the turns that an agent returned for a task into a sample, which is then rewarded and trained on.
+"""Converts the turns of a task to a sample with a reward record and training rows.
 
-A reward function receives the same type of record as for a completion, with more fields set.
+A reward function receives the same type of record for agents and for completions; agents set more of its fields.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class AgentSample:
 
     @property
     def context_full(self) -> bool:
-        """Whether a request left no room for an answer in the context."""
+        """Whether a request filled the context and left no room for an answer."""
         return any(turn.finish == "length" and not turn.tokens for turn in self.turns)
 
     @property
@@ -54,9 +54,9 @@ def make_sample(
     policy: LossMaskPolicy,
     tokenizer: Any,
 ) -> AgentSample:
-    """Look up the recorded turns of a task, and build the inputs of training and rewards.
+    """Look up the recorded turns of a task, and build its training rows and reward record.
 
-    Raises ValueError if a response is from another session or task, or was returned twice, and the UsageError of
+    Raises ValueError if a response is from another session or task, or was returned twice. Raises the UsageError of
     :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
@@ -72,9 +72,10 @@ def make_sample(
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
-    """Score, under the current policy, the tokens that are trained on but were not sampled, so that their ratios start at 1.
+    """Compute the current policy's log-probs of tokens that are trained on but were not sampled.
 
-    Sets the log-probs in the samples' rows. Waits for running generation.
+    Writes these log-probs to the samples' rows, so that their importance ratios start at 1. Waits for running
+    generation.
     """
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:
@@ -92,7 +93,7 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
 
 
 def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokenizer: Any) -> Turn:
-    """Build the turn of a response that the agent sampled with the trainer instead of the server."""
+    """Build a turn from a response that the agent sampled with the trainer, not with the server."""
     messages = [dict(message) for message in turn.messages]
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
     logprobs = turn.response_logprobs
@@ -124,7 +125,7 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
 
 
 def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
-    """Yield all turns in what an agent returned: a turn, a trajectory, or lists. Raises AgentError for anything else."""
+    """Yield all turns of a turn, a trajectory or nested lists. Raises AgentError if an agent returned anything else."""
     if isinstance(returned, AgentTrajectoryTurn):
         yield returned
     elif isinstance(returned, AgentTrajectory):
@@ -161,7 +162,7 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """Build the record for the reward function; ``recorded`` corresponds to ``turns``, and ``rows`` have the loss mask."""
+    """Build the record for the reward function. ``recorded`` and ``turns`` correspond; ``rows`` hold the loss mask."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -208,7 +209,7 @@ def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _messages(turn: AgentTrajectoryTurn, recorded: Turn) -> list[dict[str, Any]]:
-    """Return the conversation with its last answer, and messages that the agent added after it."""
+    """Return the conversation, its last answer, and the messages that the agent added after this answer."""
     messages = [_plain(message) for message in turn.messages]
     sent = len(recorded.messages)
     if len(messages) > sent and messages[sent].get("role") == "assistant":
@@ -224,7 +225,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _rendered(turn: Turn, tokenizer: Any) -> str:
-    """Decode the last conversation after its first prompt, with special tokens."""
+    """Decode the last conversation with special tokens, but without its first prompt."""
     path = turn.path
     tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
     return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
@@ -236,7 +237,7 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
-    """Return the loss mask of the sampled tokens, concatenated; a turn is trained on in at most one row."""
+    """Return the concatenated loss mask of the sampled tokens. Each turn is trained on in at most one row."""
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:
         marks: list[list[bool]] = [[] for _ in recorded]
@@ -266,7 +267,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return how many of a request's messages are in earlier events."""
+    """Return the number of messages of a request that earlier events contain."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

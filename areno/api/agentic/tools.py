@@ -1,7 +1,7 @@
 """Python functions as tools for a model, described by type hints and docstrings.
 
-A parameter's type hint defines the JSON schema for the model, and how a JSON value is checked and converted to a Python value
-(:class:`ValueType`). A call never raises: errors become the result text for the model, and are counted.
+A parameter's type hint determines the JSON schema for the model, and the check and conversion of JSON values to Python
+values (:class:`ValueType`). A call never raises. An error becomes the result text for the model, and is counted.
 """
 
 import collections.abc
@@ -34,14 +34,15 @@ _OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class ToolError(Exception):
-    """A tool call failed; the message is for the model."""
+    """A tool call failed. The model receives the error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """A type: its JSON schema, and a reader.
+    """A type with its JSON schema and a reader.
 
-    The reader converts a JSON value, given its path (``squares[2]``), to a Python value, or raises :class:`ToolError`.
+    The reader converts a JSON value to a Python value, or raises :class:`ToolError` with the path of the value, such as
+    ``squares[2]``.
     """
 
     schema: dict[str, Any]
@@ -50,7 +51,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """Result of a call; the content is the error message if it ``failed``."""
+    """Result of a call. If the call ``failed``, the content is the error message."""
 
     name: str
     call_id: str
@@ -66,12 +67,12 @@ class Tool:
     """A function that a model may call.
 
     Every parameter needs a type hint: ``int``, ``float``, ``str``, ``bool``, ``None``, ``Any``, ``Literal``, enums,
-    unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``, nested arbitrarily. The first paragraph
-    of the docstring describes the tool; an ``Args:`` section or ``Annotated[T, "text"]`` describes its parameters.
+    unions, lists, tuples, sets, ``dict[str, T]``, dataclasses or ``TypedDict``, nested arbitrarily. The first paragraph
+    of the docstring describes the tool. An ``Args:`` section or ``Annotated[T, "text"]`` describes its parameters.
 
     Args:
-        function: sync or async; a sync function runs in the event loop, so it must be fast.
-        name: name for the model; default is the function's name.
+        function: sync or async. A sync function must be fast, because it runs in the event loop.
+        name: name of the tool; by default the function's name.
 
     Raises:
         UsageError: a parameter has no type hint, or a type hint without a JSON representation.
@@ -115,9 +116,9 @@ class Tool:
         return {"type": "function", "function": function}
 
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments (a JSON object, as text or parsed) and convert them to Python values.
+        """Check arguments (a JSON object or its text) and convert them to Python values.
 
-        Raises ToolError if they do not match the schema.
+        Raises ToolError if the arguments do not match the schema.
         """
         if isinstance(arguments, str):
             try:
@@ -134,7 +135,7 @@ class Tool:
         return {name: self._types[name].read(value, name) for name, value in arguments.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call the tool, with arguments as for :meth:`read_arguments`; never raises."""
+        """Call the tool with arguments as in :meth:`read_arguments`. Never raises."""
         try:
             value = self.function(**self.read_arguments(arguments))
             value = await value if inspect.isawaitable(value) else value
@@ -178,7 +179,7 @@ class Toolset:
         return name in self._tools
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call a tool by name, with arguments as for :meth:`Tool.read_arguments`; never raises, even for unknown names."""
+        """Call a tool by name, with arguments as in :meth:`Tool.read_arguments`. Never raises, even for unknown names."""
         tool = self._tools.get(name)
         if tool is None:
             text = f"error: there is no tool {name}; the tools are {', '.join(self._tools) or 'none'}"
@@ -191,12 +192,12 @@ class Toolset:
 
 
 def as_text(value: Any) -> str:
-    """Convert a result to text for the model: strings unchanged, everything else as JSON."""
+    """Convert a result to text for the model. Strings are unchanged; other values become JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
 
 
 def value_type_of(hint: Any, place: str) -> ValueType:
-    """Return schema and reader of a type hint. Raises UsageError, naming ``place``, if it has no JSON representation."""
+    """Return schema and reader of a type hint. Raises UsageError at ``place`` if the hint has no JSON representation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
@@ -249,7 +250,7 @@ _SCALARS: dict[Any, ValueType] = {
 
 
 def _one_of(choices: Sequence[tuple[Any, Any]]) -> ValueType:
-    """Return the type of an enumeration of (JSON value, Python value) pairs."""
+    """Return the type of an enumeration, given (JSON value, Python value) pairs."""
     kinds = {_SCALARS[type(value)].schema["type"] if type(value) in _SCALARS else "string" for value, _ in choices}
     schema: dict[str, Any] = {"enum": [value for value, _ in choices]}
     if len(kinds) == 1:

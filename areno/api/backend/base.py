@@ -13,9 +13,9 @@ class ArenoConfig:
     """Configuration of the local engine.
 
     Args:
-        model_path: checkpoint to load instead of the trainer's.
+        model_path: checkpoint to load instead of the trainer's checkpoint.
         tp_size: tensor-parallel size.
-        dp_size: data-parallel size; None: ``world_size // tp_size``.
+        dp_size: data-parallel size; None means ``world_size // tp_size``.
         devices: device ids of the ranks.
         dummy_load: initialize random weights instead of loading the checkpoint's weights.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
@@ -23,15 +23,17 @@ class ArenoConfig:
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
             ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
             ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for inference only), and
-            ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as failed; default 600).
+            ``stall_timeout_s`` (seconds without progress after which one of several ranks counts as failed; default
+            600).
         max_running_prompts: maximum number of sequences decoded concurrently.
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
-        lora: trains an adapter instead of the weights; fields of :class:`areno.engine.model.adapter.AdapterOptions`, which are
-            ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``. With
-            dropout, the log-probs of a rollout differ from those of a training pass: with importance ratios, set it to 0.
-            ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own checkpoint, such as a
-            reference, is the model with the adapter disabled, and takes no extra memory.
-        fsdp: shard weights and gradients across the data-parallel ranks (FSDP2); by default only optimizer states are sharded.
+        lora: train an adapter instead of the weights. Keys are fields of
+            :class:`areno.engine.model.adapter.AdapterOptions`: ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``,
+            ``target_modules``, ``load_in_4bit`` and ``seed``. Set ``dropout`` to 0 for losses with importance ratios,
+            because rollouts do not apply dropout. ``save_checkpoint`` writes a PEFT adapter. A reference of the
+            trainer's own checkpoint is the model with the adapter disabled, and takes no extra memory.
+        fsdp: shard weights and gradients across the data-parallel ranks (FSDP2). By default, only optimizer states are
+            sharded.
     """
 
     model_path: str | None = None
@@ -53,9 +55,10 @@ class BackendType:
 
     Args:
         name: name for lookup and messages.
-        config_type: class of its configuration.
-        factory: ``module:attribute`` of a callable ``(model_path, world_size, config)``, imported lazily. It checks the
-            configuration, and returns a function that loads the model and returns the :class:`areno.engine.backend.Backend`.
+        config_type: class of the backend's configuration.
+        factory: ``module:attribute`` of a callable ``(model_path, world_size, config)``, imported lazily. The callable
+            checks the configuration. It returns a function that loads the model as an
+            :class:`areno.engine.backend.Backend`.
     """
 
     name: str
@@ -63,7 +66,7 @@ class BackendType:
     factory: str
 
     def create(self, model_path: str, world_size: int, config: Any) -> Callable[[], Backend]:
-        """Check the configuration and return a function that loads the backend. Raises TypeError for a wrong class."""
+        """Check ``config`` (TypeError if its class is wrong), and return a function that loads the backend."""
         if not isinstance(config, self.config_type):
             raise TypeError(
                 f"backend {self.name} requires its typed configuration {self.config_type.__name__}, "
@@ -79,7 +82,7 @@ _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 
 def register_backend(backend: BackendType) -> BackendType:
-    """Make a backend selectable by name. Raises ValueError if another backend has the name."""
+    """Make a backend selectable by name. Raises ValueError if another backend has this name."""
     registered = _REGISTRY.setdefault(backend.name.lower(), backend)
     if registered != backend:
         raise ValueError(f"a backend named {backend.name!r} is already registered: {registered.factory}")
@@ -87,7 +90,7 @@ def register_backend(backend: BackendType) -> BackendType:
 
 
 def get_backend(name: str) -> BackendType:
-    """Look up a backend by name. Raises ValueError with the registered names if it is unknown."""
+    """Look up a backend by name. Raises ValueError if the name is unknown."""
     if name.lower() not in _REGISTRY:
         raise ValueError(f"unknown backend {name!r}; registered: {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name.lower()]

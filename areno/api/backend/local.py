@@ -1,4 +1,4 @@
-"""The local backend: areno's engine, in this process or on several ranks."""
+"""The local backend runs areno's engine, in this process or on several ranks."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,7 @@
-"""Agentic rollouts: runs the agent, and drops and reports unusable samples.
+"""Runs the agent of a rollout, and drops and counts unusable samples.
 
-A sample is unusable if the agent does not finish it (too many failures stop the run), if it exceeds the context length, or if
-none of its tokens count in the loss. All unusable samples are counted.
+A sample is unusable if the agent does not finish the sample, or if its conversation exceeds the context length. Too
+many unfinished samples stop the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHOWN_FAILED = 3
 
 
 class AgentRollouts:
-    """Runs the agent of ``--agent-fn``. Raises UsageError if its file is invalid."""
+    """Runs the agent of ``--agent-fn``. Raises UsageError if the agent's file is invalid."""
 
     def __init__(self, config: TrainOptions, instance: Trainer, logger: logging.Logger) -> None:
         self._config, self._instance, self._logger = config, instance, logger
@@ -49,7 +49,7 @@ class AgentRollouts:
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
     ) -> tuple[list[AgentSample], dict[str, float]]:
-        """Return the usable samples of ``n_samples`` tasks per prompt, and statistics."""
+        """Run ``n_samples`` tasks per prompt. Returns the usable samples, and statistics."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         log_lines.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(

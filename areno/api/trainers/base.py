@@ -1,4 +1,4 @@
-"""Base of the trainers of ``areno train``: the run specification, epochs over a dataset, train calls.
+"""Base of the trainers of ``areno train``: the run specification, epochs over a dataset, and train calls.
 
 A trainer class is called as ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` and has a method ``fit()``.
 """
@@ -29,7 +29,7 @@ from areno.types import TrainSequence, tightest
 DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
-"""Stands for the number of steps, which is unknown in advance, because rows that are too long are skipped."""
+"""Placeholder for the number of steps, which is unknown because overlong rows are skipped."""
 
 
 def spec_of(config: TrainOptions) -> RunSpec:
@@ -53,7 +53,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
 
 
 def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
-    """Return fields of an ``OptimizerOptions``; ``prefix`` selects the learning-rate options of another model."""
+    """Return fields of an ``OptimizerOptions``. ``prefix`` selects the learning-rate options of another model."""
     rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
     return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -65,7 +65,7 @@ def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]
 
 
 class DatasetTrainer(TrainingLoop):
-    """Base of the trainers; ``eval_rows`` have the same schema as the training rows."""
+    """Base of the trainers. ``eval_rows`` have the same schema as the training rows."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class DatasetTrainer(TrainingLoop):
 
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an epoch from position ``start`` of ``order``, each with the position after it."""
+        """Yield the batches of an epoch from position ``start`` of ``order``, and the position after each batch."""
 
     def row_count(self) -> int:
         """Return the number of rows per epoch."""
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics of held-out rows, including ``best_metric``. Must not train, and may be interrupted."""
+        """Return metrics of held-out rows, including ``best_metric``. A signal may interrupt an evaluation."""
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; remove the "
             "option, or implement evaluate(rows) in the trainer"
@@ -113,7 +113,7 @@ class DatasetTrainer(TrainingLoop):
 
     @property
     def context_limit(self) -> int | None:
-        """Maximum tokens of a row: the smaller of ``--max-context-len`` and the model's limit."""
+        """Maximum number of tokens per row: the smaller of ``--max-context-len`` and the model's limit."""
         return tightest(self.config.max_context_len, self.instance.model_context_len())
 
     def fit(self) -> RunState:
@@ -134,14 +134,14 @@ class DatasetTrainer(TrainingLoop):
         return min(total, self.config.max_steps) if self.config.max_steps else total
 
     def data_size(self) -> dict[str, int]:
-        """Return the sizes of the data sets; nothing for a replay, which has none."""
+        """Return the sizes of the data sets; {} for a replay, which has no data set."""
         return data_size(self.dataset, self.eval_rows, self._steps_per_epoch()) if len(self.dataset) else {}
 
     def _steps_per_epoch(self) -> int:
         return -(-self.row_count() // self.config.batch_size)
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the steps of all epochs, each with its own order."""
+        """Yield the steps of all epochs. Each epoch has its own row order."""
         config, state = self.config, self.state
         planned = self.looked_ahead(self._planned())
         upcoming = None if self.finished() else next(planned, None)
@@ -158,7 +158,7 @@ class DatasetTrainer(TrainingLoop):
             state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps; a subclass may start work for later steps early."""
+        """Return the steps. A subclass may start work for later steps early."""
         return planned
 
     def _planned(self) -> Iterator[PlannedStep]:
@@ -177,13 +177,13 @@ class DatasetTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train on rows with the run's loss and batch sizes; a signal does not interrupt the update."""
+        """Train on rows with the run's loss and batch sizes. Signals do not interrupt the update."""
         self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
 
     def measure(self) -> dict[str, float]:
-        """Run :meth:`evaluate` on the held-out rows, and add its duration."""
+        """Run :meth:`evaluate` on the held-out rows, and add ``eval_time_s`` to the metrics."""
         assert self.eval_rows is not None
         start = time.perf_counter()
         with self.stop.interruptible():

@@ -1,7 +1,7 @@
 """Policy-gradient training with one model: GSPO, GRPO and similar losses.
 
-Advantages are computed by comparing rewards, without a value model. A step: samples -> rewards -> advantages -> rows ->
-optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.
+Advantages are computed from the rewards of a group, without a value model. A step: samples -> rewards -> advantages ->
+rows -> optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
 
 
 class PolicyOnlyTrainer(RolloutTrainer):
-    """Trains the policy with advantages that are estimated from groups of rewards; see :class:`TrainingLoop`."""
+    """Trains the policy with advantages estimated from groups of rewards; see :class:`TrainingLoop`."""
 
     logger = logger
 
@@ -43,7 +43,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.reward_options)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
-        """Assign to each response token of a sample's rows the advantage of its response, or of its turn."""
+        """Assign every response token to its sample or, with ``--turn-discount``, to its turn."""
         discount = self.config.turn_discount
         if discount is None:
             owners = [[i] * len(row.tokens) for i, sample_rows in enumerate(rows) for row in sample_rows]
@@ -66,7 +66,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
 def turn_returns(sample: Sample, discount: float) -> list[float]:
     """Return the discounted return of each turn: G_k = r_k + discount G_{k+1}.
 
-    r_k is the environment's reward for turn k. The reward function's reward is added to that of the last turn.
+    r_k is the environment's reward for turn k. The reward function's reward is added to the last r_k.
     """
     rewards = list(sample.turn_rewards)
     rewards[-1] += sample.reward

@@ -1,8 +1,8 @@
 """PPO: a policy and a critic (Schulman et al. 2017, arXiv:1707.06347).
 
 The critic's values turn one reward per response into one advantage per token (GAE). A step: samples -> rewards -> reference
-log-probs and values -> advantages and returns -> critic -> policy. The old log-probs are those recorded by the rollout, so they
-need no forward pass.
+log-probs and values -> advantages and returns -> critic -> policy. The rollout records the old log-probs, so they are
+not recomputed.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger("areno.api.trainers.ppo.PPODatasetTrainer")
 
 
 class PPODatasetTrainer(RolloutTrainer):
-    """Trains a policy, and a critic from whose values advantages are computed (GAE); see :class:`TrainingLoop`."""
+    """Trains a policy and a critic. Advantages are computed from the critic's values (GAE); see :class:`TrainingLoop`."""
 
     logger = logger
     role: ClassVar[log_lines.Role] = "actor"
@@ -43,7 +43,7 @@ class PPODatasetTrainer(RolloutTrainer):
         return ModelRole("critic", str(config.critic_ckpt or config.ckpt), True, optimizer=optimizer)
 
     def shaping(self) -> RewardShaping:
-        """Return the settings of GAE over the critic's values."""
+        """Return the settings of GAE with the critic's values."""
         config = self.config
         return RewardShaping(
             reward_clip=math.inf,
@@ -55,12 +55,12 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def learners(self) -> list[Learner]:
-        """Return two learners: the critic, and the policy, whose training starts after the critic's warmup."""
+        """Return two learners: the critic, and the policy, which is trained only after the critic's warmup."""
         policy = [replace(each, first_step=self.config.critic_warmup_steps) for each in super().learners()]
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Add the critic's statistics, over the trained tokens of a step; equal returns have no explained variance."""
+        """Add the critic's statistics over the trained tokens. Explained variance is omitted if all returns are equal."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         stats = {
@@ -92,7 +92,7 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
-        """Return the statistics of the policy, and those of the critic with the critic's name as prefix."""
+        """Return the policy's statistics, and the critic's statistics with the prefix ``critic_``."""
         epoch, step = self.state.epoch, self.state.step
         merged: dict[str, float] = {}
         for role, stats in updates:

@@ -1,8 +1,9 @@
-"""Base of the trainers with rollouts: prompts, rollout, rewards, one or several passes, evaluation.
+"""Base of the trainers with rollouts: prompts, rollout, rewards, optimizer steps, and evaluation.
 
-A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the settings of
-the last two. A stop signal may interrupt the work before the first optimizer step, because that work can be repeated, but it
-never interrupts an update. If an error interrupts an update, the step is not saved.
+A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the
+settings of the last two stages. A stop signal may interrupt a step before its first optimizer step, because the work up
+to this point can be repeated. Signals never interrupt an update. If an error interrupts an update, the step is not
+saved.
 """
 
 import time
@@ -61,7 +62,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, TokenRecord, Train
 
 
 class RolloutTrainer(DatasetTrainer):
-    """Base of the trainers with rollouts; ``role`` is the name of the sampling model in log lines."""
+    """Base of the trainers with rollouts. ``role`` is the name of the sampling model in log lines."""
 
     role: ClassVar[log_lines.Role] = "policy"
     best_metric = "rewards_mean"
@@ -82,7 +83,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return rewards of segments, such as turns, which replace the rewards of the rows; None keeps the rows' rewards."""
+        """Return rewards of segments, such as turns, to use instead of the rows' rewards; None uses the rows' rewards."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
@@ -97,14 +98,14 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def reward_options(self) -> dict[str, Any]:
-        """Settings of :meth:`shaping` for the KL penalty and the parts of the reward."""
+        """Settings for :meth:`shaping`: the KL reward, and the weights of reward parts."""
         config = self.config
         weights = part_weights(config.reward_weights) if config.reward_normalize_parts else None
         return {"kl_ctl": config.kl_reward_coef, "kl_estimator": config.kl_reward_type, "part_weights": weights}
 
     @property
     def passes(self) -> dict[str, int]:
-        """Numbers of passes and minibatches of a :class:`Learner` per step."""
+        """Number of passes and number of minibatches per step, for a :class:`Learner`."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
@@ -120,11 +121,11 @@ class RolloutTrainer(DatasetTrainer):
             log_lines.role_init_end(self.logger, role.name)
 
     def reference_role(self) -> ModelRole:
-        """Return the reference of the KL term: ``--ref-ckpt``, else ``--ckpt``."""
+        """Return the reference of the KL term, loaded from ``--ref-ckpt`` or, by default, ``--ckpt``."""
         return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
 
     def prepare(self) -> None:
-        """Prepare the steps, and start the reward workers, so that a broken reward file fails before the first rollout."""
+        """Prepare the steps and start the reward workers. A broken reward file fails before the first rollout."""
         config = self.config
         self.prepare_updates()
         self.keep_rollouts(config.save_rollouts)
@@ -167,20 +168,20 @@ class RolloutTrainer(DatasetTrainer):
                 part.close()
 
     def rollout_state(self) -> Any:
-        """Return the samples that have not been trained on yet."""
+        """Return the samples that have not been used for training yet."""
         source = getattr(self, "_source", None)  # a run may end before the source is created
         return self._unused_samples if source is None else source.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Load the samples of a checkpoint that have not been trained on."""
+        """Load the samples of a checkpoint that have not been used for training yet."""
         self._unused_samples = rollout_state(checkpoint)
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Start later batches early with ``--rollout async``."""
+        """With ``--rollout async``, start the rollouts of later batches early."""
         return self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
-        """Yield tokenized prompt batches; prompts that are too long are skipped and counted."""
+        """Yield tokenized prompt batches. Overlong prompts are skipped and counted."""
         batches = iter_prompt_batches(
             self.dataset,
             self.instance.get_tokenizer(),
@@ -199,7 +200,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def _prompt_context(self) -> int | None:
-        """Context limit of prompts; None with an agent, whose prompts are not known in advance."""
+        """Context limit of prompts; None with an agent, because its prompts are not known in advance."""
         return self.context_limit if self._agents is None else None
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
@@ -340,7 +341,7 @@ class RolloutTrainer(DatasetTrainer):
         return rewarded
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score completions with the run's reward function (by their records) or reward model (by their tokens)."""
+        """Score completions. A reward function scores ``records``, and a reward model scores ``token_rows``."""
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         if self._runner is None:
@@ -353,7 +354,7 @@ class RolloutTrainer(DatasetTrainer):
         return outcomes
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
-        """Generate answers to held-out prompts and score them as in training; calls ``on_scored`` with each batch."""
+        """Generate answers to held-out prompts, and score them as in training. Calls ``on_scored`` with each batch."""
         config = self.config
 
         def rewards(records: list[RewardRecord], token_rows: list[list[int]]) -> list[float | None]:
@@ -386,7 +387,7 @@ class RolloutTrainer(DatasetTrainer):
         return metrics
 
     def _answers(self) -> AnswerSource | None:
-        """Return the source of answers to held-out prompts; None for the policy's completions."""
+        """Return the source of answers to held-out prompts; None means the policy's completions."""
         if self._agents is not None:
             return partial(self._agent_answers, self._agents)
         return None if self.config.workflow is None else self._source.answers
@@ -404,14 +405,14 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages; only an agent's sample may have several."""
+        """Return the rows of a sample, without advantages. Only an agent's sample may have several rows."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows
         ]
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Return the samples' rows with all inputs of the loss, and statistics; sets ``sample.advantage``."""
+        """Return the samples' rows with all inputs of the loss, and statistics. Sets the ``advantage`` of each sample."""
         self._seconds.clear()
         groups = [self.train_rows(sample) for sample in samples]
         prepared = self.objective.prepare([row for group in groups for row in group], self.credits(samples, groups))
@@ -447,7 +448,7 @@ class RolloutTrainer(DatasetTrainer):
             log_lines.score_end(logger, role, kind, rows)
 
     def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Make the optimizer steps of a training step on its rows, and return the statistics."""
+        """Run the optimizer steps of a training step on ``rows``, and return the statistics."""
         config, prompts = self.config, len({row.group for row in rows})
         if config.update_minibatches > prompts and not self._warned_minibatches:
             self._warned_minibatches = True
@@ -459,6 +460,6 @@ class RolloutTrainer(DatasetTrainer):
 
 
 def summary_statistics(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return ``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of at least one value."""
+    """Return ``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of one or more values."""
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "min", "max")}

@@ -19,9 +19,9 @@ REWARD = "reward"
 
 
 def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
-    """Return how many of a step's samples or prompts failed if the run must stop, else an empty string.
+    """Describe the failed samples or prompts of a step if the run must stop; otherwise return an empty string.
 
-    It stops if more than a fraction ``most`` failed, and in any case if none is left to train on.
+    The run must stop if more than a fraction ``most`` failed, or if all failed.
     """
     if failed and failed == total:
         return f"all {total} {unit} of this step"
@@ -32,7 +32,7 @@ def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
 
 @dataclass(slots=True)
 class Sample:
-    """One completion, run of an agent, or row of a workflow."""
+    """One completion, agent run, or workflow row."""
 
     item: PromptItem
     prompt_index: int
@@ -47,7 +47,7 @@ class Sample:
 
     @classmethod
     def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
-        """Create the sample of a completion; a completion without tokens has no row."""
+        """Create the sample of a completion. A completion without tokens has no row."""
         record, row = (
             reward_record(item, prompt_index, sample_index, sequence),
             completion_row(item.input_tokens, sequence),
@@ -71,7 +71,7 @@ class Sample:
 
 
 def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:
-    """Divide training rows among their samples; None if a user's trainer has made a different number of rows."""
+    """Group training rows by sample. Returns None if a user's trainer made a different number of rows."""
     if sum(len(sample.rows) for sample in samples) != len(rows):
         return None
     remaining = iter(rows)
@@ -83,7 +83,7 @@ def workflow_sample(
 ) -> Sample:
     """Create the sample of one row of a workflow's trajectory, with its reward.
 
-    ``fields`` is a row of :func:`areno.rollouts.trajectory.samples_of`; for the indices see :class:`Sample`.
+    ``fields`` is a row of :func:`areno.rollouts.trajectory.samples_of`.
     """
     row = trajectory_row(fields)
     sampled = [position for position, is_sampled in enumerate(row.sampled) if is_sampled]

@@ -1,8 +1,8 @@
-"""Source of samples: completions, or episodes of a workflow, generated in this process or in rollout processes.
+"""Generates samples (completions or workflow episodes) in this process or in rollout processes.
 
-By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this process
-trains; samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With ``--workflow`` a
-user's class runs an episode per prompt, on the same engines.
+By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this
+process trains. Samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With
+``--workflow`` the episodes of a user's class run on the same engines.
 """
 
 import logging
@@ -37,7 +37,7 @@ from areno.training.loop import PlannedStep
 from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams
 
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
-"""Defaults of a server's command line, by product."""
+"""Configuration class with the default server arguments of each product."""
 
 _SAVED_FIELDS = (
     "resp_tokens",
@@ -53,7 +53,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """Generates the samples of each step; must be closed. The weights' ``version`` is the number of completed steps."""
+    """Generates the samples of each step. ``version`` is the number of completed steps. Call :meth:`close` at the end."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -74,7 +74,7 @@ class SampleSource:
             raise
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps; rollout processes start the batches of later steps early."""
+        """Return the steps. Rollout processes, if any, start the batches of later steps early."""
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
@@ -137,7 +137,7 @@ class SampleSource:
         ]
 
     def _running(self, *, evaluates: bool) -> Episodes:
-        """Return the runner of training or evaluation episodes; evaluation always uses the engine of this process."""
+        """Return the runner of training or evaluation episodes. Evaluation always uses the engine of this process."""
         if evaluates not in self._episodes:
             config = self._config
             sampling = evaluation_sampling(config) if evaluates else self._sampling
@@ -159,12 +159,12 @@ class SampleSource:
         left_out = sum(not rows for group in groups for rows in group or [])
         if not samples:
             raise AgentError(
-                f"--workflow {self._config.workflow} rejected all samples of this step; return a trajectory for some of them"
+                f"--workflow {self._config.workflow} rejected all samples of this step; return a trajectory for some samples"
             )
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """Return the samples of each prompt; None for a prompt if one of its episodes raised."""
+        """Return the samples of each prompt, or None if an episode of the prompt raised."""
         groups: list[list[SampleRows] | None] = []
         errors: list[Exception] = []
         for future in futures:
@@ -200,7 +200,7 @@ class SampleSource:
         return answers
 
     def export_state(self) -> Any:
-        """Return the unused samples in the format of :mod:`areno.training.plain_objects`; None if there are none."""
+        """Return the unused samples, if any, in the format of :mod:`areno.training.plain_objects`."""
         state = self._ahead.export_state()
         if self._config.workflow is None:
             state = {
@@ -210,7 +210,7 @@ class SampleSource:
         return state or None
 
     def load_state(self, state: Any) -> None:
-        """Use the samples of :meth:`export_state`; unfinished samples are restarted."""
+        """Restore the samples of :meth:`export_state`. Unfinished samples are restarted."""
         if state and self._config.workflow is None:
             state = {
                 step: {index: RolloutResult([RolloutSequence(**s) for s in saved]) for index, saved in parts.items()}
@@ -219,7 +219,7 @@ class SampleSource:
         self._ahead.load_state(state or {})
 
     def close(self) -> None:
-        """Stop episodes and rollout processes; idempotent."""
+        """Stop episodes and rollout processes. May be called more than once."""
         for episodes in self._episodes.values():
             episodes.close()
         self._episodes = {}
@@ -233,7 +233,7 @@ def _plain(sequence: RolloutSequence) -> dict[str, Any]:
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """Start the rollout processes, with the trainer's tensor-parallel size, on the devices after those of the trainer."""
+    """Start the rollout processes, with the trainer's tensor-parallel size, on the devices after the trainer's devices."""
     replicas, ranks = config.rollout_replicas, config.rollout_replicas * config.tp_size
     device = engine.config.device
     devices = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]
@@ -282,7 +282,7 @@ def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
 
 
 def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:
-    """Create the workflow of ``--workflow``, passing ``gconfig`` and ``tokenizer`` if its class takes them."""
+    """Create the workflow of ``--workflow``. Passes ``gconfig`` and ``tokenizer`` if the class accepts them."""
     workflow = named_object(str(config.workflow), option="--workflow")
     gconfig = GenerationHyperparameters(
         n_samples=config.n_samples,

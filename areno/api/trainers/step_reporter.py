@@ -22,7 +22,7 @@ from areno.training.state import RunState
 
 
 class StepReporter(Reporter):
-    """Writes log lines, ``metrics.jsonl``, TensorBoard events and tracking services."""
+    """Writes log lines, ``metrics.jsonl`` and TensorBoard events, and reports to tracking services."""
 
     joins_evaluation: ClassVar[bool] = False
 
@@ -32,7 +32,7 @@ class StepReporter(Reporter):
         self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 
     def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
-        """Show the start, write the configuration, and open the tracking services."""
+        """Display the start of the run, write the configuration, and open the tracking services."""
         self.run_dir.write_config(dump_config(self._config))
         self._opened(done_steps)
         super().begin(total_steps, done_steps, data)
@@ -58,7 +58,7 @@ class StepReporter(Reporter):
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
-        """Delete the lines of later steps."""
+        """Delete the records of later steps."""
         self.run_dir.truncate_after(state.step - 1)
 
     @contextmanager
@@ -76,14 +76,14 @@ class StepReporter(Reporter):
             sink.close()
 
     def _record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars by full tag to all sinks; an evaluation's ``step`` is the number of completed steps."""
+        """Write scalars, named by full tag, to all sinks. For an evaluation, ``step`` is the number of completed steps."""
         sinks = self._opened(step)
         self.run_dir.append_metrics(step, scalars)
         for sink in sinks:
             sink.log(step, scalars)
 
     def _opened(self, step: int) -> Sequence[EventWriter | ServiceGroup]:
-        """Open and return the sinks of scalars; a resumed run replaces its earlier events from ``step`` on."""
+        """Return the sinks of scalars, opened on first use. A resumed run replaces its earlier events from ``step`` on."""
         if not self._sinks:
             config = self._config
             name = RunName(config.track_project, self.run_dir.path.name, asdict(config))

@@ -1,4 +1,4 @@
-"""SFT, DPO and reward models in ``areno train``: rows are tokenized once, then trained on in batches of ``--batch-size``."""
+"""SFT, DPO and reward models in ``areno train``. Rows are tokenized once, before the first step."""
 
 import logging
 import math
@@ -107,7 +107,7 @@ class SFTDatasetTrainer(SupervisedTrainer):
 
 
 class DPODatasetTrainer(SupervisedTrainer):
-    """Trains on preference pairs against a reference, whose log-probs are computed once."""
+    """Trains on preference pairs with a reference. The reference's log-probs are computed once."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.DPODatasetTrainer")
     objective = DPO
@@ -127,7 +127,7 @@ class DPODatasetTrainer(SupervisedTrainer):
         self._reference_s = time.perf_counter() - start
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
-        """Run one step; the statistics of the first step include the time of the reference's forward pass."""
+        """Run one step. The statistics of the first step include the time of the reference's forward pass."""
         outcome = super().run_step(batch)
         outcome.stats["ref_logprob_forward_time_s"], self._reference_s = self._reference_s, 0.0
         return outcome

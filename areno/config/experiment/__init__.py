@@ -1,4 +1,4 @@
-"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, and checks. Does not import torch.
+"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, and checks. The package does not import torch.
 
 Declarations:
 
@@ -11,7 +11,7 @@ Loading and checks:
 
 - ``loader``: from the command line to a checked experiment; ``tree``: raw values; ``build``: typed values.
 - ``legacy``: keys of the legacy quickstart; ``machine``: defaults that depend on the machine; ``saving``: writes YAML.
-- ``checks``: the experiment as a whole; ``path_checks``: files; ``notices``: settings without effect.
+- ``checks``: checks of the experiment as a whole; ``path_checks``: checks of files; ``notices``: settings without effect.
 - ``allocation``: the grammar of ``backend``; ``backends``: checks of backends; ``roles``: where each role runs.
 - ``named_algorithm``: ``actor.algorithm``; ``server_arguments``: command lines of inference servers.
 """

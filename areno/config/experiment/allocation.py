@@ -6,10 +6,11 @@
     areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   generation and training on the same devices
     sglang.d4p1m1+d2p2m1             the legacy form, in which m is tensor parallel
-    actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight others
+    actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight other devices
     d4m1                             bare sizes: generation and training on the same devices
 
-``|`` binds tighter than ``+``. The letters: d data, t tensor, p pipeline, c context, e expert parallel.
+``|`` binds more tightly than ``+``. The letters mean data (d), tensor (t), pipeline (p), context (c) and expert (e)
+parallelism.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The syntax is invalid, or parts contradict each other."""
+    """The syntax is invalid, or engines contradict each other."""
 
 
 class AllocationValidationError(UsageError):
@@ -55,7 +56,7 @@ class AllocationValidationError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """Parallel sizes of an engine; ``expert_tensor`` 0 means the tensor size of the other layers."""
+    """Parallel sizes of an engine; an ``expert_tensor`` of 0 means the tensor size of the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -80,16 +81,18 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """The quotient ``expert`` x ``expert_tensor`` / ``tensor``; 0 if it is not an integer.
+        """The quotient ``expert`` x ``expert_tensor`` / ``tensor``; 0 if the quotient is not an integer.
 
-        It equals ``expert`` if experts and other layers have the same tensor size.
+        The quotient equals ``expert`` if experts and other layers have the same tensor size.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
 
     @property
     def dims(self) -> str:
-        """The text after the colon, which omits sizes of 1; the attn|ffn form if experts have a different tensor size."""
+        """The text of the sizes, such as ``d2t2``, without sizes of 1. Experts with a different tensor size get the attn|ffn
+        form.
+        """
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
         attention = _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context)
@@ -119,7 +122,7 @@ class ModelAllocation:
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} names several engines, but one is expected; set the backend of each section"
+                f"{spec!r} specifies several engines, but only one engine is expected; set the backend of each section"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
@@ -140,7 +143,8 @@ class ModelAllocation:
             )
         if parallel.world_size % parallel.expert_parts:
             raise AllocationValidationError(
-                f"{spec!r}: {parallel.world_size} devices are not a multiple of those of one copy of the experts, p x t x e = "
+                f"{spec!r}: {parallel.world_size} devices are not a multiple of the devices per copy of the "
+                "experts, p x t x e = "
                 f"{parallel.pipeline} x {parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts}; make "
                 f"the product a divisor of {parallel.world_size}"
             )
@@ -153,7 +157,9 @@ class ModelAllocation:
 
     @property
     def role(self) -> str:
-        """Section of the engine: its name; without one, ``rollout`` for an inference and ``actor`` for a training backend."""
+        """Section of the engine: its name, or by default ``rollout`` for an inference backend and ``actor`` for a training
+        backend.
+        """
         return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
@@ -173,7 +179,7 @@ class ModelAllocation:
 def _no_backend(spec: str, text: str) -> str:
     names = ", ".join(_BACKENDS)
     if not text:
-        return f"the backend is empty; write one such as fsdp:d1 (backends: {names})"
+        return f"the backend is empty; write a backend such as fsdp:d1 (backends: {names})"
     if _SIZES.fullmatch(text):
         return f"{spec!r} has no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
     if _DOTTED.fullmatch(text):
@@ -202,31 +208,33 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
         )
     match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", re.sub(r"^\((.*)\)$", r"\1", dims))
     if match is None:
-        raise InvalidAllocationModeError(f"{spec!r}: write both parts, as in megatron:(attn:d4p2t2|ffn:d2p2e4)")
+        raise InvalidAllocationModeError(f"{spec!r}: write both attn and ffn, as in megatron:(attn:d4p2t2|ffn:d2p2e4)")
     attention = _sizes(spec, match[1], "cdtp", "attn")
     experts = {"pipeline": 1, "expert": 1, "tensor": 1} | _sizes(spec, match[2], "detp", "ffn")
     strategy = ParallelStrategy(**attention, expert=experts["expert"], expert_tensor=experts["tensor"])
     if experts["pipeline"] != strategy.pipeline:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; both use the same stages, so make the "
-            "sizes equal"
+            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; attention and experts use the same "
+            "stages, so make the sizes equal"
         )
     world, parts = strategy.world_size, strategy.expert_parts
     if experts.get("data", max(world // parts, 1)) * parts != world:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn takes {world} devices and ffn {experts.get('data', 1) * parts}; make them equal"
+            f"{spec!r}: attn takes {world} devices and ffn {experts.get('data', 1) * parts}; make the two numbers equal"
         )
     return strategy
 
 
 def _members(component: str) -> list[str]:
-    """Split a component at ``|``, but not inside parentheses and not before ``ffn:`` of the attn|ffn form."""
+    """Split a component at each ``|`` except inside parentheses and before the ``ffn:`` of the attn|ffn form."""
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """Several engines, grouped into components. Engines of one component share devices; components do not."""
+    """Several engines, grouped into components. Engines of one component share devices; different components use different
+    devices.
+    """
 
     components: tuple[tuple[ModelAllocation, ...], ...]
 
@@ -248,7 +256,7 @@ class AllocationMode:
         return tuple(engine for group in self.components for engine in group)
 
     def backends(self) -> dict[str, str]:
-        """Return each role's ``backend``; an unnamed engine is rollout or actor, depending on its backend.
+        """Return each role's ``backend``. The role of an unnamed engine is rollout or actor, depending on its backend.
 
         Raises InvalidAllocationModeError: two engines would have the same role.
         """
@@ -256,7 +264,7 @@ class AllocationMode:
         for engine in self.engines:
             if engine.role in backends:
                 raise InvalidAllocationModeError(
-                    f"{self}: two engines for {engine.role}; name them, as in fsdp[critic]:d1"
+                    f"{self}: two engines for {engine.role}; name these engines, as in fsdp[critic]:d1"
                 )
             backends[engine.role] = engine.spec
         return backends
@@ -272,10 +280,12 @@ class AllocationMode:
         names = [engine.name for engine in self.engines if engine.name]
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise InvalidAllocationModeError(
-                f"{text!r}: two engines are called {duplicates[0]}; give each its own name"
+                f"{text!r}: two engines are called {duplicates[0]}; give each engine its own name"
             )
         if len(self.components) > 2 and any(not group[0].name for group in self.components):
-            raise InvalidAllocationModeError(f"{text!r}: three or more parts must all be named, as in fsdp[critic]:d1")
+            raise InvalidAllocationModeError(
+                f"{text!r}: three or more engines must all be named, as in fsdp[critic]:d1"
+            )
         for first, engine in ((first, engine) for first, *later in self.components for engine in later):
             if not engine.name:
                 raise InvalidAllocationModeError(
@@ -284,16 +294,16 @@ class AllocationMode:
             if engine.world_size != first.world_size:
                 raise InvalidAllocationModeError(
                     f"{text!r}: {engine} takes {engine.world_size} devices and {first} {first.world_size}; engines that share "
-                    "devices must take the same number"
+                    "devices must take the same number of devices"
                 )
 
 
 def translate_legacy(text: str) -> str:
-    """Translate legacy forms to the current one, and return other texts unchanged.
+    """Translate legacy forms to the current form, and return other texts unchanged.
 
-    ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is tensor parallel, and a training part without a backend
-    becomes fsdp, or megatron if it has pipeline or expert parallelism. ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``. Bare
-    sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
+    ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is the tensor-parallel size. A training engine without a
+    backend becomes fsdp, or megatron with pipeline or expert parallelism. ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.
+    Bare sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:

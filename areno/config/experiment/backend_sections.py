@@ -1,7 +1,7 @@
 """Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
-All sections keep their documented defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron:
-it applies their layouts and the settings that have an equivalent, refuses FP8, and ignores their other settings.
+All sections keep their documented defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron.
+The engine applies their layouts and the settings that have an equivalent, rejects FP8, and ignores the other settings.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from functools import partial
 from areno.config.experiment.setting_declaration import changed, section, setting
 
 UNUSED_BACKEND = "section of an unused backend"
-OWN_ENGINE = "areno's engine, which replaces this backend, decides this itself"
+OWN_ENGINE = "areno's engine, which replaces this backend, makes this choice itself"
 _RECOMPUTES = "gradient_checkpointing controls recomputation"
 _STATES = "optimizer.type sets the dtype of the states"
 _SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
@@ -28,7 +28,7 @@ _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
 _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 setting of the same name.")
 
 NO_STAGES = "there is only one pipeline stage, because backend has no p"
-ZERO_BUBBLE = "runs as Interleaved1F1B: splitting the backward pass would recompute layers twice"
+ZERO_BUBBLE = "runs as Interleaved1F1B, because splitting the backward pass would recompute layers twice"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
 _NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -105,7 +105,8 @@ class SGLangConfig:
     enable_multithread_load: bool = _sglang(False)
     enable_return_routed_experts: bool = _sglang(False)
     command: str = setting(
-        "", "Command that starts a server, such as PATH/python -m sglang.launch_server; empty uses the installed one."
+        "",
+        "Command that starts a server, such as PATH/python -m sglang.launch_server; empty uses the installed SGLang.",
     )
 
 
@@ -135,7 +136,7 @@ class vLLMConfig:  # noqa: N801
     max_lora_rank: int = _vllm(16)
     max_loras: int = _vllm(8)
     lora_modules: list[str] | None = setting(None, _VLLM)
-    command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty uses the installed one.")
+    command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty uses the installed vLLM.")
 
 
 @dataclass
@@ -162,33 +163,33 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With pipeline parallelism: 1F1B has one model chunk per stage, the other schedules have two. The zero-bubble "
+        "With pipeline parallelism, 1F1B has one model chunk per stage, and the other schedules have two. The zero-bubble "
         "schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
-        None, "With pipeline parallelism: layers per model chunk; null lets the schedule decide.", minimum=1
+        None, "Layers per model chunk with pipeline parallelism; null lets the schedule decide.", minimum=1
     )
     pp_first_stage_less_layers: int = setting(
         1,
-        "With pipeline parallelism: by how many layers the first model chunk is shorter, to compensate for the embedding.",
+        "With pipeline parallelism, the first model chunk has this many fewer layers, to compensate for the embedding.",
         minimum=0,
     )
     pp_last_stage_less_layers: int = setting(
         1,
-        "With pipeline parallelism: by how many layers the last model chunk is shorter, to compensate for the output "
-        "layer.",
+        "With pipeline parallelism, the last model chunk has this many fewer layers, to compensate for the output layer.",
         minimum=0,
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether the gathered weights of a layer are freed between forward and backward; default frees them only without "
-        "pipeline parallelism.",
+        "Whether the gathered weights of a layer are freed between forward and backward pass; default frees these weights "
+        "only without pipeline parallelism.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(ArchonFP8Config, "FP8 training.", no_effect=OWN_ENGINE)
     use_deterministic_algorithms: bool = setting(
-        False, "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have none."
+        False,
+        "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have no deterministic algorithm.",
     )
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
@@ -204,7 +205,7 @@ class ArchonEngineConfig:
         return pipeline == 1 if policy == "default" else policy == "always"
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Yield settings that have no effect with ``pipeline`` stages, and the reason."""
+        """Yield settings that have no effect with ``pipeline`` stages, and the reasons."""
         names = [name for name in vars(self) if name.startswith("pp_")]
         if pipeline == 1:
             yield from ((name, NO_STAGES) for name in changed(self, names))
@@ -212,17 +213,20 @@ class ArchonEngineConfig:
             yield "pp_schedule", ZERO_BUBBLE
 
     def mapped(self) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effect."""
+        """Yield changed settings that areno's engine applies, and their effects."""
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
-            yield "reshard_after_forward_policy", f"gathered weights are {'freed' if frees else 'kept'} after forward"
+            yield (
+                "reshard_after_forward_policy",
+                f"gathered weights are {'freed' if frees else 'kept'} after the forward pass",
+            )
         if self.offload_params:
             yield "offload_params", "parameters are kept in host memory, as with fsdp.offload_params"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC
 
     def unsupported(self) -> Iterator[str]:
-        """Yield requested features that areno's engine does not support, with the reason."""
+        """Yield requested features that areno's engine does not support, with the reasons."""
         if self.fp8_config.mode != "disabled":
             yield f"fp8_config.mode {self.fp8_config.mode}: {_NO_FP8}"
 
@@ -274,7 +278,7 @@ class MegatronEngineConfig:
     )
     virtual_pipeline_parallel_size: int = setting(
         1,
-        "With pipeline parallelism: model chunks (ranges of consecutive layers) per stage.",
+        "Number of model chunks (ranges of consecutive layers) per stage, with pipeline parallelism.",
         minimum=1,
     )
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
@@ -286,7 +290,8 @@ class MegatronEngineConfig:
     async_save: bool = _megatron(False)
     use_checkpoint_opt_param_scheduler: bool = _megatron(True)
     use_deterministic_algorithms: bool = setting(
-        False, "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have none."
+        False,
+        "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have no deterministic algorithm.",
     )
     recompute_granularity: str | None = setting("full", _MEGATRON, no_effect=_RECOMPUTES)
     recompute_method: str | None = setting("uniform", _MEGATRON, no_effect=_RECOMPUTES)
@@ -319,12 +324,12 @@ class MegatronEngineConfig:
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Yield settings that have no effect with ``pipeline`` stages, and the reason."""
+        """Yield settings that have no effect with ``pipeline`` stages, and the reasons."""
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
 
     def mapped(self) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effect."""
+        """Yield changed settings that areno's engine applies, and their effects."""
         if (runs := self.virtual_pipeline_parallel_size) > 1:
             yield "virtual_pipeline_parallel_size", f"each stage has {runs} model chunks"
         for name in ("use_torch_fsdp2", "use_custom_fsdp"):
@@ -334,6 +339,6 @@ class MegatronEngineConfig:
             yield "use_deterministic_algorithms", _DETERMINISTIC
 
     def unsupported(self) -> Iterator[str]:
-        """Yield requested features that areno's engine does not support, with the reason."""
+        """Yield requested features that areno's engine does not support, with the reasons."""
         if self.fp8_config is not None:
             yield f"fp8_config: {_NO_FP8}"

@@ -71,7 +71,7 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         )
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
-        yield f"rollout.api_url lists {len(addresses)} servers {where}: list {replicas}, separated by commas"
+        yield f"rollout.api_url lists {len(addresses)} servers {where}: list {replicas} addresses, separated by commas"
     elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
         yield f"rollout.api_url {wrong[0]!r} is not an address; write http://HOST:PORT"
 
@@ -113,8 +113,8 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
                 )
         if isinstance(config, PPOConfig) and takes_turns(config):
             yield (
-                f"rollout and training alternate, but with {where} the actor cannot generate: its layers are on several "
-                "stages; give rollout its own devices (scheduling_strategy.type=separation), or remove p"
+                f"rollout and training alternate, but with {where} the actor cannot generate, because its layers are on "
+                "several stages; give rollout its own devices (scheduling_strategy.type=separation), or remove p"
             )
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
@@ -135,7 +135,7 @@ def unshardable(config: Any) -> Iterator[str]:
     if config.actor.load_in_4bit:
         yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
-        yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or d without t"
+        yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or use d without t"
 
 
 def _unsupported(allocation: ModelAllocation, role: str) -> str:

@@ -1,7 +1,7 @@
 """Builds a configuration from a tree of raw values: defaults, inheritance and interpolation, then types and bounds.
 
-Unset settings first get their default, or ``${path}`` of the setting from which they inherit. So a single pass can resolve all
-interpolations, which may refer to any setting.
+First, each unset setting gets its default, or ``${path}`` of the setting from which it inherits. A single pass can then resolve
+all interpolations, which may refer to any setting.
 """
 
 import copy
@@ -28,15 +28,14 @@ Config = TypeVar("Config", bound=BaseExperimentConfig)
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
 """Short names of settings."""
 
-_REJECTION = "is now rejection_sampling.upper; set that in the same section"
+_REJECTION = "is now rejection_sampling.upper; set rejection_sampling.upper in the same section"
 _PROGRAM = "is a setting of the program that the file was written for; remove the key"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
-        "is now the section rejection_sampling: for token_mask set {level: token, action: mask}, for token_truncate "
-        "{level: token, action: clamp}, for sequence_mask and sequence_truncate the same with level: sequence, and for "
-        "disabled set the section to null"
+        "is now the section rejection_sampling; write {level: token, action: mask} for token_mask, {level: token, action: "
+        "clamp} for token_truncate, level: sequence for sequence_mask and sequence_truncate, and null for disabled"
     ),
     "group_size": "is gconfig.n_samples in areno, the number of answers per prompt; remove the key",
     "dynamic_sampling": "is not a setting of areno; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
@@ -46,14 +45,15 @@ MOVED = {
     "model_path": "is actor.path in areno; write actor.path=MODEL instead",
     "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N instead",
     "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
-    "agent_builder_path": "names an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
-    "agent_run_args": "are arguments of the agent; write them as workflow.kwargs instead",
+    "agent_builder_path": "specifies an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
+    "agent_run_args": "are arguments of the agent; write the arguments as workflow.kwargs instead",
     "eval_workflow": f"{_PROGRAM}; evaluation uses the workflow of training",
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Messages by the last part of a key. The keys come from earlier versions of the format, or from programs whose YAML files are
-published."""
+"""Messages by the last component of a key's path. The keys come from earlier versions of the format, or from programs whose
+YAML files are published.
+"""
 
 _MISSING = "???"
 _PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -65,7 +65,7 @@ def build_config(values: Tree, config_cls: type[Config], problems: Problems) -> 
     Args:
         values: nested dicts from YAML; not changed.
         config_cls: class of the experiment.
-        problems: receives unknown, missing, ill-typed and out-of-bounds settings, and invalid interpolations.
+        problems: receives messages about unknown, missing, ill-typed or out-of-bounds settings and invalid interpolations.
 
     Returns:
         The configuration without its unknown keys; None if a value is missing or invalid.
@@ -97,20 +97,20 @@ def without_aliases(values: Tree) -> Tree:
 
 
 def unknown_key(path: str, root: type, value: Any = None) -> str:
-    """Return the message for an unknown key: its replacement, or the nearest name."""
+    """Return the message about an unknown key, with its replacement or the nearest name."""
     section, _, last = path.rpartition(".")
     if section == "teacher" and last in settings_of(
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: the teacher has no separate engine, because the actor's engine scores for it; keep path, "
-            "rl_loss_weight and distill_loss_weight, and remove the rest"
+            "teacher: the teacher has no separate engine, because the actor's engine runs the teacher; keep path, "
+            "rl_loss_weight and distill_loss_weight, and remove the other settings"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
     hint = f" (did you mean {near}?)" if near else ""
-    better = "correct or remove it" if near else "remove it"
+    better = "correct or remove the key" if near else "remove the key"
     return f"{path} is not a setting of {root.__name__}{hint}; {better}, or declare it in your own subclass"
 
 
@@ -123,7 +123,8 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 def nearest_path(path: str, candidates: list[str]) -> str:
     """Return the candidate most similar to ``path``; "" if none is similar.
 
-    If no candidate is very similar, or ``path`` has only one part, the shortest candidate with the same last part is preferred.
+    If no candidate is very similar, or ``path`` has only one component, the shortest candidate with the same last component is
+    preferred.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
@@ -143,7 +144,7 @@ class _Context:
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Return every setting of a section: its value, its default, or ``${path}`` of what it inherits."""
+    """Return every setting of a section with its value, its default, or ``${path}`` of the setting that it inherits."""
     entries = settings_of(declaration)
     for key, value in values.items():
         if str(key) not in entries:
@@ -209,11 +210,13 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
         raise UsageError(f"{where}: ${{{target}}} is not a setting{hint}; correct the name") from error
     except OmegaConfBaseException as error:
         text = str(error.msg or error).splitlines()[0]
-        raise UsageError(f"{error.full_key}: the interpolation cannot be resolved: {text}; correct it") from error
+        raise UsageError(
+            f"{error.full_key}: the interpolation cannot be resolved: {text}; correct the interpolation"
+        ) from error
 
 
 def _followed(value: Any, root: Tree) -> Any:
-    """Return a copy with each ``${path}`` replaced by its value; OmegaConf would take 30 ms longer.
+    """Return a copy with each ``${path}`` replaced by its value; OmegaConf would need 30 ms more.
 
     Raises LookupError if an interpolation is not the path of a plain value.
     """
@@ -305,7 +308,7 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
 
 
 def _switch(value: bool, entry: Setting, path: str) -> str:
-    """Convert a boolean to a choice: YAML reads on and off as true and false."""
+    """Convert a boolean to a choice, because YAML reads on and off as true and false."""
     for text in ("on", "online") if value else ("off", "disabled"):
         if text in entry.info.choices:
             return text

@@ -1,7 +1,7 @@
 """Checks of an experiment as a whole: consistency of sections, and unsupported settings.
 
-Settings that would make a run silently wrong are errors, such as a KL term without a reference or groups that mix prompts.
-Most settings without effect are errors too; ``notices`` lists the others.
+Settings that would make a run silently wrong, such as a KL term without a reference or groups that mix prompts, are errors.
+Most settings without effect are errors too; ``notices`` lists the settings without effect that are accepted.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,10 @@ def _cluster(config: BaseExperimentConfig) -> Iterator[str]:
     cluster, documented = config.cluster, settings_of(type(config.cluster))["n_nodes"].info.documented
     if config.scheduler.type not in CLUSTERS:
         if cluster.n_nodes not in (1, documented):
-            yield f"cluster.n_nodes={cluster.n_nodes}: only scheduler.type=ray and slurm use several machines; set one of them"
+            yield (
+                f"cluster.n_nodes={cluster.n_nodes}: only scheduler.type=ray and slurm use several machines; set one of these "
+                "types"
+            )
         return
     if config.scheduler.type == "slurm" and cluster.n_gpus_per_node is None:
         yield "cluster.n_gpus_per_node is null: set the number of GPUs per node of the Slurm job; 0 runs on CPUs"
@@ -67,7 +70,8 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
         elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
             yield (
-                f"{name} {value!r} names a folder: it must not start with a dot, contain unprintable characters, or begin or "
+                f"{name} {value!r} is used as a folder name, which must not start with a "
+                "dot, contain unprintable characters, or begin or "
                 "end with a space"
             )
     root = config.cluster.fileroot
@@ -76,7 +80,7 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
         if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):
             yield (
                 f"{path} {value!r} differs from {name} {getattr(config, name)!r}: recovery finds an experiment by its "
-                f"name, so all sections must have the same one; remove {path}"
+                f"name, so all sections must have the same name; remove {path}"
             )
         if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (
@@ -104,7 +108,7 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
             "evaluator.freq_steps, freq_epochs or freq_secs too"
         )
     if valid is not None and valid.type != kind:
-        yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make them equal"
+        yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make the two types equal"
     if valid is not None and not config.train_dataset.drop_last:
         because = "because an evaluation uses all rows; remove the setting"
         yield from at("valid_dataset", ineffective(valid, ("drop_last",), because))
@@ -122,7 +126,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
     if actor is None:
         return
     if actor.optimizer is None:
-        yield "actor.optimizer is missing, so nothing would be trained; set it, such as actor.optimizer.lr=1e-5"
+        yield "actor.optimizer is missing, so nothing would be trained; set it, for example with actor.optimizer.lr=1e-5"
     tokenizers = {"tokenizer_path": config.tokenizer_path}
     if isinstance(config, PPOConfig):
         tokenizers["rollout.tokenizer_path"] = config.rollout.tokenizer_path
@@ -142,7 +146,8 @@ def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfi
     for spec in engine.scheduling_spec[:1]:
         if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
             yield (
-                f"{role}.scheduling_spec.0.env_vars differs from the actor's, in whose processes {role} runs; move them to "
+                f"{role}.scheduling_spec.0.env_vars differs from the actor's env_vars, but {role} runs in the actor's "
+                "processes; move the variables to "
                 "actor.scheduling_spec.0.env_vars"
             )
     shared = settings_of(TrainEngineConfig)
@@ -188,18 +193,24 @@ def _reference(config: PPOConfig) -> Iterator[str]:
     for name in ("kl_ctl", "kl_loss_coef"):
         if getattr(config.actor, name) > 0 and config.ref is None:
             yield (
-                f"actor.{name} {getattr(config.actor, name)} needs a reference for the KL term, but there is no ref; add "
-                f"a section ref, or set actor.{name}=0"
+                f"actor.{name} {getattr(config.actor, name)} needs a reference for the KL term, but the section ref is "
+                f"missing; add this section, or set actor.{name}=0"
             )
     critic = config.critic
     if critic is not None and critic.optimizer is None:
-        yield "critic.optimizer is missing, so the critic would not be trained; set it, such as critic.optimizer.lr=1e-5"
+        yield (
+            "critic.optimizer is missing, so the critic would not be trained; set it, for example with "
+            "critic.optimizer.lr=1e-5"
+        )
     if critic is not None and critic.mask_no_eos_with_zero != config.actor.mask_no_eos_with_zero:
-        yield "critic.mask_no_eos_with_zero differs from the actor's, but both use the same reward; remove the setting"
+        yield (
+            "critic.mask_no_eos_with_zero differs from actor.mask_no_eos_with_zero, but actor and critic use the same reward; "
+            "remove the setting"
+        )
 
 
 def _reward_model(config: PPOConfig) -> Iterator[str]:
-    """Check a reward model, which scores finished single-turn answers when their batch is complete."""
+    """Check a reward model, which scores single-turn answers after their batch is complete."""
     reward, workflow = config.reward_section, config.workflow_section
     if not reward.path:
         return
@@ -217,7 +228,10 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
         "rollout.dump_to_file": config.rollout.dump_to_file or None,
     }.items():
         if value is not None:
-            yield f"{name} needs the reward when an episode ends, but reward.path computes it later; use only one of them"
+            yield (
+                f"{name} needs the reward when an episode ends, but the model of reward.path computes the reward later; use "
+                "only one of them"
+            )
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
@@ -228,18 +242,18 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
             value = getattr(sampled, name)
             other = getattr(getattr(config, role), name, value)
             if other != value:
-                yield f"{role}.{name} {other} differs from gconfig.{name} {value}, which sampling uses; remove the setting"
+                yield f"{role}.{name} {other} differs from gconfig.{name} {value}, which sampling uses; remove {role}.{name}"
     if rollout.consumer_batch_size != batch:
         yield (
             f"rollout.consumer_batch_size {rollout.consumer_batch_size} differs from train_dataset.batch_size {batch}, the "
             "number of prompts per step; remove the setting"
         )
     if rollout.use_lora != config.actor.use_lora:
-        yield "rollout.use_lora differs from actor.use_lora: rollout uses the trained weights; remove the setting"
+        yield "rollout.use_lora differs from actor.use_lora, but rollout uses the trained weights; remove rollout.use_lora"
     if rollout.lora_name != sampled.lora_name:
         yield (
-            f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; remove the "
-            "setting"
+            f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; remove "
+            "rollout.lora_name"
         )
     if config.eval_gconfig is not None and config.valid_dataset is None:
         yield "eval_gconfig has no effect without valid_dataset; set valid_dataset too"
@@ -258,13 +272,13 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             continue
         if norm.group_size != samples:
             yield (
-                f"actor.{name}.group_size {norm.group_size} is not gconfig.n_samples {samples}, so groups would mix prompts; "
-                "remove the setting"
+                f"actor.{name}.group_size {norm.group_size} differs from gconfig.n_samples {samples}, so groups would mix "
+                "prompts; remove group_size"
             )
         if samples == 1 and norm.mean_level == "group":
             yield (
-                f"actor.{name}.mean_level group compares the answers to one prompt, but gconfig.n_samples is 1; use at "
-                "least 2, or mean_level batch"
+                f"actor.{name}.mean_level group compares the answers to one prompt, but gconfig.n_samples is 1; set n_samples "
+                "to at least 2, or mean_level to batch"
             )
     rows = samples * config.train_dataset.batch_size
     for role, engine in (("actor", config.actor), ("critic", config.critic)):
@@ -275,7 +289,7 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             )
     low, high = config.success_rate_lb, config.success_rate_ub
     if low is not None and high is not None and low > high:
-        yield f"success_rate_lb {low} is above success_rate_ub {high}, which would filter out every prompt; swap them"
+        yield f"success_rate_lb {low} is above success_rate_ub {high}, which would filter out every prompt; swap the two values"
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
@@ -290,8 +304,8 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
     ahead = config.rollout.max_head_offpolicyness
     if config.async_training is not None and config.async_training != (ahead > 0):
         yield (
-            f"async_training {shown(config.async_training)} contradicts rollout.max_head_offpolicyness {ahead}, which "
-            "decides (0 is synchronous); remove async_training"
+            f"async_training {shown(config.async_training)} contradicts rollout.max_head_offpolicyness {ahead}, which takes "
+            "effect instead (0 is synchronous); remove async_training"
         )
 
 
@@ -310,12 +324,13 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
         if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
             yield (
                 f"{where}.fork false alternates rollout and training on the actor's engine, which needs equal layouts; "
-                f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ"
+                f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ; make them equal, "
+                "or remove fork"
             )
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check that the teacher's sections agree with the actor's, whose engine scores for the teacher."""
+    """Check that the teacher's sections agree with the actor's sections, because the actor's engine runs the teacher."""
     if config.teacher is None:
         return
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:
@@ -332,7 +347,7 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
             agrees = value in same or key in ("consumer_batch_size", "max_concurrent_rollouts", "temperature")
             if not entry.is_section and not agrees:
                 yield (
-                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; remove "
+                    f"teacher.{name}.{path} {shown(value)} has no effect, because the actor's engine runs the teacher; remove "
                     "the setting"
                 )
 

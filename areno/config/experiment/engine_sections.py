@@ -34,7 +34,7 @@ ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 """Names of attention implementations; a kernel of the hub is written ``owner/repo[@revision][:entry]``."""
 
 SUPPORTED_ATTENTION = (AUTO, "sdpa", "eager", "flash_attention_2")
-"""Supported attention implementations. ``eager`` computes the score matrix; the others are fused kernels."""
+"""Supported attention implementations. ``eager`` computes the score matrix; the other implementations are fused kernels."""
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 _MEGATRON_LAYERS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
@@ -47,7 +47,7 @@ class OptimizerConfig:
 
     type: str = setting(
         "adam",
-        "adam is AdamW with fp32 moments; adam_8bit stores moments in 8 bits, adam_bf16 in bf16; sgd has none.",
+        "adam is AdamW with fp32 moments; adam_8bit and adam_bf16 use 8-bit and bf16 moments; sgd has no moments.",
         choices=("adam", "sgd", "adam_8bit", "adam_bf16"),
     )
     lr: float = setting(0.001, "Peak learning rate.", above=0)
@@ -62,7 +62,7 @@ class OptimizerConfig:
         "constant", "Shape of the schedule after warmup.", choices=("linear", "cosine", "constant")
     )
     warmup_steps_proportion: float = setting(
-        0.001, "Fraction of all steps for linear warmup from 0 to lr.", minimum=0, maximum=1
+        0.001, "Length of the linear warmup from 0 to lr, as a fraction of all steps.", minimum=0, maximum=1
     )
     initial_loss_scale: float = setting(float(2**32), "Initial loss scale (dtype float16 only).", above=0)
     min_loss_scale: float = setting(1.0, "Minimum loss scale (dtype float16 only).", above=0)
@@ -85,21 +85,21 @@ class OptimizerConfig:
 
 @dataclass
 class MicroBatchSpec:
-    """How the rows of an optimizer step are split into micro-batches; does not change results."""
+    """How the rows of an optimizer step are split into microbatches. The split does not change results."""
 
     n_mbs: int | None = setting(
-        1, "Number of micro-batches per device; the minimum when max_tokens_per_mb is set.", minimum=1
+        1, "Number of microbatches per device, or the minimum number if max_tokens_per_mb is set.", minimum=1
     )
-    granularity: int = setting(1, "Number of adjacent rows that stay in one micro-batch (2 for pairs).", minimum=1)
+    granularity: int = setting(1, "Number of adjacent rows that stay in one microbatch (2 for pairs).", minimum=1)
     max_tokens_per_mb: int | None = setting(
         None,
-        "Maximum tokens of a micro-batch; set what fits into memory. A longer row gets its own micro-batch.",
+        "Maximum tokens of a microbatch; choose what fits into memory. A longer row gets its own microbatch.",
         minimum=1,
     )
-    n_mbs_divisor: int = setting(1, "Make the number of micro-batches a multiple of this.", minimum=1)
+    n_mbs_divisor: int = setting(1, "Make the number of microbatches a multiple of this value.", minimum=1)
     packing_algorithm: str = setting(
         "ffd",
-        "ffd (first-fit decreasing) makes few micro-batches; kk (Karmarkar-Karp) balances their sizes.",
+        "ffd (first-fit decreasing) makes few microbatches; kk (Karmarkar-Karp) balances their sizes.",
         choices=("ffd", "kk"),
     )
 
@@ -110,19 +110,17 @@ class MicroBatchSpec:
     def problems(self) -> Problems:
         """Yield the problems within the section."""
         if self.n_mbs is None and self.max_tokens_per_mb is None:
-            yield "n_mbs", "null leaves the number of micro-batches undefined; set n_mbs or max_tokens_per_mb"
+            yield "n_mbs", "null leaves the number of microbatches undefined; set n_mbs or max_tokens_per_mb"
 
 
 @dataclass
 class NormConfig:
     """Normalization (x - mean) / (std + eps) of rewards or advantages."""
 
-    mean_level: str | None = setting(
-        "batch", "Scope of the mean; null does not subtract it.", choices=("batch", "group")
-    )
+    mean_level: str | None = setting("batch", "Scope of the mean; null subtracts no mean.", choices=("batch", "group"))
     mean_leave1out: bool = setting(False, "Subtract from each value the mean of the other values (leave-one-out).")
     std_level: str | None = setting(
-        "batch", "Scope of the standard deviation; null does not divide by it.", choices=("batch", "group")
+        "batch", "Scope of the standard deviation; null omits the division.", choices=("batch", "group")
     )
     std_unbiased: bool = setting(True, "Use n - 1 instead of n in the variance.")
     eps: float = setting(1e-05, "Added to the standard deviation.", minimum=0)
@@ -141,7 +139,7 @@ class NormConfig:
         if self.std_level is None:
             yield from ineffective(self, ("std_unbiased", "eps"), "without a standard deviation; set std_level too")
         if self.mean_level is None and self.std_level is None:
-            yield "mean_level", "and std_level are both null, which normalizes nothing; set the section to null instead"
+            yield "mean_level", "and std_level are both null, so nothing is normalized; set the section to null instead"
 
 
 @dataclass
@@ -149,7 +147,7 @@ class FSDPWrapPolicy:
     """Modules that FSDP wraps."""
 
     transformer_layer_cls_to_wrap: list[str] | None = setting(
-        None, "Class names of the modules to wrap individually; null: the decoder layers."
+        None, "Class names of the modules to wrap individually; null wraps the decoder layers."
     )
 
 
@@ -166,14 +164,14 @@ class FSDPEngineConfig:
     offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
     memory_efficient_load: bool = setting(
         False,
-        "With sharded weights: one rank loads them, and sends the other ranks their shards layer by layer.",
+        "With sharded weights, one rank loads the model and sends the other ranks their shards layer by layer.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
         1,
         "Layers whose optimizer state is prefetched with per_layer_optim_step.",
         minimum=0,
-        no_effect="optimizer states in host memory are updated there, not fetched",
+        no_effect="optimizer states in host memory are updated in host memory, so nothing is prefetched",
     )
     shard_vision_across_sp: bool = setting(
         False,
@@ -186,26 +184,29 @@ class FSDPEngineConfig:
 class TrainEngineConfig:
     """A model, its training and its devices."""
 
-    experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
-    trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
+    experiment_name: str = setting(
+        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+    )
+    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
     path: str = setting(
         "",
-        "Model folder, .gguf file or repo id; ref and critic default to the actor's.",
+        "Model folder, .gguf file or repo id; ref and critic default to the actor's model.",
         inherits="actor.path",
         required=True,
     )
     model_type: str = setting("", "Model family, such as qwen3; checkpoints of other families are rejected.")
     attn_impl: str = setting(
         AUTO,
-        "Attention: auto, eager, sdpa or flash_attention_2. flash_attention_3, flex_attention and kernels of the hub "
+        "Attention implementation: auto, eager, sdpa "
+        "or flash_attention_2. flash_attention_3, flex_attention and kernels of the hub "
         "(owner/repo[@revision][:entry]) are not supported.",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
         shown="auto (GPU: flash_attention_2 if installed; CPU: sdpa)",
     )
-    use_kernels: bool = setting(False, "Use kernels of the Hugging Face hub for the layers that they support.")
+    use_kernels: bool = setting(False, "Use kernels of the Hugging Face hub for the layers that these kernels support.")
     init_from_scratch: bool = setting(False, "Start from random weights.")
-    is_critic: bool = setting(False, "The model returns one number per token instead of logits (critic, reward model).")
+    is_critic: bool = setting(False, "Return one number per token instead of logits (for a critic or reward model).")
     temperature: float = setting(
         1.0,
         "Softmax temperature of log-probs.",
@@ -213,16 +214,16 @@ class TrainEngineConfig:
         inherits="gconfig.temperature",
         shown="gconfig.temperature, else 1.0",
     )
-    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Micro-batches of a step.")
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Microbatches of a step.")
     pad_to_maximum: bool = setting(
         False,
-        "Pad every micro-batch to max_tokens_per_mb.",
-        no_effect="micro-batches are packed, which needs no padding",
+        "Pad every microbatch to max_tokens_per_mb.",
+        no_effect="microbatches are packed, which needs no padding",
     )
     disable_dropout: bool = setting(
         False,
         "Train without dropout.",
-        no_effect="training never uses dropout, because rollouts have none and the importance ratios would be noisy",
+        no_effect="training never uses dropout, because rollouts use no dropout and the importance ratios would be noisy",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     offload_activations: bool = setting(
@@ -249,10 +250,10 @@ class TrainEngineConfig:
         choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
-    optimizer: OptimizerConfig | None = section(None, "Optimizer; null does not train the model.")
+    optimizer: OptimizerConfig | None = section(None, "Optimizer; null leaves the model untrained.")
     weight_update_mode: str = setting(
         AUTO,
-        "How new weights are sent to rollout: shm (shared memory), xccl (a collective) or disk (a checkpoint).",
+        "How new weights are sent to the rollout replicas: shm (shared memory), xccl (a collective) or disk (a checkpoint).",
         choices=(AUTO, "shm", "disk", "xccl"),
         documented="xccl",
         shown="auto (GPU: xccl, CPU: shm)",
@@ -262,19 +263,19 @@ class TrainEngineConfig:
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
         False,
-        "Same as optimizer.offload (GPU only); with sharded weights, also as fsdp.offload_params.",
+        "Same as optimizer.offload (GPU only); with sharded weights, also the same as fsdp.offload_params.",
     )
     use_lora: bool = setting(False, "Train an adapter and freeze the weights.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
     lora_alpha: int = setting(16, "The adapter's output is scaled by alpha / rank.", minimum=1)
     target_modules: list[str] = setting(
-        [], "Linear layers that get an adapter, by the last part of their name.", shown="all linear layers"
+        [], "Linear layers that get an adapter, by the last component of the layer name.", shown="all linear layers"
     )
     load_in_4bit: bool = setting(
         False, "Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
     )
     peft_type: str = setting("lora", "Kind of adapter.", choices=("lora",))
-    enable_tree_training: bool = setting(False, "If rows of a micro-batch share a prefix, compute it only once.")
+    enable_tree_training: bool = setting(False, "Compute the common prefixes of the rows of a microbatch only once.")
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of this model's workers; one or two entries.")
     backend: str = setting(
         "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
@@ -282,13 +283,15 @@ class TrainEngineConfig:
     _version: str = setting(
         "v1", "v2 runs training as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
     )
-    admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
+    admin_api_key: str = of_gateway("", "Key for the services of v2.", shown=ADMIN_KEY)
     log_level: str = of_gateway("warning", "Log level of the services of v2.")
     request_timeout: float = setting(
         3600.0, "With several ranks: abort the run if a rank makes no progress for this many seconds.", above=0
     )
     setup_timeout: float = setting(3600.0, "Timeout for a worker to load its model, in seconds.", above=0)
-    workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
+    workers_ready_timeout: float = loading_timeout(
+        30.0, "Timeout for a worker process to respond, in seconds.", above=0
+    )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the role has its own devices.")
 
     def problems(self) -> Problems:
@@ -318,7 +321,7 @@ class TrainEngineConfig:
             )
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
-            remedy = "set mb_spec.packing_algorithm to ffd, or remove that setting"
+            remedy = "set mb_spec.packing_algorithm to ffd, or remove mb_spec.packing_algorithm"
             yield "enable_tree_training", f"needs rows packed by shared prefix; {remedy}"
         if megatron := sorted({*self.target_modules} & _MEGATRON_LAYERS):
             remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or remove target_modules to adapt all linear layers"
@@ -332,22 +335,22 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        "Algorithm whose loss to use (as for areno train --algo): gmpo, simpo, or your own as file.py:NAME. A variant of "
-        "the policy loss, such as cispo, changes the defaults of the policy loss's options.",
+        "Algorithm that provides the loss, as in areno train --algo: gmpo, simpo, or your own as file.py:NAME. A variant of "
+        "the policy loss, such as cispo, only changes defaults of this loss.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Options of the algorithm, by name.")
 
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
-    """The policy and its training. Its loss is the policy loss (PolicyLossOptions) or the loss of a named algorithm."""
+    """The policy and its training. The loss is the policy loss (PolicyLossOptions) or the loss of a named algorithm."""
 
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
-    ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
+    ppo_n_epochs: int = setting(1, "Passes over a batch, each with ppo_n_minibatches optimizer steps.", minimum=1)
     reward_norm: NormConfig | None = section(None, "Normalization of rewards, before advantages are computed.")
-    reward_scaling: float = setting(1.0, "Factor of rewards, applied after the bias.")
+    reward_scaling: float = setting(1.0, "Factor by which rewards are multiplied, after the bias is added.")
     reward_bias: float = setting(0.0, "Offset added to rewards.")
-    reward_clip: float = setting(20.0, "Scaled rewards are clipped to this magnitude.", above=0)
+    reward_clip: float = setting(20.0, "Clip scaled rewards to this magnitude.", above=0)
     overlong_reward_penalty: bool = setting(False, "DAPO: penalize answers near the length limit.")
     overlong_tokens: int | None = setting(
         None,
@@ -355,7 +358,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         minimum=1,
     )
     overlong_penalty_factor: float | None = setting(None, "Penalty at the length limit.", above=0)
-    mask_no_eos_with_zero: bool = setting(False, "A truncated answer gets no task reward.")
+    mask_no_eos_with_zero: bool = setting(False, "Give no task reward to truncated answers.")
     discount: float = setting(1.0, "Discount factor of rewards, per token.", minimum=0, maximum=1)
     gae_lambda: float = setting(1.0, "Lambda of generalized advantage estimation.", minimum=0, maximum=1)
     adv_norm: NormConfig | None = section(None, "Normalization of advantages over tokens.")
@@ -372,7 +375,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         False, "Recompute log-probs with the weights before the update, instead of using the log-probs of the rollout."
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
-        None, "Bounds on the importance weight of the decoupled loss; null: no bounds."
+        None, "Bounds on the importance weight of the decoupled loss; null sets no bounds."
     )
     log_agent_stats: bool = setting(False, "Report the statistics that agents return.")
     log_agent_stats_keys: list[str] = setting([], "Names of the agents' statistics to report; empty means all.")
@@ -417,9 +420,9 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
             return
         for name in overlong:
             if getattr(self, name) is None:
-                yield name, "is missing: overlong_reward_penalty needs it"
+                yield name, "is missing, but overlong_reward_penalty needs it"
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
-            problem = f"{self.overlong_tokens} is more than max_new_tokens {self.max_new_tokens}; lower it"
+            problem = f"{self.overlong_tokens} is more than max_new_tokens {self.max_new_tokens}; lower overlong_tokens"
             yield "overlong_tokens", problem
 
 
@@ -429,11 +432,11 @@ class PPOCriticConfig(TrainEngineConfig):
 
     is_critic: bool = setting(True, "A critic returns one number per token.")
     ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
-    ppo_n_epochs: int = setting(1, "Training passes over a batch, each of ppo_n_minibatches steps.", minimum=1)
+    ppo_n_epochs: int = setting(1, "Passes over a batch, each with ppo_n_minibatches optimizer steps.", minimum=1)
     eps_clip: float = setting(0.5, "Value clipping: clip range of V - V_old, in units of reward.", above=0)
     mask_no_eos_with_zero: bool = setting(
         False,
-        "A truncated answer gets no task reward, as for the actor.",
+        "Give no task reward to truncated answers, as for the actor.",
         inherits="actor.mask_no_eos_with_zero",
         shown="actor.mask_no_eos_with_zero",
     )
@@ -446,7 +449,7 @@ class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
     beta: float = setting(0.1, "Strength of the regularization towards the reference.", above=0)
     loss_type: str = setting(
         "sigmoid",
-        "sigmoid is DPO; ipo is IPO, with log-probs averaged per token; hinge is SLiC.",
+        "sigmoid is DPO, ipo is IPO with log-probs averaged per token, and hinge is SLiC.",
         choices=("sigmoid", "ipo", "hinge"),
     )
     label_smoothing: float = setting(0.0, "Assumed fraction of flipped preferences.", minimum=0, below=0.5)
@@ -458,16 +461,17 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Which of the sections rollout and train may be set; areno only checks them, because the actor's engine scores.",
+        "Section that may be set: rollout or train. areno only checks this section, because the actor's engine runs the "
+        "teacher.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "With engine_type rollout; must agree with the run's other sections.",
+        "Used with engine_type rollout; must agree with the run's other sections.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
-        None, "With engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
+        None, "Used with engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
     )
     path: str = setting(
         "", "Teacher: a model folder, a repo id, or the address of a server, such as http://HOST:8000/v1."
@@ -491,5 +495,5 @@ class TeacherConfig:
         if self.rl_loss_weight == self.distill_loss_weight == 0:
             yield (
                 "distill_loss_weight",
-                "and rl_loss_weight are both 0, so nothing is learned; set one above 0",
+                "and rl_loss_weight are both 0, so nothing is learned; set one of the two above 0",
             )

@@ -1,4 +1,4 @@
-"""Configurations of experiments: PPO and its variants, SFT, reward models, DPO."""
+"""Configurations of experiments: PPO and its variants, SFT, reward models and DPO."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ from areno.config.experiment.worker_sections import ClusterSpecConfig, Scheduler
 class BaseExperimentConfig:
     """Settings that all kinds of experiments share."""
 
-    experiment_name: str = setting("", "Name of the experiment, without _ and /.", required=True)
-    trial_name: str = setting("", "Name of the trial, without - and /.", required=True)
+    experiment_name: str = setting("", "Name of the experiment; must not contain _ or /.", required=True)
+    trial_name: str = setting("", "Name of the trial; must not contain - or /.", required=True)
     cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines and their shared folder.")
     allocation_mode: str = setting(
         "", "All backends in one string, such as areno:d1+fsdp:d1; sets the backend of each section."
@@ -43,7 +43,7 @@ class BaseExperimentConfig:
     enable_offload: bool = setting(
         False,
         "GPU only: let engines keep data in host memory.",
-        no_effect="the setting offload of each engine and optimizer decides what is kept in host memory",
+        no_effect="the setting offload of each engine and optimizer decides which data is kept in host memory",
     )
     total_train_epochs: int = setting(1, "Passes over the training rows.", minimum=1)
     total_train_steps: int | None = setting(None, "Stop after this many steps; null trains for all epochs.", minimum=1)
@@ -51,15 +51,15 @@ class BaseExperimentConfig:
         None, "Stop after the step that reaches this many trained sequences; null trains for all epochs.", minimum=1
     )
     tokenizer_path: str = setting(
-        "", "Tokenizer; must be that of the model.", inherits="actor.path", shown="actor.path"
+        "", "Tokenizer, which must be the model's own tokenizer.", inherits="actor.path", shown="actor.path"
     )
     train_dataset: TrainDatasetConfig = section(TrainDatasetConfig, "The rows to train on.")
     valid_dataset: ValidDatasetConfig | None = section(None, "The held-out rows; null disables evaluation.")
     saver: SaverConfig = section(SaverConfig, "Saved models.")
     evaluator: EvaluatorConfig = section(EvaluatorConfig, "When to evaluate.")
     stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Statistics loggers.")
-    perf_tracer: PerfTracerConfig | None = section(None, "Performance traces of each process; null writes none.")
-    memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes none.")
+    perf_tracer: PerfTracerConfig | None = section(None, "Performance traces of each process; null writes no traces.")
+    memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes no snapshots.")
     recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
     sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")
     vllm: vLLMConfig = section(vLLMConfig, "vLLM servers.")
@@ -72,7 +72,7 @@ class BaseExperimentConfig:
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that depend on ``values``, the settings of file and overrides; keys are dotted paths."""
+        """Return the defaults that depend on ``values``, the settings of the file and the overrides. Keys are dotted paths."""
         return {}
 
 
@@ -86,11 +86,13 @@ class PPOConfig(BaseExperimentConfig):
     )
     rollout: InferenceEngineConfig = section(InferenceEngineConfig, "The inference engine.")
     actor: PPOActorConfig = section(PPOActorConfig, "The policy.")
-    ref: PPOActorConfig | None = section(None, "A frozen reference policy for KL terms; null: none.")
-    critic: PPOCriticConfig | None = section(None, "A value model; null: none.")
-    teacher: TeacherConfig | None = section(None, "A teacher for distillation; null: none.")
+    ref: PPOActorConfig | None = section(None, "A frozen reference policy for KL terms; null for no reference.")
+    critic: PPOCriticConfig | None = section(None, "A value model; null for no critic.")
+    teacher: TeacherConfig | None = section(None, "A teacher for distillation; null for no teacher.")
     async_training: bool | None = setting(
-        None, "Deprecated: rollout.max_head_offpolicyness decides, and this must agree with it; null skips the check."
+        None,
+        "Deprecated. This setting must agree with rollout.max_head_offpolicyness, which takes effect instead; null "
+        "skips the check.",
     )
     dynamic_bs: bool = setting(
         False,
@@ -98,17 +100,17 @@ class PPOConfig(BaseExperimentConfig):
         "groups only.",
     )
     success_rate_lb: float | None = setting(
-        None, "Filter out prompts whose mean reward is below this; null: no bound.", minimum=0, maximum=1
+        None, "Filter out prompts whose mean reward is below this value; null sets no bound.", minimum=0, maximum=1
     )
     success_rate_ub: float | None = setting(
-        None, "Filter out prompts whose mean reward is above this; null: no bound.", minimum=0, maximum=1
+        None, "Filter out prompts whose mean reward is above this value; null sets no bound.", minimum=0, maximum=1
     )
     reward: RewardConfig = section(RewardConfig, "The reward function and its timeout, or the reward model.")
     workflow: WorkflowConfig = section(WorkflowConfig, "The workflow that turns a prompt into a trajectory.")
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """The section ``workflow``; a string, which a subclass may use instead, becomes the section's ``path``."""
+        """The section ``workflow``. A subclass may use a string instead, which becomes the section's ``path``."""
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value
@@ -116,7 +118,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def reward_section(self) -> RewardConfig:
-        """The section ``reward``; a string, which a subclass may use instead, becomes the section's ``fn``."""
+        """The section ``reward``. A subclass may use a string instead, which becomes the section's ``fn``."""
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value

@@ -1,4 +1,4 @@
-"""Sections of generation: sampling, the rollout engine, agents."""
+"""Sections of generation: sampling, the rollout engine and agents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ of_gateway = partial(setting, no_effect="only read by services of _version v2")
 loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
 """Declares a timeout for starting a process without loading a model."""
 
-_NO_BEAMS = "beam search is not supported; remove the setting, and sample or use greedy"
+_NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _PENALIZED = _SAMPLING | {"frequency_penalty": "frequency_penalty"}
 _OPENAI_NAMES = {
@@ -43,7 +43,7 @@ class GenerationHyperparameters:
     max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
     min_new_tokens: int = setting(
         0,
-        "Minimum tokens of an answer; until then, end-of-sequence and stop tokens cannot be sampled.",
+        "Minimum tokens of an answer; end-of-sequence and stop tokens cannot be sampled earlier.",
         minimum=0,
     )
     max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
@@ -52,13 +52,20 @@ class GenerationHyperparameters:
         1.0, "Nucleus sampling: sample from the most likely tokens with this total probability.", above=0, maximum=1
     )
     top_k: int = setting(100_000_000, "Sample from the k most likely tokens.", minimum=1)
-    temperature: float = setting(1.0, "Sampling temperature; log-probs are those of the scaled distribution.", above=0)
-    stop_token_ids: list[int] = setting([], "Token ids that end an answer, in addition to the model's own.", minimum=0)
+    temperature: float = setting(
+        1.0, "Sampling temperature; log-probs are computed from the scaled distribution.", above=0
+    )
+    stop_token_ids: list[int] = setting(
+        [], "Token ids that end an answer, in addition to the model's end-of-sequence tokens.", minimum=0
+    )
     ignore_eos: bool = setting(False, "Continue after an end-of-sequence token.")
     skip_special_tokens: bool = setting(True, "Remove special tokens from the decoded text.")
     stop: list[str] | None = setting(None, "Texts that end an answer.")
     frequency_penalty: float = setting(
-        0.0, "Lower a token's logit by this much for each time that it has been generated.", minimum=-2, maximum=2
+        0.0,
+        "Reduce a token's logit by this value for each earlier occurrence of the token in the answer.",
+        minimum=-2,
+        maximum=2,
     )
     lora_name: str = setting("default_lora", "Name under which the adapter is served.")
     use_beam_search: bool = setting(False, "Use beam search instead of sampling.", refused=_NO_BEAMS)
@@ -85,7 +92,9 @@ class GenerationHyperparameters:
         names = _OPENAI_NAMES[api_format]
         wanted = [name for name in settings_of(type(self)) if name not in exclude_args]
         if lost := [name for name in changed(self, wanted) if name not in (*names, "greedy")]:
-            warnings.warn(f"OpenAI's {api_format} API does not support {', '.join(lost)}; omitted", stacklevel=2)
+            warnings.warn(
+                f"OpenAI's {api_format} API does not support {', '.join(lost)}, so areno omits them", stacklevel=2
+            )
         values = {names[name]: getattr(self, name) for name in wanted if name in names}
         if self.greedy and "greedy" in wanted:
             values["temperature"] = 0.0
@@ -94,7 +103,10 @@ class GenerationHyperparameters:
     def problems(self) -> Problems:
         """Yield the problems within the section."""
         if self.min_new_tokens > self.max_new_tokens:
-            yield "min_new_tokens", f"{self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; lower it"
+            yield (
+                "min_new_tokens",
+                f"{self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; lower min_new_tokens",
+            )
         if self.greedy:
             yield from ineffective(self, ("temperature", "top_p", "top_k"), "with greedy; use only one of them")
             if self.n_samples > 1:
@@ -113,14 +125,16 @@ class AgentConfig:
     )
     admin_api_key: str = setting(
         "",
-        "Key for managing the sessions of the proxy. It is not accepted for completions.",
+        "Key for managing the sessions of the proxy. The proxy does not accept this key for completions.",
         shown=ADMIN_KEY,
-        no_effect="only the trainer opens and ends sessions, and it needs no key",
+        no_effect="only the trainer opens and closes sessions, and the trainer needs no key",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Exactly one entry, which must not set cpu or env_vars.")
+    scheduling_spec: list[SchedulingSpec] = section(
+        one_spec, "Resources of agents: exactly one entry, which must not set cpu or env_vars."
+    )
     mode: str = setting(
         "inline",
-        "inline runs agents in the rollout process, subproc in processes that can be killed.",
+        "inline runs agents in the rollout process; subproc runs agents in processes that can be killed.",
         choices=("inline", "subproc", "online"),
         refused_values={
             "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "
@@ -142,14 +156,17 @@ class AgentConfig:
     )
     export_style: str = setting(
         "individual",
-        "individual makes one row per answer of the model; concat makes one row per conversation, or per branch if it forks.",
+        "individual makes one row per answer of the model; concat makes one row per conversation, or per branch if the "
+        "conversation forks.",
         choices=("individual", "concat"),
     )
-    subproc_max_workers: int = setting(4, "Maximum processes of mode subproc.", minimum=1)
+    subproc_max_workers: int = setting(4, "Maximum number of agent processes in mode subproc.", minimum=1)
     session_timeout_seconds: int = setting(
         3600, "Timeout of an agent's run and of each of its requests, in seconds.", minimum=1
     )
-    set_reward_finish_timeout: float = setting(0.0, "Seconds to wait for rewards after the agent has ended.", minimum=0)
+    set_reward_finish_timeout: float = setting(
+        0.0, "Seconds to wait for rewards after the agent has finished.", minimum=0
+    )
 
     def problems(self) -> Problems:
         """Yield the problems within the section."""
@@ -167,8 +184,10 @@ class AgentConfig:
 class InferenceEngineConfig:
     """Rollout: inference engine, staleness, and agents."""
 
-    experiment_name: str | None = setting(None, "Set once, at the top level.", inherits="experiment_name")
-    trial_name: str | None = setting(None, "Set once, at the top level.", inherits="trial_name")
+    experiment_name: str | None = setting(
+        None, "Experiment name; set this name only at the top level.", inherits="experiment_name"
+    )
+    trial_name: str | None = setting(None, "Trial name; set this name only at the top level.", inherits="trial_name")
     fileroot: str | None = setting(None, "Root of logs and dumps.", inherits="cluster.fileroot")
     max_concurrent_rollouts: int | None = setting(
         None,
@@ -178,7 +197,7 @@ class InferenceEngineConfig:
         shown="rollout.consumer_batch_size",
     )
     queue_size: int | None = setting(
-        None, "Maximum number of finished groups in the queue; null: limited only by staleness.", minimum=1
+        None, "Maximum number of finished groups in the queue; with null, only staleness limits the queue.", minimum=1
     )
     consumer_batch_size: int = setting(
         0,
@@ -189,12 +208,12 @@ class InferenceEngineConfig:
     )
     max_head_offpolicyness: int = setting(
         0,
-        "Staleness bound on admission: by how many versions rollout may be ahead of training; 0 is synchronous.",
+        "Staleness bound on admission: number of versions that rollout may be ahead of training; 0 is synchronous.",
         minimum=0,
     )
     max_staleness: int | None = setting(
         None,
-        "Exact staleness bound: a trajectory with a token older than this many versions is not trained on; null: no bound.",
+        "Exact staleness bound, in versions: trajectories with an older token are excluded from training. null sets no bound.",
         minimum=0,
     )
     on_stale: str = setting(
@@ -204,20 +223,22 @@ class InferenceEngineConfig:
     check_trajectory_format: bool = setting(False, "Check keys and shapes of the trajectories that a workflow returns.")
     tokenizer_path: str = setting(
         "",
-        "Tokenizer of dumped text; must be that of the model.",
+        "Tokenizer of dumped text, which must be the model's own tokenizer.",
         inherits="tokenizer_path",
         shown="tokenizer_path",
     )
     dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
     save_rollouts: str | None = setting(
         None,
-        "Save training rows to rollouts/ in the run directory, for areno replay: a number N keeps those of the newest N steps, "
-        "all keeps those of every step, null and 0 save none.",
+        "Save training rows to rollouts/ in the run directory, for areno replay: N keeps the rows of the newest N steps, all "
+        "keeps the rows of every step, and null or 0 saves no rows.",
     )
     setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
-    workers_ready_timeout: float = loading_timeout(30.0, "Timeout for a worker process to answer, in seconds.", above=0)
+    workers_ready_timeout: float = loading_timeout(
+        30.0, "Timeout for a worker process to respond, in seconds.", above=0
+    )
     request_timeout: float = setting(3600.0, "Timeout of each attempt at a generation request, in seconds.", above=0)
-    request_retries: int = setting(3, "Retries of a failed request.", minimum=0)
+    request_retries: int = setting(3, "Maximum retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(
         0.0,
         "Seconds to wait after generation is paused.",
@@ -240,14 +261,15 @@ class InferenceEngineConfig:
     agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
     speculate: int = setting(
         0,
-        "Speculative decoding by prompt lookup: maximum draft tokens per step; 0 disables it. Answers do not change.",
+        "Speculative decoding by prompt lookup: maximum draft tokens per decode step; 0 disables drafting. Answers do not "
+        "change.",
         minimum=0,
         maximum=63,
     )
     return_routed_experts: bool = setting(
         False,
         "Record each token's experts and use the same experts in training, so that different routing does not change "
-        "log-probs. On a CPU, this disables the compilation of decode steps.",
+        "log-probs. On a CPU, this setting disables the compilation of decode steps.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
@@ -255,7 +277,7 @@ class InferenceEngineConfig:
     model: str = of_gateway("default", "Model name that a gateway reports.")
     routing_strategy: str = of_gateway("round_robin", "Routing strategy for requests.")
     poll_interval: float = of_gateway(5.0, "Seconds between a router's health checks.", above=0)
-    admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
+    admin_api_key: str = of_gateway("", "Key for the services of v2.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,
         "Addresses of running vLLM or SGLang servers, one per replica, separated by commas; null starts servers.",

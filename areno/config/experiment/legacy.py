@@ -21,7 +21,7 @@ from areno.errors import UsageError
 
 
 class LegacyKey(NamedTuple):
-    """A legacy key: the path of the `PPOConfig` setting that receives its value, its help, and its default as shown in help."""
+    """A legacy key: the path of the `PPOConfig` setting that receives the value, and the help and default to show."""
 
     path: str
     help: str
@@ -29,13 +29,16 @@ class LegacyKey(NamedTuple):
 
 
 LEGACY_KEYS: dict[str, LegacyKey] = {
-    "experiment_name": LegacyKey("experiment_name", "Name of the project, without _ and /.", "async-ppo or sync-ppo"),
-    "trial_name": LegacyKey("trial_name", "Name of this trial, without - and /.", "current time"),
+    "experiment_name": LegacyKey(
+        "experiment_name", "Name of the project; must not contain _ or /.", "async-ppo or sync-ppo"
+    ),
+    "trial_name": LegacyKey("trial_name", "Name of this trial; must not contain - or /.", "current time"),
     "n_nodes": LegacyKey("cluster.n_nodes", "Number of machines.", "1"),
-    "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "those of this machine"),
+    "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "all devices of this machine"),
     "allocation_mode": LegacyKey(
         "allocation_mode",
-        "Devices of generation and training, such as areno.d1m1+d1m1: d is data parallel, m tensor parallel, p pipeline.",
+        "Devices of generation and training, such as areno.d1m1+d1m1, with d for data, m for tensor and p for pipeline "
+        "parallelism.",
         "areno.d1m1+d1m1",
     ),
     "cluster.fileroot": LegacyKey("cluster.fileroot", "Root of logs and checkpoints.", DEFAULT_FILEROOT),
@@ -43,8 +46,10 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "ref.type._class": LegacyKey("ref.model_type", "Model family of the reference.", "any"),
     "critic.type._class": LegacyKey("critic.model_type", "Model family of the critic.", "any"),
     "actor.path": LegacyKey("actor.path", "Model folder or repo id of the actor.", "required"),
-    "ref.path": LegacyKey("ref.path", "Model of the reference; without it there is no KL term.", "no reference"),
-    "dataset.path": LegacyKey("train_dataset.path", "The dataset, a JSONL file.", "required"),
+    "ref.path": LegacyKey(
+        "ref.path", "Model of the reference; without a reference, there is no KL term.", "no reference"
+    ),
+    "dataset.path": LegacyKey("train_dataset.path", "JSONL file with the dataset.", "required"),
     "dataset.train_bs_n_seqs": LegacyKey("train_dataset.batch_size", "Prompts per training step.", "1"),
     "group_size": LegacyKey("gconfig.n_samples", "Answers per prompt.", "1"),
     "max_concurrent_rollouts": LegacyKey(
@@ -56,17 +61,17 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "rollout.max_head_offpolicyness", "Maximum staleness of the data in versions; 0 is synchronous.", "0"
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
-        "actor.mb_spec.max_tokens_per_mb", "Maximum tokens of a micro-batch when training the actor.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb", "Maximum tokens of a microbatch when training the actor.", "no limit"
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "actor.mb_spec.max_tokens_per_mb",
-        "Maximum tokens of a micro-batch when the actor computes log-probs; the smaller of this and the limit for training "
+        "Maximum tokens of a microbatch when the actor computes log-probs; the smaller of this limit and the training limit "
         "applies.",
         "no limit",
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "ref.mb_spec.max_tokens_per_mb",
-        "Maximum tokens of a micro-batch when the reference computes log-probs.",
+        "Maximum tokens of a microbatch when the reference computes log-probs.",
         "no limit",
     ),
     "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum tokens of an answer.", "16384"),
@@ -78,16 +83,18 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",
-        "Decoupled PPO: clip against the policy before the update.",
+        "Decoupled PPO: clip the ratio against the policy before the update.",
         "as ppo.recompute_logprob",
     ),
     "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),
-    "group_adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages within each group instead.", "false"),
+    "group_adv_norm": LegacyKey(
+        "actor.adv_norm", "Normalize advantages within each group instead of over the batch.", "false"
+    ),
     "success_rate_ub": LegacyKey(
-        "success_rate_ub", "Filter out prompts whose success rate is higher than this.", "no bound"
+        "success_rate_ub", "Filter out prompts whose success rate is higher than this value.", "no bound"
     ),
     "success_rate_lb": LegacyKey(
-        "success_rate_lb", "Filter out prompts whose success rate is lower than this.", "no bound"
+        "success_rate_lb", "Filter out prompts whose success rate is lower than this value.", "no bound"
     ),
     "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Passes over the dataset.", "1"),
     "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Save a model every N epochs.", "null"),
@@ -103,7 +110,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run directory"
     ),
 }
-"""Legacy keys and the settings that they map to."""
+"""Legacy keys, each with the setting that receives its value."""
 
 _SWITCHES = ("ppo.adv_norm", "group_adv_norm")  # booleans that map to a section
 _LEARNING_RATE = 2e-5
@@ -114,7 +121,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
     """Read the command line of ``main_async_ppo.py`` or ``main_sync_ppo.py``.
 
     Args:
-        argv: arguments, with or without the program's name; ``--config FILE`` may set keys too.
+        argv: arguments, with or without the program's name; the file of ``--config`` may set keys too.
         asynchronous: True for ``main_async_ppo.py``.
         clock: returns Unix seconds, for the trial's name.
 
@@ -169,7 +176,7 @@ def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
-    """Return the value of a key; the two token limits of the actor map to one setting, which gets the smaller one."""
+    """Return the value of a key; the two token limits of the actor map to one setting, which gets the smaller limit."""
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
     limits = [limit for limit in pair if isinstance(limit, int)]
     return min(limits) if name.startswith("actor_") and len(limits) == 2 else keys[name]

@@ -55,8 +55,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params: the sizes of an experiment are settings, so that a resumed run uses the same sizes; "
-                    f"find them with `areno plan {file or 'FILE.yaml'} --tune-params`"
+                    "--tune-params: the sizes of an experiment are settings, so that a resumed run uses the same sizes; find "
+                    f"suitable sizes with `areno plan {file or 'FILE.yaml'} --tune-params`"
                 )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
@@ -99,7 +99,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     if dataset is None and {"resources", "run"} <= tree.keys():
         raise UsageError(
             f"--config {args.config_file} is a task of a cluster launcher (it has the keys resources and run), which is "
-            "not supported; pass the experiment's YAML file, which the task's run command names"
+            "not supported; pass the experiment's YAML file, which appears in the task's run command"
         )
     if kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")
@@ -107,7 +107,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
 
 
 def config_from(tree: Tree, config_cls: type[Config]) -> Config:
-    """Build a configuration from raw values and check it. Raises UsageError with all problems."""
+    """Build a configuration from raw values and check the result. Raises UsageError with all problems."""
     problems = Problems()
     config = build_config(with_presets(allocated(tree, config_cls)), config_cls, problems)
     for text in check_config(config) if config is not None else ():
@@ -148,7 +148,7 @@ def _changed_values(config: Any) -> Tree:
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
     """Return a copy in which each role has its backend according to ``allocation_mode``.
 
-    Raises UsageError: ``allocation_mode`` is malformed, names a role that the tree lacks, or contradicts a ``backend``.
+    Raises UsageError: ``allocation_mode`` is malformed, specifies a role that the tree lacks, or contradicts a ``backend``.
     """
     text = tree.get("allocation_mode")
     if not isinstance(text, str) or text in ("", "???"):
@@ -165,8 +165,8 @@ def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
         section = tree.setdefault(role, {}) if role in ("rollout", "actor") else tree.get(role)
         if not isinstance(section, dict):
             raise UsageError(
-                f"allocation_mode {text!r} assigns {backend} to {role}, but there is no section {role}; name rollout, "
-                "actor, or another existing section"
+                f"allocation_mode {text!r} assigns {backend} to {role}, but there is no section {role}; use rollout, actor, "
+                "or another existing section"
             )
         explicit = section.get("backend") or backend
         if explicit != backend and _spec(explicit) != backend:
@@ -193,7 +193,7 @@ def _file(args: CliArgs) -> Tree:
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """Apply the overrides to the tree; with a class, check that the first part of each key is a setting of the class."""
+    """Apply the overrides to the tree; with a class, check that the first component of each key is a setting of the class."""
     problems = Problems()
     for text in args.overrides:
         try:

@@ -61,7 +61,7 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 
 
 def devices_needed(config: BaseExperimentConfig) -> int:
-    """Return the number of devices of rollout and training; a colocated role, or rollout on running servers, adds none."""
+    """Return the number of devices of rollout and training; a colocated role, or rollout on running servers, adds no device."""
     engines = [getattr(config, role, None) for role in ("rollout", "actor")]
     return sum(
         ModelAllocation.from_str(engine.backend).world_size
@@ -73,7 +73,9 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 
 
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
-    """Return ``cluster.n_gpus_per_node``; None (all GPUs) if it is null or the documented default, or on a cluster."""
+    """Return ``cluster.n_gpus_per_node``; None (all GPUs) if the setting is null or has its documented default, or on a
+    cluster.
+    """
     if config.scheduler.type in CLUSTERS:
         return None
     documented = settings_of(type(config.cluster))["n_gpus_per_node"].info.documented
@@ -105,8 +107,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         return
     if requested == 0:
         yield (
-            f"cluster.n_gpus_per_node 0 requests no GPU, but this machine has {machine.gpus}; remove the setting, or hide the "
-            "GPUs with CUDA_VISIBLE_DEVICES="
+            "cluster.n_gpus_per_node 0 requests no GPU, but this machine has GPUs; remove the setting, or hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES="
         )
     elif requested is not None and requested > machine.gpus:
         yield f"cluster.n_gpus_per_node {requested} is more than the {machine.gpus} GPUs of this machine; remove the setting"
@@ -115,8 +117,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
-            f"{', '.join(parts)} need {needed} devices, more than {limit}; use smaller sizes, or equal sizes, so that rollout "
-            "and training alternate"
+            f"{', '.join(parts)} need {needed} devices, more than {limit}; use smaller sizes, or use equal sizes to let "
+            "rollout and training alternate"
         )
 
 
@@ -134,14 +136,14 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
 
 
 def _shards(actor: TrainEngineConfig) -> bool:
-    """Whether to shard weights by default: for fp32 AdamW without LoRA, or as the section megatron says."""
+    """Whether to shard weights by default: for fp32 AdamW without LoRA, or if the section megatron requests it."""
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)
     return not actor.use_lora and (actor.optimizer is None or actor.optimizer.type == "adam")
 
 
 def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield path, section, name and value of the settings that depend on the machine."""
+    """Yield the path, section, name and value of each setting that depends on the machine."""
     cluster, needed = config.cluster, max(devices_needed(config), 1)
     if cluster.n_nodes != 1 and not machine.nodes:
         yield "cluster", cluster, "n_nodes", 1

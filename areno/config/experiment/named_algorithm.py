@@ -20,14 +20,14 @@ _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_
 def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
     """Return the algorithm and its options: ``actor.algorithm_options`` and defaults.
 
-    Raises UsageError: the algorithm is unknown, needs another trainer, or an option is invalid.
+    Raises UsageError: the algorithm is unknown or needs a different trainer, or an option is invalid.
     """
     spec = get_algorithm(actor.algorithm, option="actor.algorithm")
     trainer, example = (POLICY_TRAINER, "gspo") if isinstance(actor, PPOActorConfig) else (PAIR_TRAINER, "simpo")
     if spec.trainer != trainer or not (spec.default_loss or spec.loss_fn_factory):
         raise UsageError(
-            f"actor.algorithm {actor.algorithm} needs another trainer than that of this experiment; use an algorithm "
-            f"such as {example}"
+            f"actor.algorithm {actor.algorithm} needs a different trainer than this experiment uses; choose an algorithm such "
+            f"as {example}"
         )
     # Options of the policy loss are settings of `actor`.
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
@@ -60,7 +60,7 @@ def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool = False) -> Iterator[str]:
-    """Yield the problems of ``actor.algorithm`` and its options, and settings that have no effect with it."""
+    """Yield the problems of ``actor.algorithm`` and its options, and settings that have no effect with the algorithm."""
     if not actor.algorithm:
         if actor.algorithm_options:
             yield "actor.algorithm_options has no effect without an algorithm; set actor.algorithm too"
@@ -77,7 +77,7 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
         names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
         if actor.kl_loss_coef > 0 and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
             with_algorithm = f"with actor.algorithm {actor.algorithm}"
-            yield f"actor.kl_loss_coef has no effect {with_algorithm}: its loss has no KL term; remove the setting"
+            yield f"actor.kl_loss_coef has no effect {with_algorithm}, whose loss has no KL term; remove the setting"
     because = f"has no effect with actor.algorithm {actor.algorithm}, which has its own loss"
     yield from (f"actor.{name} {because}; remove the setting" for name in changed(actor, names))
     if has_teacher:

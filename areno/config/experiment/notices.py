@@ -18,7 +18,9 @@ _NO_AGENT = ("rlvr", "multi_turn")
 
 
 def notice(config: BaseExperimentConfig) -> str:
-    """Format the notice, one line per reason; empty if there is none. Settings at areno's defaults are not listed."""
+    """Format the notice, with one line per reason; empty if every setting has an effect. Settings at areno's defaults are not
+    listed.
+    """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
         section, _, name = path.rpartition(".")
@@ -32,20 +34,20 @@ def notice(config: BaseExperimentConfig) -> str:
 
 
 def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of a replaced backend that areno's engine applies, and their effect."""
+    """Yield settings of a replaced backend that areno's engine applies, and their effects."""
     backend, actor = backend_of(config), engine_of(config, "actor")
     if actor is not None and backend in _REPLACED_BACKENDS:
         yield from ((f"actor.{backend}.{name}", effect) for name, effect in getattr(actor, backend).mapped())
 
 
 def backend_of(config: BaseExperimentConfig) -> str:
-    """Return the name of the actor's backend; empty if it is malformed."""
+    """Return the name of the actor's backend; empty if the setting ``backend`` is malformed."""
     actor = engine_of(config, "actor")
     return actor.backend.partition(":")[0].partition("[")[0].partition("(")[0].strip() if actor is not None else ""
 
 
 def _join_names(names_by_section: dict[str, dict[str, None]]) -> str:
-    """Join setting names, grouping sections that have the same names."""
+    """Join setting names, and group sections that have the same settings."""
     grouped: dict[tuple[str, ...], list[str]] = {}
     for section, section_names in names_by_section.items():
         grouped.setdefault(tuple(section_names), []).append(section)
@@ -140,7 +142,7 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if config.actor.use_sapo_loss:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:
-        yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine scores for the teacher")
+        yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine runs the teacher")
     agent = config.rollout.agent
     if not agent.agent_cls_path and config.workflow.path in _NO_AGENT:
         names = [path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar"]

@@ -1,4 +1,4 @@
-"""Checks of an experiment's files and folders; downloads nothing, and imports no user code."""
+"""Checks of an experiment's files and folders. The checks download nothing and import no user code."""
 
 import json
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Yield problems of datasets: those that cannot be read, and held-out rows that are training rows."""
+    """Yield problems of datasets: unreadable datasets, and held-out rows that are also training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)
@@ -67,8 +67,9 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
         return
     if held_out_is_trained(config):
         yield (
-            f"valid_dataset.path {valid.path} gives the training rows, because valid_dataset.split {valid.split} does not "
-            f"select among them; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows "
+            f"valid_dataset.path {valid.path} refers to the training rows, because valid_dataset.split {valid.split} does not "
+            "select a subset of that "
+            f"path; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows "
             "on purpose"
         )
 

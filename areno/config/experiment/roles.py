@@ -24,7 +24,7 @@ def takes_turns(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """Return the kind of inference server, vllm or sglang; empty without a server, or if the backend is malformed."""
+    """Return the kind of inference server, vllm or sglang; empty if there is no server or the backend is malformed."""
     if not isinstance(config, PPOConfig):
         return ""
     try:

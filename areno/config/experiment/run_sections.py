@@ -13,7 +13,7 @@ SAVES_NOTHING = "off"
 """Mode of a disabled saver."""
 
 LOADER = "loader"
-"""Key of ``dataset_kwargs`` that names the user's own loader."""
+"""Key of ``dataset_kwargs`` that specifies the user's own loader."""
 
 _READS_ROWS = "the trainer's process reads the rows"
 _service = partial(setting, no_effect=_READS_ROWS)
@@ -26,14 +26,14 @@ class TrainDatasetConfig:
     split: str = setting("train", "Split of the dataset.")
     path: str = setting("", "Data file, folder or hub reference.", required=True)
     type: str = setting("", "Kind of experiment: rl, sft, rw (reward model) or dpo.", required=True)
-    batch_size: int = setting(1, "Rows per step; prompts for RL, pairs for rw and dpo.", minimum=1)
+    batch_size: int = setting(1, "Rows per step: prompts for RL, and pairs for rw and dpo.", minimum=1)
     shuffle: bool = setting(True, "Shuffle the rows each epoch, with the experiment's seed.")
     pin_memory: bool = _service(False, "Keep batches in pinned memory.")
-    num_workers: int = _service(0, "Processes that prefetch rows; 0 reads in the trainer.", minimum=0)
+    num_workers: int = _service(0, "Processes that prefetch rows; 0 reads rows in the trainer's process.", minimum=0)
     num_dataset_workers: int = _service(1, "Processes of a data service.", minimum=1)
     drop_last: bool = setting(True, "Drop an incomplete last batch.")
     max_length: int | None = setting(
-        None, "Maximum tokens of a row, for RL of its prompt; longer rows are skipped and counted.", minimum=1
+        None, "Maximum tokens of a row (for RL, of its prompt); longer rows are skipped and counted.", minimum=1
     )
     dataset_kwargs: dict[str, Any] = setting({}, "Additional arguments of the dataset loader.")
     scheduling_spec: SchedulingSpec | None = section(
@@ -53,10 +53,12 @@ class ValidDatasetConfig(TrainDatasetConfig):
 
 @dataclass
 class FrequencyConfig:
-    """How often to save, evaluate or checkpoint: whenever one of the three intervals has passed."""
+    """How often to save, evaluate or checkpoint: whenever any of the three intervals has passed."""
 
-    experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
-    trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
+    experiment_name: str = setting(
+        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+    )
+    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
     fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     freq_epochs: int | None = setting(None, "Interval in epochs; null ignores epochs.", minimum=1)
     freq_steps: int | None = setting(None, "Interval in steps; null ignores steps.", minimum=1)
@@ -74,7 +76,7 @@ class SaverConfig(FrequencyConfig):
 
     mode: str = setting(
         "auto",
-        "sync blocks training while writing; async writes in the background; auto is async if the model can be copied; off "
+        "sync writes while training waits, async writes in the background, auto is async if the model can be copied, and off "
         "saves nothing, not even the last model.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
@@ -94,7 +96,7 @@ class EvaluatorConfig(FrequencyConfig):
     keep_best: bool = setting(False, "Keep the checkpoint with the best evaluation, as recover/best.")
     early_stop_patience: int | None = setting(
         None,
-        "Stop the run after this many consecutive evaluations that are not better than the best; null: never.",
+        "Stop the run after this many consecutive evaluations without a new best result; null never stops the run.",
         minimum=1,
     )
 
@@ -105,12 +107,13 @@ class RecoverConfig(FrequencyConfig):
 
     mode: str = setting(
         "disabled",
-        "on and auto write recovery checkpoints, and resume from the last one if there is one; off and disabled do neither.",
+        "on and auto write recovery checkpoints, and resume from the newest recovery checkpoint, if any; off and disabled do "
+        "neither.",
         choices=("on", "off", "auto", "disabled"),
     )
-    retries: int = setting(3, "With recovery checkpoints: how often to restart after an engine failure.", minimum=0)
+    retries: int = setting(3, "With recovery checkpoints: maximum number of restarts after engine failures.", minimum=0)
     no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
-    no_load_optim: bool = setting(False, "Resume with new optimizer states instead of the saved ones.")
+    no_load_optim: bool = setting(False, "Resume with new optimizer states instead of the saved states.")
 
     @property
     def enabled(self) -> bool:
@@ -123,19 +126,19 @@ class WandBConfig:
     """Weights & Biases."""
 
     mode: str = setting(
-        "disabled", "true means online, false disabled.", choices=("online", "offline", "disabled", "shared")
+        "disabled", "true means online, and false means disabled.", choices=("online", "offline", "disabled", "shared")
     )
     wandb_base_url: str = setting("", "Address of a self-hosted server.")
-    wandb_api_key: str = setting("", "API key; empty uses WANDB_API_KEY or the one stored by `wandb login`.")
+    wandb_api_key: str = setting("", "API key; empty uses WANDB_API_KEY or the key stored by `wandb login`.")
     entity: str | None = setting(None, "User or team.")
     project: str | None = setting(None, "Project; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
     job_type: str | None = setting(None, "Kind of run.")
-    group: str | None = setting(None, "Group of runs; null: experiment and trial name.")
+    group: str | None = setting(None, "Group of runs; null uses the names of experiment and trial.")
     notes: str | None = setting(None, "Free text.")
     tags: list[str] | None = setting(None, "Tags.")
-    config: dict[str, Any] | None = setting(None, "Configuration to show; null: the experiment's.")
-    id_suffix: str | None = setting("train", "Suffix of the run's id, after experiment and trial.")
+    config: dict[str, Any] | None = setting(None, "Configuration to show; null shows the experiment's configuration.")
+    id_suffix: str | None = setting("train", "Suffix of the run's id, after the names of experiment and trial.")
 
 
 @dataclass
@@ -144,8 +147,8 @@ class SwanlabConfig:
 
     project: str | None = setting(None, "Project; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
-    config: dict[str, Any] | None = setting(None, "Configuration to show; null: the experiment's.")
-    logdir: str | None = setting(None, "Folder of local logs; null puts them in the run directory.")
+    config: dict[str, Any] | None = setting(None, "Configuration to show; null shows the experiment's configuration.")
+    logdir: str | None = setting(None, "Folder of local logs; null puts the logs in the run directory.")
     mode: str = setting("disabled", "Where to log.", choices=("cloud", "local", "disabled", "offline"))
     api_key: str | None = setting(None, "API key for mode cloud.")
 
@@ -154,7 +157,7 @@ class SwanlabConfig:
 class TensorBoardConfig:
     """TensorBoard."""
 
-    path: str | None = setting(None, "Folder of event files; null puts them in the run directory.")
+    path: str | None = setting(None, "Folder of event files; null puts the files in the run directory.")
 
 
 @dataclass
@@ -174,8 +177,8 @@ class MLflowConfig:
     mode: str = setting("disabled", "Whether to log.", choices=("enabled", "disabled"))
     tracking_uri: str | None = setting(
         None,
-        "Address of a server, or a database such as sqlite:////data/mlflow.db; null uses MLFLOW_TRACKING_URI or MLflow's "
-        "default, mlflow.db in the current folder.",
+        "Address of a server, or a database such as sqlite:////data/mlflow.db; null uses MLFLOW_TRACKING_URI or, by default, "
+        "mlflow.db in the current folder.",
     )
     experiment: str | None = setting(None, "Experiment in MLflow; null uses the experiment's name.")
     name: str | None = setting(None, "Name of the run; null uses the trial's name.")
@@ -185,8 +188,10 @@ class MLflowConfig:
 class StatsLoggerConfig:
     """Statistics loggers."""
 
-    experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
-    trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
+    experiment_name: str = setting(
+        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+    )
+    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
     fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases.")
     swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab.")
@@ -200,19 +205,21 @@ class SessionTracerConfig:
     """Traces of rollout sessions."""
 
     enabled: bool = setting(False, "Write sessions.jsonl.")
-    flush_threshold: int = setting(256, "Write finished sessions in batches of this many; values below 1 mean 1.")
+    flush_threshold: int = setting(256, "Write finished sessions in batches of this size; values below 1 mean 1.")
 
 
 @dataclass
 class PerfTracerConfig:
     """Chrome traces of all processes."""
 
-    experiment_name: str = setting("", "Set once, at the top level.", inherits="experiment_name")
-    trial_name: str = setting("", "Set once, at the top level.", inherits="trial_name")
+    experiment_name: str = setting(
+        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+    )
+    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
     fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     enabled: bool = setting(False, "Write traces.")
     save_interval: int = setting(1, "Write every N steps; values below 1 mean 1.")
-    profile_steps: list[int] | None = setting(None, "Steps to profile with PyTorch's profiler as well.", minimum=0)
+    profile_steps: list[int] | None = setting(None, "Steps that PyTorch's profiler records as well.", minimum=0)
     session_tracer: SessionTracerConfig | None = section(None, "Traces of rollout sessions.")
 
 
@@ -221,7 +228,7 @@ class MemoryProfilerConfig:
     """Snapshots of CUDA memory."""
 
     profile_steps: list[int] = setting([], "Steps at which to take a snapshot.", minimum=0)
-    max_entries: int = setting(100_000, "Maximum events of a snapshot.", minimum=1)
+    max_entries: int = setting(100_000, "Maximum number of events in a snapshot.", minimum=1)
 
 
 @dataclass
@@ -229,23 +236,27 @@ class RewardConfig:
     """The reward function, for experiments without their own program."""
 
     fn: str = setting(
-        "", "file.py:NAME or module.NAME; called as (prompt, completion, prompt_ids, completion_ids, **row)."
+        "",
+        "Reward function (file.py:NAME or module.NAME), called as (prompt, completion, prompt_ids, completion_ids, **row).",
     )
     weights: dict[str, Any] = setting({}, "Weights of the reward parts that fn returns; parts without a weight get 1.")
-    normalize_parts: bool = setting(False, "Standardize each part within a prompt's samples, then weight it (GDPO).")
+    normalize_parts: bool = setting(
+        False, "Standardize each reward part over the samples of a prompt before weighting (GDPO)."
+    )
     path: str = setting(
-        "", "Reward model instead of fn: folder or repo id. Scores the finished answers of workflow.path rlvr."
+        "",
+        "Folder or repo id of a reward model that replaces fn. The model scores the finished answers of workflow.path rlvr.",
     )
     on_error: str = setting(
         "drop",
-        "If fn raises, or no attempt returns in time: drop the episode (and stop after many consecutive failures), or stop at "
-        "once.",
+        "What to do if fn raises or no attempt returns in time: drop the episode (and stop after many consecutive failures), "
+        "or stop at once.",
         choices=("drop", "stop"),
     )
     timeout_seconds: float = setting(
-        15.0, "Timeout of one reward in seconds, after which its worker is killed.", above=0
+        15.0, "Timeout of one reward in seconds, after which the worker is killed.", above=0
     )
-    max_retries: int = setting(3, "Retries of a reward that timed out or whose worker died.", minimum=0)
+    max_retries: int = setting(3, "Maximum retries of a reward after a timeout or the death of a worker.", minimum=0)
     max_workers: int | None = setting(None, "Worker processes; null uses half of the cores.", minimum=1)
 
     def problems(self) -> Problems:
@@ -264,5 +275,6 @@ class WorkflowConfig:
     kwargs: dict[str, Any] = setting({}, "Additional arguments, such as max_turns and turn_discount.")
     dynamic_filter_fn: str = setting(
         "",
-        "file.py:NAME or module.NAME; receives a group's trajectory and returns whether to train on it. Empty keeps all.",
+        "Function (file.py:NAME or module.NAME) that receives a group's trajectory and returns whether to train on the group. "
+        "Empty keeps all groups.",
     )

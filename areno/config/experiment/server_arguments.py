@@ -2,8 +2,8 @@
 
 :mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension.
 
-A setting becomes an option of the same name, with dashes. true becomes an option without a value; false, null, "" and an empty
-list omit the option; another list becomes an option with several values. This module handles the exceptions: options that a
+A setting becomes an option of the same name, with dashes. true becomes an option without a value. false, null, "" and an empty
+list omit the option. A non-empty list becomes an option with several values. This module handles the exceptions: options that a
 server has renamed, dropped or restricted.
 """
 
@@ -68,7 +68,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
         # vLLM 0.32 crashes on a CPU at a chunked prefill of a request with a seed: "CPU Generator does not use offset".
         values["no_enable_chunked_prefill"] = True
         if section.enable_sleep_mode:
-            raise UsageError("vllm.enable_sleep_mode=true: vLLM supports it on GPUs only; remove the setting")
+            raise UsageError("vllm.enable_sleep_mode=true: vLLM supports sleep mode only on GPUs; remove the setting")
     if section.enable_lora:
         values["max_lora_rank"] = _lora_rank(section.max_lora_rank)
     else:
@@ -79,7 +79,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 def _lora_rank(rank: int) -> int:
     sufficient = [accepted for accepted in _LORA_RANKS if accepted >= rank]
     if not sufficient:
-        raise UsageError(f"vllm.max_lora_rank={rank}: vLLM accepts at most {_LORA_RANKS[-1]}")
+        raise UsageError(f"vllm.max_lora_rank={rank}: vLLM accepts at most {_LORA_RANKS[-1]}; use a lower rank")
     return sufficient[0]
 
 

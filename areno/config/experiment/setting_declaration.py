@@ -1,8 +1,8 @@
 """Declaration of experiment settings: each is a dataclass field made by ``setting(...)`` or ``section(...)``.
 
 YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` are derived from the declaration, as flags are
-derived from ``option(...)``. In addition, sections can be nested, and an unset setting may take the value of another one
-(``inherits``). Plain dataclass fields of a user's subclass work too, without help.
+derived from ``option(...)``. In addition, sections can be nested, and an unset setting may take the value of another setting
+(``inherits``). Plain dataclass fields of a user's subclass also work, but have no help.
 """
 
 import copy
@@ -24,7 +24,9 @@ _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
 @dataclass(frozen=True, slots=True)
 class Setting(Option):
-    """A declared field. ``kind`` is the type of one value, or a section's class (its ``default``: instance, list, None)."""
+    """A declared field. ``kind`` is the type of one value, or a section's class. A section's ``default`` is an instance, a list
+    or None.
+    """
 
     shape: Shape
     nullable: bool
@@ -55,7 +57,7 @@ class Setting(Option):
         return '""' if self.default == "" else f"{self.default}"
 
     def refusal(self, value: Any) -> str:
-        """Return why a value is rejected; empty if it is accepted."""
+        """Return why a value is rejected; empty if the value is accepted."""
         if value == self.default or (value is not None and value == self.info.documented):
             return ""
         return self.info.refused or (self.info.refused_values.get(value, "") if isinstance(value, str) else "")
@@ -106,7 +108,7 @@ def settings_of(declaration: type) -> dict[str, Setting]:
         where = f"{declaration.__name__}.{entry.name}"
         default = entry.default if entry.default_factory is MISSING else entry.default_factory()
         if default is MISSING:
-            raise UsageError(f"{where} has no default; give it one")
+            raise UsageError(f"{where} has no default; add a default")
         shape, kind, nullable = parse_annotation(hints[entry.name])
         if shape is None or shape == "tuple":
             raise UsageError(
@@ -147,14 +149,14 @@ def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
 
 
 def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names among ``names`` whose values differ from their defaults."""
+    """Yield the names of those settings in ``names`` whose values differ from their defaults."""
     for name in names:
         if getattr(config, name) != settings_of(type(config))[name].default:
             yield name
 
 
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
-    """Yield problems for the settings among ``names`` that are changed although they have no effect."""
+    """Yield problems for those settings in ``names`` that are changed but have no effect."""
     for name in changed(config, names):
         yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}"
 

@@ -1,7 +1,7 @@
 """Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
-Overrides use a subset of Hydra's grammar: ``key=value``, ``+key=value`` and ``++key=value`` set any field, ``~key`` removes a
-key of the file; values are YAML. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+Overrides use a subset of Hydra's grammar: ``key=value``, ``+key=value`` and ``++key=value`` set any field, and ``~key`` removes
+a key of the file. Values are YAML. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
 """
 
 import re
@@ -23,7 +23,7 @@ _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*")
 
 @dataclass(frozen=True)
 class Override:
-    """One override: sets the dotted ``path`` to ``value``, or removes it with ``delete``."""
+    """One override: sets the dotted ``path`` to ``value``, or removes the path if ``delete`` is true."""
 
     path: str
     value: Any = None
@@ -33,7 +33,7 @@ class Override:
 def read_yaml(path: str | Path) -> Tree:
     """Read a YAML file of nested settings without resolving ``${...}``.
 
-    Raises UsageError: the file is missing, unreadable, invalid YAML, has duplicate keys, or is not a mapping.
+    Raises UsageError: the file is missing, unreadable or not valid YAML, has duplicate keys, or does not hold a mapping.
     """
     path = Path(path).expanduser()
     where = f"--config {path}"
@@ -52,14 +52,14 @@ def read_yaml(path: str | Path) -> Tree:
     if not isinstance(tree, dict) or (len(tree) == 1 and next(iter(tree.values())) is None and ":" not in text):
         raise UsageError(f"{where}: expected a mapping of settings; write lines like seed: 1")
     if wrong := [key for key in tree if not isinstance(key, str)]:
-        raise UsageError(f"{where}: key {wrong[0]!r} is not the name of a setting; quote it or remove it")
+        raise UsageError(f"{where}: key {wrong[0]!r} is not the name of a setting; quote or remove the key")
     return {str(key): value for key, value in tree.items()}
 
 
 def parse_override(text: str) -> Override:
     """Parse one override from the command line.
 
-    Raises UsageError: it is not of the form ``key=value`` or ``~key``, or its value is not YAML.
+    Raises UsageError: ``text`` is not of the form ``key=value`` or ``~key``, or the value is not YAML.
     """
     delete = text.startswith("~")
     key, equals, raw = text.removeprefix("~").lstrip("+").partition("=")
@@ -100,7 +100,7 @@ def apply_override(tree: Tree, override: Override) -> None:
         if not isinstance(child, dict | list):
             parent = ".".join(parents[: depth + 1])
             raise UsageError(
-                f"{path}: {parent} is {child!r}, so a key inside it cannot be set; set {parent} to a mapping first"
+                f"{path}: {parent} is {child!r}, which has no keys to set; set {parent} to a mapping first"
             )
         node = child
     key = _key(node, last, path)
@@ -113,7 +113,7 @@ def apply_override(tree: Tree, override: Override) -> None:
 
 
 def _key(node: Any, name: str, path: str) -> Any:
-    """Return the key of a dict, or the index of a list, for one step of a path."""
+    """Return the key of a dict, or the index of a list, for one component of a path."""
     if isinstance(node, dict):
         return name
     if not name.isdigit() or int(name) >= len(node):

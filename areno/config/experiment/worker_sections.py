@@ -1,4 +1,4 @@
-"""Sections for workers: cluster, name resolution, scheduler."""
+"""Sections for workers: cluster, name resolution and scheduler."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
-"""Default root of files; in the user's home, because other users could write to a shared folder such as /tmp."""
+"""Default root of files. The root is in the user's home, because other users could write to a shared folder such as /tmp."""
 
 DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
 _REMOTE_REWARD = "external reward services are not supported; set reward.fn=file.py:NAME or reward.path=MODEL instead"
@@ -15,7 +15,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Schedulers that read a setting, by the reason why the other schedulers ignore it."""
+"""Schedulers that read a setting, by the reason why the other schedulers ignore the setting."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -29,12 +29,12 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "nfs stores each name in a file, etcd3 in an etcd server, ray in an actor, memory in the process itself.",
+        "Where names are stored: in files (nfs), an etcd server (etcd3), a Ray actor (ray), or the process itself (memory).",
         choices=("nfs", "memory", "etcd3", "ray"),
     )
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
-        "Folder for the files of type nfs; all machines must share it.",
+        "Folder for the files of type nfs; all machines must share this folder.",
         documented="/tmp/areal/name_resolve",
         shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: the folder name_resolve below cluster.fileroot)",
     )
@@ -71,7 +71,8 @@ class SchedulerConfig:
 
     type: str | None = setting(
         None,
-        "local starts processes on this machine, ray on a Ray cluster, slurm on the nodes of a job; null means local.",
+        "Where processes start: on this machine (local or null), on a Ray cluster (ray), or on the nodes of a Slurm job "
+        "(slurm).",
         choices=("local", "ray", "slurm"),
     )
     endpoint: str = _worker("http://localhost:8081", "Address of an external scheduling service.")
@@ -92,7 +93,7 @@ class SchedulingSpec:
 
     cpu: int | None = setting(
         None,
-        "CPU cores of a worker (on a cluster: per GPU); also the number of its compute threads.",
+        "CPU cores of a worker (on a cluster: per GPU); also the number of the worker's compute threads.",
         minimum=1,
         shown="an equal share of this machine (cluster: 8, or 1 without GPUs)",
     )
@@ -101,12 +102,12 @@ class SchedulingSpec:
         32, "Memory to request, in GB per GPU (without GPUs: per worker); 32 requests no specific amount.", minimum=1
     )
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
-    image: str = _slurm("", "Container image; empty runs on the node itself.")
+    image: str = _slurm("", "Container image; empty runs the worker on the node itself.")
     task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))
     env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
     cmd: str | None = _cluster(
         None,
-        "Command that starts Python, such as numactl -N0 python3; areno appends -m and the name of its worker module.",
+        "Command that starts Python, such as numactl -N0 python3; areno appends -m and the name of the worker module.",
     )
     srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Additional arguments of srun.")
     additional_bash_cmds: list[str] | None = setting(
@@ -139,7 +140,9 @@ class SchedulingStrategy:
     )
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
-        True, "With colocation: true uses a separate process; false alternates with the target in the target's engine."
+        True,
+        "With colocation: true runs the role in a separate process; false lets role and target alternate in the "
+        "target's engine.",
     )
 
     def problems(self) -> Problems:
@@ -160,5 +163,5 @@ def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Pro
     if len(specs) not in counts:
         yield "scheduling_spec", f"has {len(specs)} entries; use {' or '.join(map(str, counts))}"
     for spec in specs[1:]:
-        because = "in a second entry, because worker and engine are one process; move it to the first"
+        because = "in a second entry, because worker and engine are one process; move the setting to the first entry"
         yield from ineffective(spec, ("env_vars",), because, "scheduling_spec.1.")

@@ -1,4 +1,4 @@
-"""Exports full checkpoints, with adapters merged, for any program that supports the base model."""
+"""Exports full checkpoints, with adapters merged, for programs that support the base model."""
 
 from pathlib import Path
 
@@ -19,12 +19,12 @@ def export_model(
 ) -> Path:
     """Write the model of a checkpoint or of an adapter, and its tokenizer, in Hugging Face format.
 
-    The adapter is merged in fp32 on the CPU and rounded once; an adapter trained on a 4-bit base is merged into the original
-    weights.
+    The adapter is merged in fp32 on the CPU, and the result is rounded once. An adapter trained on a 4-bit base is
+    merged into the original weights.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``; None: the dtype of the base model's files.
-        gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None: no such file.
+        dtype: ``float32`` or ``bfloat16``; None uses the dtype of the base model's files.
+        gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None writes no GGUF file.
 
     Raises:
         UsageError: the checkpoint cannot be read, the adapter does not match it, or GGUF does not support the model.

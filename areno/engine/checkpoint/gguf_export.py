@@ -1,4 +1,4 @@
-"""Writes a causal language model as a GGUF file, for llama.cpp and programs based on it."""
+"""Writes a causal language model as a GGUF file for llama.cpp and programs based on llama.cpp."""
 
 import json
 from collections.abc import Iterator
@@ -24,10 +24,9 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 
 
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
-    """Write a ``transformers`` model with matrices of type f32, f16, bf16 or q8_0 and float32 vectors.
+    """Write a ``transformers`` model. Matrices have the type f32, f16, bf16 or q8_0; vectors have the type f32.
 
-    Raises UsageError, before the folder is created, if the architecture, its rotary embeddings, its layers or the tokenizer
-    is not supported.
+    Raises UsageError before creating the folder if the architecture, rotary embeddings, layers or tokenizer are not supported.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -52,7 +51,7 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
 
 def _unsupported(what: str) -> UsageError:
     return UsageError(
-        f"--gguf does not support {what}; omit --gguf, and convert with llama.cpp's convert_hf_to_gguf.py"
+        f"--gguf does not support {what}; omit --gguf, and convert the model with llama.cpp's convert_hf_to_gguf.py"
     )
 
 
@@ -139,7 +138,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 
 def _splitting(steps: dict[str, Any]) -> str:
-    """llama.cpp's name of a byte-level pre-tokenizer."""
+    """llama.cpp's name for a byte-level pre-tokenizer."""
     parts = steps.get("pretokenizers", [steps])
     if any(step.get("type") == "Digits" and step["individual_digits"] for step in parts):
         return "smollm"

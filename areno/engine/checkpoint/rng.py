@@ -1,4 +1,4 @@
-"""The process's random state (Python, NumPy, torch) as plain JSON."""
+"""The process's random state (Python, NumPy and torch) as plain JSON."""
 
 import base64
 import random
@@ -9,7 +9,7 @@ import torch
 
 
 def capture_rng() -> dict[str, Any]:
-    """Capture the state of all global generators."""
+    """Capture the states of all global random number generators."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     return {
@@ -20,7 +20,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore a state from :func:`capture_rng`."""
+    """Restore the states captured by :func:`capture_rng`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

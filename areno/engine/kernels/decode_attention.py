@@ -1,7 +1,7 @@
 """Attention kernel for decode steps on a CPU.
 
-PyTorch's fused attention reads every column of a padded batch; this kernel reads only the columns of each context. For 256 rows
-of 80 columns on two cores it takes a third of the time.
+PyTorch's fused attention reads every column of a padded batch. This kernel reads only the columns of each row's
+context. For 256 rows of 80 columns on two cores, this kernel takes a third of the time.
 """
 
 import torch
@@ -35,13 +35,14 @@ def decode_attention(
 
     Args:
         layer: a layer that :func:`takes` accepts.
-        q: [B, H, D], features contiguous.
-        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]; rows are the first B slots.
-        positions: positions of the new tokens [B] int64; these tokens are already in the cache.
-        prefixes: for each row, another row (or itself) with the same prefix and the length of that prefix, both [B] int64. The
-            prefix is read from that row, which is faster if many rows name the same one.
+        q: queries [B, H, D] with contiguous features.
+        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]; the rows of the batch are the first B
+            slots.
+        positions: positions of the new tokens, int64 [B]; the new tokens are already in the cache.
+        prefixes: for each row, the index of a row with the same prefix (possibly the row itself) and the length of the
+            prefix, both int64 [B]. The prefix is read from the indexed row, which is faster if many rows share an index.
 
     Returns:
-        [B, H, Dv].
+        Attention outputs [B, H, Dv].
     """
     return torch.ops.areno.decode_attention(q, keys, values, positions, *prefixes, layer.scale, layer.window or 0)

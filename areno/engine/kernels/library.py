@@ -1,6 +1,6 @@
-"""Compiles and loads the C++ sources of this folder, most of which define PyTorch operators; results are cached on disk.
+"""Compiles and loads the C++ sources of this folder, and caches the compiled libraries on disk.
 
-If a source cannot be compiled, PyTorch's own operators and allocator are used.
+If a source cannot be compiled, PyTorch's operators and allocator are used instead.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class KernelLibrary:
     Args:
         name: name of the source file, without its suffix.
         schemas: schemas of the operators.
-        stable_abi: whether to compile against PyTorch's stable ABI; otherwise against the ABI of the installed version.
+        stable_abi: whether to compile against PyTorch's stable ABI instead of the ABI of the installed version.
     """
 
     def __init__(self, name: str, *schemas: str, stable_abi: bool = True) -> None:
@@ -54,7 +54,7 @@ class KernelLibrary:
             self.declared.define(schema)
 
     def path(self) -> Path:
-        """Path of the compiled library, which may not exist yet."""
+        """Path of the compiled library. The file may not exist yet."""
         sources = [self._source, *sorted(self._source.parent.glob("*.h"))]
         parts = [
             *(source.read_text(encoding="utf-8") for source in sources),
@@ -66,7 +66,7 @@ class KernelLibrary:
         return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
 
     def build(self) -> str:
-        """Compile the library if it does not exist; returns the reason for a failure, or ""."""
+        """Compile the library if it does not exist. Returns the reason for a failure, or "" on success."""
         target = self.path()
         if target.exists():
             return planted_problem(target)
@@ -86,7 +86,7 @@ class KernelLibrary:
         return ""
 
     def load(self) -> bool:
-        """Load the library, so that its operators can be called; returns False if it has not been compiled."""
+        """Load the library so that its operators can be called. Returns False if the library has not been compiled."""
         target = self.path()
         if target.name not in self._loaded and target.exists() and not planted_problem(target):
             torch.ops.load_library(str(target))
@@ -100,7 +100,7 @@ class KernelLibrary:
 
 
 def load_all(kernels: Sequence[KernelLibrary]) -> str:
-    """Compile missing libraries concurrently and load all; returns the reason why one cannot be used, or ""."""
+    """Compile missing libraries concurrently and load all libraries. Returns the reason for a failure, or "" on success."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         problem = next(filter(None, pool.map(KernelLibrary.build, kernels)), "")
     if problem:
@@ -110,7 +110,7 @@ def load_all(kernels: Sequence[KernelLibrary]) -> str:
 
 
 def processor() -> str:
-    """Describe this processor's features, on which file names depend, so that different machines can share a cache folder."""
+    """Describe this processor's features. File names depend on them, so that different machines can share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -120,11 +120,11 @@ def processor() -> str:
 
 
 def compiler_missing() -> str:
-    """Reason why this machine cannot compile C++; "" if it can."""
+    """Reason why this machine cannot compile C++; "" if C++ can be compiled."""
     compiler = _compiler()
     if shutil.which(compiler):
         return ""
-    return f"this machine has no C++ compiler {compiler!r}; install g++, or set CXX, for faster decoding"
+    return f"this machine has no C++ compiler {compiler!r}; for faster decoding, install g++ or set CXX"
 
 
 def _compiler() -> str:

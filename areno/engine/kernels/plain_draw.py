@@ -1,7 +1,6 @@
-"""Sampling kernel for decode steps on a CPU, for plain rows (without filters or logit edits).
+"""Sampling kernel for decode steps on a CPU, for rows without filters or logit edits.
 
-For 64 rows of 32,000 tokens on two cores it takes a quarter of the 1.3 ms that the same arithmetic takes when compiled by
-PyTorch.
+For 64 rows of 32,000 logits on two cores, code compiled by PyTorch takes 1.3 ms. The kernel takes a quarter of this time.
 """
 
 import torch
@@ -26,14 +25,14 @@ def plain_draw(
     """Sample one token per row.
 
     Args:
-        logits: fp32 [B, V].
-        temperatures: fp32 [B].
-        greedy: whether each row takes its most likely token (the first of equals) [B].
-        u: uniform numbers in [0, 1), float64 [B].
-        block_size: number of tokens of a block, see :mod:`areno.engine.rollout.inverse_cdf`.
+        logits: logits, fp32 [B, V].
+        temperatures: sampling temperatures, fp32 [B].
+        greedy: whether each row takes its most likely token (the first one in a tie) [B].
+        u: uniform random numbers in [0, 1), float64 [B].
+        block_size: number of tokens per block; see :mod:`areno.engine.rollout.inverse_cdf`.
 
     Returns:
-        Tokens [B] and their log-probs under the scaled policy [B].
+        Tokens [B] and their log-probs [B] under the temperature-scaled policy.
     """
     tokens, logprobs = torch.ops.areno.plain_draw(logits, temperatures, greedy, u, block_size)
     return tokens, logprobs

@@ -1,12 +1,13 @@
-"""One ``transformers`` module for rollout and training; only the attention plan of a call differs.
+"""One ``transformers`` module for both rollout and training, which differ only in the attention plan.
 
-- ``loading``: loads a checkpoint as a policy, critic or reward model; ``packed_model``: their base class.
+- ``loading``: loads a checkpoint as a policy, critic or reward model; ``packed_model``: base class of these models.
 - ``causal_lm``: the policy; ``value_model``: critics and reward models.
-- ``attention``: the attention function registered with ``transformers``; ``varlen``: its kernels on GPUs.
+- ``attention``: the attention function registered with ``transformers``; ``varlen``: attention kernels on GPUs.
 - ``packing``: the attention plan of training and prefill; ``tree``: a plan that computes common prefixes once.
 - ``recurrent``: linear-attention layers in packed calls; ``linear``: faster linear layers on CPUs.
 - ``token_logprobs``: log-probs from logits; ``chunked_head``: the output head, without all logits in memory at once.
-- ``adapter``: LoRA adapters; ``attach_adapter``: attaches and merges them; ``sharded_adapter``: LoRA with tensor parallelism.
-- ``routing``: routing replay for MoE models; ``routers``: finds the routers of a model.
+- ``adapter``: LoRA adapters; ``attach_adapter``: attaches and merges adapters; ``sharded_adapter``: LoRA with tensor
+  parallelism.
+- ``routing``: routing replay for MoE models; ``routers``: finds a model's routers.
 - ``stages``: models that hold only some of their layers, for pipeline parallelism.
 """

@@ -1,12 +1,12 @@
-"""The LoRA adapter attached to a model (Hu et al. 2021, arXiv:2106.09685): small trainable matrices added to frozen weights.
+"""The LoRA adapter of a model (Hu et al. 2021, arXiv:2106.09685): small trainable matrices added to frozen weights.
 
-:mod:`areno.engine.model.attach_adapter` attaches it with ``peft``.
+:mod:`areno.engine.model.attach_adapter` attaches adapters with ``peft``.
 
-Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so that a
-decode step costs the same as without an adapter: the sum of weights and adapter is computed when generation begins, and the
-original weights are restored afterwards. Merging in bf16 would round small updates away, and 4-bit weights cannot store the
-merged values. In both cases, and on GPUs, rollouts too run the adapter as a separate branch. With the adapter off, the same
-module is the reference policy.
+Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so
+that a decode step costs the same as without an adapter. The weights are merged when generation begins, and the original
+weights are restored afterwards. Merging in bf16 would round small updates away, and 4-bit weights cannot store the
+merged values. Rollouts with bf16 or 4-bit weights, and all rollouts on GPUs, therefore run the adapter as a separate
+branch. With the adapter disabled, the same module is the reference policy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AdapterOptions:
     def of(cls, values: Mapping[str, Any], owner: str) -> AdapterOptions:
         """Create options from a mapping.
 
-        Raises UsageError: a key is unknown, neither rank nor adapter_path is set, or a package is missing.
+        Raises UsageError: a key is unknown, both rank and adapter_path are missing, or a package is not installed.
         """
         keys = {entry.name for entry in fields(cls)}
         if unknown := sorted(set(values) - keys):
@@ -67,7 +67,7 @@ class AdapterOptions:
 
 
 class Adapter:
-    """The adapter of a module wrapped by ``peft``; ``may_merge`` allows rollouts on merged weights."""
+    """The adapter of a module wrapped by ``peft``. ``may_merge`` allows rollouts with merged weights."""
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         self._wrapped = wrapped
@@ -88,7 +88,7 @@ class Adapter:
 
     @property
     def merged_bytes(self) -> int:
-        """Size in bytes of the merged weights, which are in memory in addition to the original weights while merged."""
+        """Size in bytes of the merged weights. While the adapter is merged, the original weights also stay in memory."""
         weights = [layer.get_base_layer().weight for layer in self._layers] if self.merges else []
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -99,9 +99,9 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Switch to merged weights if :attr:`merges`; does nothing if already merged.
+        """Switch to merged weights if :attr:`merges` is True.
 
-        The original weights are kept untouched, so the layers are in memory twice while merged.
+        The original weights are kept, so two copies of each adapted layer's weights are in memory.
         """
         with self._changing:
             if self._base or not self.merges:
@@ -111,17 +111,17 @@ class Adapter:
                 layer.merged_adapters.append(NAME)
 
     def put(self, layer: Any, weight: Tensor) -> Callable[[], None]:
-        """Replace the weight of an adapted layer; returns a function that restores it."""
+        """Replace the weight of an adapted layer, and return a function that restores the weight."""
         parameter = cast(nn.Parameter, layer.get_base_layer().weight)
         before, parameter.data = parameter.data, weight
         return functools.partial(setattr, parameter, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Sum of weight and adapter of an adapted layer that is not merged."""
+        """Weight plus adapter of an adapted layer that is not merged."""
         return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:
-        """Restore the original weights bit for bit, and drop the merged ones."""
+        """Restore the original weights exactly, and free the merged weights."""
         with self._changing:
             for layer in self._layers if self._base else ():
                 layer.merged_adapters.clear()
@@ -131,7 +131,7 @@ class Adapter:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Unmerge while the block changes weights or adapter; merge again afterwards if merged before."""
+        """Unmerge the adapter while the block changes the weights. If the adapter was merged, merge it again afterwards."""
         merged = self.merged
         self.unmerge()
         yield
@@ -142,17 +142,17 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapter in the block, which leaves the base model."""
+        """Disable the adapter in the block, so that the module computes the base model's outputs."""
         self.unmerge()
         with self._wrapped.disable_adapter():
             yield
 
     def partial_names(self) -> set[str]:
-        """Names of parameters that are replicated across ranks, but for which each rank computes only a partial gradient."""
+        """Names of replicated parameters for which each rank computes only a partial gradient."""
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Unsharded tensors to save; None if the module's own tensors are not sharded. All ranks must call it."""
+        """Unsharded tensors to save; None if the module's tensors are not sharded. All ranks must call this method."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None
@@ -161,7 +161,7 @@ class Adapter:
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors`` if this rank ``writes``; all ranks must call it."""
+        """Write the adapter's configuration and weights if ``writes`` is set. All ranks must call this method."""
         state = self.state()
         if not writes:
             return

@@ -1,4 +1,4 @@
-"""Attach new or saved LoRA adapters to a model's linear layers, or merge saved ones permanently."""
+"""Attach new or saved LoRA adapters to a model's linear layers, or merge saved adapters permanently."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,11 +19,10 @@ _HEAD = "score"
 
 
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
-    """Attach an adapter to a module in place, and freeze everything else.
+    """Attach an adapter to a module in place, and freeze the module's weights.
 
-    The scalar head of a classifier is trained in full and saved with the adapter. ``base`` is the name of the base model that
-    the adapter's configuration states. Raises UsageError: the adapter does not fit the model, or a target module does not
-    exist.
+    The scalar head of a classifier stays trainable and is saved with the adapter. ``base`` is the base model's name in the
+    adapter's configuration. Raises UsageError: the adapter does not fit the model, or a target module does not exist.
     """
     require_packages("lora", "LoRA needs")
     with warnings.catch_warnings(), _unsharded_layers(module):
@@ -62,7 +61,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _unsharded_layers(module: nn.Module) -> AbstractContextManager[None]:
-    """In the block, create and read unsharded adapters even for a sharded module."""
+    """Within the block, create and read unsharded adapters even if the module is sharded."""
     if not _is_sharded(module):
         return nullcontext()
     from areno.engine.model.sharded_adapter import as_if_unsharded
@@ -121,14 +120,14 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
 
 
 def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
-    """Reject adapters that are not LoRA, that change the base model, or that need its weights unsharded."""
+    """Reject adapters that are not LoRA, change the base model, or need the unsharded weights of the base model."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UsageError(f"the adapter {path} has the type {kind}; areno supports only LORA adapters")
     if config.bias != "none":
         raise UsageError(
             f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which must stay frozen; "
-            "use one with bias='none'"
+            "use an adapter with bias='none'"
         )
 
     if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
@@ -152,7 +151,7 @@ def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
-    """Reject adapters on tied weights: the adapter would belong to one layer, but merging would change both."""
+    """Reject adapters on tied weights: the adapter would belong to one layer, but merging it would change both layers."""
     owners: dict[int, list[str]] = {}
     for name, child in module.named_modules():
         weight = child._parameters.get("weight")
@@ -163,5 +162,5 @@ def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
         if len(shared) > 1:
             raise UsageError(
                 f"--lora-target-modules: {' and '.join(shared)} share one weight in this model, so an adapter cannot belong "
-                "to only one of them; leave them out of the list"
+                "to only one of these layers; remove them from the list"
             )

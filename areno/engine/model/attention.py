@@ -1,10 +1,10 @@
 """The attention function that areno registers with ``transformers``.
 
-A forward pass gives every layer the same *plan* (keyword ``areno``), which determines which tokens attend to which: packed
-sequences for training and prefill, cache slots for decoding. Plans need no mask from the model code: only the attention
-function is registered, no mask function, so ``transformers`` builds no masks.
+A forward pass gives every layer the same *plan* (keyword ``areno``). The plan determines which tokens attend to each
+other: packed sequences in training and prefill, and cache slots in decoding. areno registers no mask function, so
+``transformers`` builds no masks.
 
-Shapes: T tokens in the call, H query heads, K key/value heads, D head size.
+Shapes: T tokens per call, H query heads, K key/value heads, head size D.
 """
 
 import functools
@@ -35,21 +35,22 @@ class LayerAttention:
 
 
 class AttentionPlan(Protocol):
-    """Which tokens of a forward pass attend to which. Created once per pass, shared by all layers."""
+    """Determines which tokens of a forward pass attend to each other. A pass creates one plan for all layers."""
 
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [T, H, D] over k, v [T, K, D] and over cached tokens of the plan; returns [T, H, Dv]."""
+        """Attention of q [T, H, D] over k, v [T, K, D] and over the plan's cached tokens. Returns [T, H, Dv]."""
         ...
 
 
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Attention of q [B, H, Lq, D] over k, v [B, K, Lk, D]; returns [B, H, Lq, Dv].
+    """Attention of q [B, H, Lq, D] over k, v [B, K, Lk, D]. Returns [B, H, Lq, Dv].
 
-    ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` stands for a causal mask, and needs Lq == Lk.
+    ``mask`` is additive (0 or -inf) and broadcastable to [B, 1, Lq, Lk]. ``causal`` applies a causal mask and requires
+    Lq == Lk.
     """
     if layer.explicit or layer.softcap is not None or layer.sinks is not None:
         return _explicit_attention(q, k, v, layer, window_mask(q.shape[2], None, q) if causal else mask)
@@ -59,7 +60,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Attention with explicit scores, for soft-capping and sinks, which fused kernels do not support."""
+    """Attention with explicit scores, because fused kernels do not support soft-capping and sinks."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale
@@ -76,7 +77,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, 
 
 
 def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:
-    """Additive mask [length - first, length] in the dtype of ``like``: causal, and banded if ``window`` is set.
+    """Causal additive mask [length - first, length] in the dtype of ``like``, banded if ``window`` is set.
 
     Row i is the query at position ``first + i``.
     """
@@ -103,7 +104,7 @@ def _areno_attention(
     explicit: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Entry point for ``transformers`` layers: q, k, v are [1, heads, T, D]; returns [1, T, H, D]."""
+    """Entry point for ``transformers`` layers. Query, key and value are [1, heads, T, D]. Returns [1, T, H, D]."""
     if areno is None:
         raise RuntimeError("areno attention was called without a plan; call the model through areno.engine.model")
     layer = LayerAttention(

@@ -1,8 +1,9 @@
-"""The policy: a ``transformers`` causal LM, split into body and head.
+"""The policy: a ``transformers`` causal LM, split into a body and a head.
 
-``body`` turns packed tokens into hidden states; ``logits`` applies the output head to the rows that are needed. The head is
-the model class's own ``forward`` with the body replaced by a pass-through, so soft-capped or rescaled logits (gemma, granite,
-cohere) need no special handling. Rollout and training use the same body and head, so their results can differ only by rounding.
+``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The
+head is the model class's ``forward`` with a pass-through module as body. Soft-capped or rescaled logits (Gemma,
+Granite, Cohere) therefore need no special handling. Rollout and training use the same body and head, so their results
+can differ only by rounding.
 """
 
 import copy
@@ -38,14 +39,14 @@ class _HiddenOnly:
 
 
 class _PassThrough(nn.Module):
-    """Replaces the body: returns its input embeddings as hidden states."""
+    """Replaces the body, and returns the input embeddings as hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
         return _HiddenOnly(inputs_embeds)
 
 
 class CausalLM(PackedModel):
-    """A causal LM with separate body and head calls."""
+    """A causal LM with separate calls for body and head."""
 
     computes_on: str | None = None  # device type that decides the chunk size of logits; None: that of the weights
     keeps_logits = False  # on a CPU, keep logits for the backward pass instead of recomputing them
@@ -61,29 +62,29 @@ class CausalLM(PackedModel):
             self._share = vocabulary_share(module)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, C], in the model's dtype; without gradient if the vocabulary is sharded."""
+        """Logits [N, V] of hidden states [N, C], in the model's dtype. If the vocabulary is sharded, they have no gradient."""
         logits = self.own_logits(hidden)
         return logits if self._share is None else self._share.whole(logits)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V of this rank] of hidden states [N, C]: this rank's slice if the vocabulary is sharded, else all."""
+        """Logits of hidden states [N, C]: this rank's slice if the vocabulary is sharded, otherwise all logits [N, V]."""
         # Not through __call__: the head is a copy that shares the module's hooks, which are meant for full passes.
         return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        """Log-probs [N] of ``targets`` [N] after hidden [N, C]; computes logits in chunks.
+        """Log-probs [N] of ``targets`` [N] given hidden states [N, C]. Computes logits in chunks.
 
-        With several chunks, backward recomputes the logits of each chunk, so memory does not grow with N; with ``keeps_logits``
-        on a CPU they are kept instead.
+        With several chunks, the backward pass recomputes the logits of each chunk, so that the memory for logits does
+        not grow with N. On a CPU, ``keeps_logits`` keeps all logits instead.
         """
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 
     def logprobs_and_entropy(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True, bounds: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return :meth:`logprobs`, the entropy [N] of each distribution, and its minimum and maximum logit [N, 2].
+        """Return :meth:`logprobs`, the entropies [N], and the minimum and maximum logits [N, 2].
 
-        Entropies and logits have no gradient, and are empty if not requested.
+        Entropies and logits have no gradient. They are empty if not requested.
         """
         kind = self.computes_on or self.device.type
         keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()

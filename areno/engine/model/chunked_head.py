@@ -1,8 +1,8 @@
-"""Chunked output head, so that the logits of many rows are never in memory at once.
+"""Output head computed in chunks, so that the logits of all rows are never in memory at once.
 
-On a CPU small chunks are efficient; on a GPU, a chunk must be large enough to occupy the device. Gradients of the head are
-summed over chunks in fp32: with bf16 weights autograd would sum them in bf16, which loses more precision than the rest of the
-backward pass.
+Small chunks are efficient on a CPU. On a GPU, a chunk must be large enough to occupy the device. The head's gradients
+are summed over chunks in fp32. For bf16 weights, autograd would sum the gradients in bf16, which loses more precision
+than the rest of the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,14 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
-    """Rows per chunk if this rank has ``vocab`` tokens of the vocabulary; on a CPU a chunk has about ``elements`` logits."""
+    """Rows per chunk if this rank holds ``vocab`` tokens of the vocabulary. On a CPU, a chunk has about ``elements`` logits."""
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
     return max(elements // vocab, 1)
 
 
 def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) -> Chunk:
-    """Run a head over chunks of ``rows`` rows; backward recomputes each chunk, and accumulates weight gradients in fp32."""
+    """Run a head over chunks of ``rows`` rows. The backward pass recomputes each chunk and sums weight gradients in fp32."""
     result: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
     return result
 

@@ -1,10 +1,11 @@
-"""Faster fp32 linear layers for CPUs where PyTorch picks a slow matrix product.
+"""Faster fp32 linear layers for CPUs on which PyTorch chooses a slow matrix product.
 
-On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs; oneDNN, which is also part of
-PyTorch, does. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN 440, for at least 256 rows, in the forward pass
-and in the gradient of the input. Weights are not repacked. Products with few rows use our own kernel
-(:mod:`areno.engine.kernels.row_product`), with AVX2 or AVX-512. On Intel CPUs that kernel is used only for output layers with
-a large vocabulary, whose weights MKL repacks for each product (64 rows on a Xeon with AVX-512: MKL 123 GFLOP/s, kernel 263).
+On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs. oneDNN, which is also
+part of PyTorch, uses AVX-512 on these CPUs. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN reaches 440
+GFLOP/s. These numbers hold for at least 256 rows, both in the forward pass and in the gradient of the input. Weights
+are not repacked. Products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`) with AVX2 or
+AVX-512. On Intel CPUs, areno's kernel is used only for output layers with a large vocabulary, because MKL repacks their
+weights for each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
 """
 
 import functools
@@ -28,7 +29,7 @@ _FEW_ROWS = 256
 
 
 def use_fast_products(module: nn.Module) -> None:
-    """Replace a model's plain linear layers by :class:`FastLinear` on CPUs where that is faster."""
+    """Replace a model's plain linear layers with :class:`FastLinear` if it is faster on this CPU."""
     least = least_weight()
     if least is None:
         return
@@ -40,13 +41,14 @@ def use_fast_products(module: nn.Module) -> None:
 def _gains(weight: Tensor, least: int) -> bool:
     """Whether :class:`FastLinear` is faster for a weight [O, C].
 
-    If ``least`` is 0, it is faster for every weight, else for those of at least that size with far more outputs than inputs.
+    If ``least`` is 0, :class:`FastLinear` is always faster. Otherwise the weight must have at least ``least`` elements
+    and far more outputs than inputs.
     """
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
 
 def use_row_products(module: nn.Module) -> None:
-    """Use our kernel, which must be loaded, for products with few rows in all :class:`FastLinear` layers."""
+    """Use areno's kernel for products with few rows in all :class:`FastLinear` layers. The kernel must be loaded."""
     for child in module.modules():
         if isinstance(child, FastLinear):
             child.row_products = True
@@ -54,7 +56,7 @@ def use_row_products(module: nn.Module) -> None:
 
 @functools.cache
 def least_weight() -> int | None:
-    """Minimum number of weight elements for which avoiding MKL is faster on this CPU; None without AVX2."""
+    """Minimum number of weight elements for which other products are faster than MKL on this CPU; None without AVX2."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
@@ -63,7 +65,7 @@ def least_weight() -> int | None:
 
 @functools.cache
 def _is_intel() -> bool:
-    """Whether the CPU is made by Intel; True if unknown, which keeps PyTorch's choice."""
+    """Whether the CPU is made by Intel; True if unknown, so that PyTorch's matrix product is kept."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -82,7 +84,7 @@ class FastLinear(nn.Linear):
     row_products = False  # use our kernel for few rows without gradient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input [..., C] to output [..., O]."""
+        """Compute the output [..., O] for an input [..., C]."""
         rows = input.reshape(-1, self.in_features)
         if torch.compiler.is_exporting():
             out = self._in_decode_step(rows)
@@ -110,7 +112,7 @@ class FastLinear(nn.Linear):
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Rows [N, C] times weight [O, C] transposed, plus bias [O]."""
+    """Multiply rows [N, C] by the transpose of weight [O, C], and add bias [O]."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 

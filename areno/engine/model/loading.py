@@ -1,9 +1,10 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
-Loading validates the engine against the model: two short random sequences run individually through the stock ``eager``
-attention, and packed through areno's plan; the results must agree. The packed run uses the experts that the stock runs chose:
-two nearly equal router scores, rounded differently, would select others. A model whose layers ignore the plan (an unknown
-recurrent mixer, a custom attention) is rejected, because its packed sequences would leak into each other.
+Loading validates the model in areno's engine. Two short random sequences run individually through the model's ``eager``
+attention, and then packed with areno's attention plan. The results must agree. The packed run uses the experts that the
+individual runs chose, because rounding can change a router's choice between nearly equal scores. A model with layers that
+ignore the plan (an unknown recurrent mixer or a custom attention) is rejected, because one packed sequence would affect the
+results of another.
 """
 
 import logging
@@ -45,7 +46,7 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits, relative to the largest logit; rounding stays two orders of magnitude below."""
+    """Maximum difference of logits, relative to the largest logit. Rounding errors are a hundred times smaller."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
@@ -65,9 +66,9 @@ class LoadOptions:
 
 
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
-    """Load a causal LM from a folder or hub id, ready for packed calls; an adapter is merged into its base model.
+    """Load a causal LM from a folder or hub id, and prepare it for packed calls. An adapter is merged into its base model.
 
-    Raises UsageError: the checkpoint cannot be read; UnsupportedModelError: its architecture does not follow
+    Raises UsageError: the checkpoint cannot be read. Raises UnsupportedModelError: the architecture does not follow
     attention plans.
     """
     with _reading(path, options, "causal language model"):
@@ -78,10 +79,10 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
-    """Load a critic or a reward model: a sequence classifier, or a causal LM with a zero head added.
+    """Load a critic or a reward model from a sequence classifier, or from a causal LM with an added zero head.
 
     Args:
-        needs_head: reject a checkpoint without a scalar head.
+        needs_head: whether to reject a checkpoint without a scalar head.
 
     Raises:
         UsageError: the checkpoint cannot be read, or lacks a required scalar head.
@@ -107,7 +108,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
-    """Attach an adapter that is trained instead of the model's weights; returns the new model."""
+    """Attach an adapter that is trained instead of the model's weights, and return the new model."""
     may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
     attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
     adapted = type(model)(model.module)  # rewrap: body and head refer to the module's current layers
@@ -133,9 +134,9 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 
 
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
-    """Build a checkpoint's architecture without weights or validation, for planning; ``dummy`` must be set.
+    """Build a checkpoint's architecture for planning, without reading or validating weights. ``dummy`` must be set.
 
-    Takes no memory if called in a mode that creates tensors without storage.
+    In a mode that creates tensors without storage, the model takes no memory.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = _config_of(path, options)
@@ -157,9 +158,9 @@ def prepare(
     *,
     validates: bool = True,
 ) -> CausalLM:
-    """Wrap a loaded causal LM or pipeline stage: attention by plan, no dropout, validated on two sequences.
+    """Wrap a loaded causal LM or pipeline stage so that attention follows a plan; disable dropout, and validate the result.
 
-    ``validates`` is False if another rank reads the weights and validates them.
+    ``validates`` is False if another rank reads and validates the weights.
     """
     _repair_generation_config(module)
     if stage is not None and not stage.last:
@@ -184,7 +185,7 @@ def prepare_value_model(
     *,
     validates: bool = True,
 ) -> ValueModel:
-    """Wrap a loaded classifier like :func:`prepare`; the validation compares hidden states."""
+    """Wrap a loaded classifier as in :func:`prepare`. The validation compares hidden states."""
     return _prepared(module, name, attn_backend, stage, validates, wrap=ValueModel, ours=lambda _, hidden: hidden)
 
 
@@ -199,9 +200,7 @@ def _prepared(
     ours: Callable[[M, Tensor], Tensor],
     stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
-    """Wrap a model and validate it: ``ours`` of the wrapped model's hidden states must equal ``stock`` (default: the stock
-    body's output).
-    """
+    """Wrap a model and validate it: ``ours`` of its hidden states must equal ``stock`` (default: output of the stock body)."""
     if not validates:
         return _wrapped(module, name, attn_backend, stage, wrap)
     body: Any = getattr(module, str(module.base_model_prefix))
@@ -239,7 +238,7 @@ def _wrapped(
 
 
 def _broken_weights(module: nn.Module, name: str) -> str:
-    """Explain why a model computes non-finite numbers."""
+    """The message for a model that computes non-finite numbers."""
     broken = [key for key, weights in module.named_parameters() if not weights.isfinite().all()]
     if not broken:
         kind = str(next(module.parameters()).dtype).removeprefix("torch.")
@@ -252,7 +251,7 @@ def _broken_weights(module: nn.Module, name: str) -> str:
 
 
 def _disable_dropout(module: nn.Module) -> None:
-    """Disable dropout in training as in rollouts, because it would add noise to importance ratios."""
+    """Disable dropout also in training, because dropout would add noise to importance ratios."""
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0
@@ -326,7 +325,7 @@ def _build(
 
 
 def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Build the architecture with uninitialized weights, to be received from the rank that reads them."""
+    """Build the architecture with uninitialized weights. The rank that reads the checkpoint sends the weights."""
     with no_init_weights():
         module: Any = kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     module.tie_weights()  # skipped by no_init_weights
@@ -355,7 +354,7 @@ def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: Pret
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
-    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly; a scalar head is exempt."""
+    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly. A scalar head may be missing."""
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name} has the shape {tuple(shape)}" for name, shape, _ in sorted(report["mismatched_keys"])]
     problems = [text for text in problems if not text.startswith("score.")]
@@ -387,7 +386,7 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence reports about missing weights that are expected, such as a head that is set after loading."""
+    """Silence reports about weights that are expected to be missing, such as a head that is set after loading."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -412,7 +411,7 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Fix generation configs with a temperature but without sampling, which transformers refuses to save."""
+    """Enable sampling in generation configs with a temperature, which ``transformers`` would otherwise refuse to save."""
     config = getattr(module, "generation_config", None)
     if config is None:
         return
@@ -423,7 +422,7 @@ def _repair_generation_config(module: Any) -> None:
 
 
 def _probe(module: Any, stage: StageLayers | None) -> list[Tensor]:
-    """Two sequences of tokens [n], or of hidden states [n, C] for later pipeline stages."""
+    """Two sequences of tokens [n] or, for later pipeline stages, of hidden states [n, C]."""
     config, like = module.config.get_text_config(), next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     if stage is None or stage.first:

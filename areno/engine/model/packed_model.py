@@ -1,4 +1,4 @@
-"""Base of policies, critics and reward models: a ``transformers`` body over packed tokens with an attention plan."""
+"""Base class of policies, critics and reward models: a ``transformers`` body that runs packed tokens with an attention plan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,24 +15,24 @@ from areno.engine.model.stages import StageLayers
 
 
 class Weights:
-    """Storage of the weights between passes: unsharded here, sharded in :mod:`areno.engine.parallel.fsdp`."""
+    """Storage of the weights between passes: unsharded in this class, sharded in :mod:`areno.engine.parallel.fsdp`."""
 
     dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
     whole: bool = True  # whether all weights are gathered on this rank
 
     def gather(self) -> None:
-        """Gather the weights until :meth:`release`."""
+        """Gather the weights until :meth:`release` is called."""
 
     def release(self) -> None:
         """Reshard gathered weights."""
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run a differentiable pass; while the weights are sharded, all ranks must make the same passes."""
+        """Run a differentiable pass. While the weights are sharded, all ranks must run the same passes."""
         return work()
 
 
 class PackedModel:
-    """A ``transformers`` model with body and head; its attention implementation must be areno's."""
+    """A ``transformers`` model with a body and a head. The model must use areno's attention implementation."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -65,7 +65,7 @@ class PackedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding table, and width of a policy's logits."""
+        """Number of rows of the embedding table, which is also the width of a policy's logits."""
         return vocabulary_size(self.config)
 
     @property
@@ -75,7 +75,7 @@ class PackedModel:
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers, or this rank's shards of them; tied ones appear under each of their names."""
+        """Parameters and persistent buffers, or this rank's shards of both. Tied parameters appear under all their names."""
         tensors: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         for place, child in self.module.named_modules():
             for name, buffer in child.named_buffers(place, recurse=False):
@@ -95,11 +95,11 @@ class PackedModel:
                 self.weights.release()
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters with their names, tied ones once."""
+        """Trainable parameters with their names. Tied parameters appear once."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def body(self, tokens: Tensor, position_ids: Tensor, plan: AttentionPlan, run: int | None = None) -> Tensor:
-        """Hidden states [T, C] of tokens [T] at positions [T], attending according to ``plan``.
+        """Hidden states [T, C] of tokens [T] at positions [T]. The tokens attend according to ``plan``.
 
         Later pipeline stages take the hidden states [T, C] of the previous stage instead of tokens. ``run`` is the index of the
         model chunk to apply; None applies all layers of this rank.

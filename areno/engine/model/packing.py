@@ -1,8 +1,8 @@
-"""Packed variable-length sequences: the attention plan of training and prefill.
+"""The attention plan of training and prefill, for packed sequences of different lengths.
 
-Sequences are concatenated into one row of T tokens and do not attend to each other. For attention they are padded in groups of
-similar length. A group's padding is at most a fifth of its tokens, so one long sequence does not make short ones expensive. On
-a GPU with a variable-length kernel, nothing is padded.
+Sequences are concatenated into one row of T tokens and do not attend to each other. For attention, sequences of similar
+length are padded in groups. A group has at most one padding token per five tokens, so a long sequence does not make
+short sequences expensive. With a variable-length kernel on a GPU, there is no padding.
 """
 
 import functools
@@ -23,7 +23,7 @@ MAX_PADDED_SHARE = 1.2
 
 
 class _Scatter(torch.autograd.Function):
-    """Scatter rows of x [N, ...] into zeros [cells, ...] at unique ``index``; the backward pass is a plain gather."""
+    """Scatter rows of x [N, ...] into zeros [cells, ...] at unique indices ``index``. The backward pass is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, cells: int) -> Tensor:
@@ -37,7 +37,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gather rows of x at unique ``index``; the backward pass writes each row once instead of accumulating."""
+    """Gather rows of x at unique indices ``index``. The backward pass writes each row once, without accumulation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences padded together: ``rows`` are their packed positions, ``cells`` the corresponding cells of [B * L]."""
+    """Sequences that are padded together. ``rows`` are their packed positions, and ``cells`` their positions in [B * L]."""
 
     size: int
     length: int
@@ -67,7 +67,7 @@ class _Group:
         return _Scatter.apply(rows, self.cells, self.size * self.length).view(self.size, self.length, *x.shape[1:])
 
     def contexts(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, S + L, ...]: for each sequence the prefix, then its tokens, padded."""
+        """[T, ...] -> [B, S + L, ...]: for each sequence, the prefix, the sequence's tokens, and padding."""
         if self.prefix is None:
             return self.pad(x)
         prefix = _Gather.apply(x, self.prefix)
@@ -79,12 +79,12 @@ class _Group:
 
 
 class PackedPlan:
-    """Attention plan of concatenated sequences; ``routing`` records or replays expert choices.
+    """Attention plan of concatenated sequences. ``routing`` records or replays expert choices.
 
     Args:
-        lengths: tokens of each sequence, in packed order.
+        lengths: number of tokens of each sequence, in packed order.
         device: device of the plan.
-        prefixes: packed positions of the tokens that each sequence continues and attends to; None for no prefixes.
+        prefixes: for each sequence, the packed positions of its prefix, to which it attends; None for no prefixes.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PackedPlan:
 
     @functools.cached_property
     def boundaries(self) -> Tensor:
-        """Start of each sequence, and the total number of tokens: int32 [N + 1]."""
+        """Start of each sequence, followed by the total number of tokens: int32 [N + 1]."""
         return upload(torch.tensor(self.starts, dtype=torch.int32), self.device)
 
     def _group(self, members: list[int]) -> _Group:
@@ -132,9 +132,9 @@ class PackedPlan:
 
     @functools.cached_property
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
-        """Packed positions of the tokens of each sequence's context, its prefix and itself, concatenated.
+        """Packed positions of all contexts, starts of the contexts (int32 [N + 1]), and length of the longest context.
 
-        Also returns where each context begins in them (int32 [N + 1]), and the length of the longest context.
+        The context of a sequence is its prefix followed by its tokens.
         """
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
@@ -155,7 +155,7 @@ class PackedPlan:
         return self._causal_mask(before, group.length, window, like)
 
     def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive causal mask [length, before + length] for ``length`` tokens that follow ``before`` earlier ones."""
+        """Additive causal mask [length, before + length] for ``length`` tokens that follow ``before`` earlier tokens."""
         key = (before, length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = window_mask(before + length, window, like, before)
@@ -190,7 +190,7 @@ class PackedPlan:
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group sequence indices so that a group's padded size is at most ``MAX_PADDED_SHARE`` times its tokens."""
+    """Group sequence indices so that each group's padded size is at most ``MAX_PADDED_SHARE`` times its number of tokens."""
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]
     groups: list[list[int]] = []

@@ -1,9 +1,9 @@
 """Linear-attention layers (gated delta nets) in packed calls.
 
-Such a layer carries a state along the tokens of a call, so with the stock code the state of one packed sequence would silently
-enter the next. Each layer's ``forward`` is therefore wrapped. In training it runs on one padded row per sequence, which is
-exact because a causal scan never sees the padding on the right; in rollouts it runs sequence by sequence on per-slot states,
-because padding would decay a cached state.
+A recurrent layer carries a state along the tokens of a call. With the code of ``transformers``, the state of one packed
+sequence would silently enter the next sequence. areno therefore wraps each layer's ``forward``. In training, ``forward`` runs
+on one padded row per sequence. This is exact because a causal scan never reads the padding on the right. In rollouts,
+``forward`` runs on one sequence at a time with per-slot states, because padding would decay a cached state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RecurrentPlan(Protocol):
     """A plan that can run a recurrent layer over its tokens."""
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run ``forward`` over hidden [T, C]; returns [T, C]."""
+        """Run ``forward`` over hidden [T, C]. Returns [T, C]."""
         ...
 
 
@@ -30,10 +30,10 @@ SCRATCH = 8
 
 
 class SlotStates:
-    """Convolution and recurrent states of every layer, one row per cache slot; a zero row is an empty state.
+    """Convolution and recurrent states of every layer, with one row per cache slot. A zero row is an empty state.
 
-    Implements the ``transformers`` cache methods that gated delta nets call: a layer reads the rows selected by :meth:`at`,
-    and writes them back when it has finished.
+    Implements the ``transformers`` cache methods that gated delta nets call. A layer reads the rows selected by
+    :meth:`at`, and writes them back after its forward pass.
     """
 
     def __init__(self, slots: int) -> None:
@@ -65,7 +65,7 @@ class SlotStates:
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Conv state [rows, channels, kernel]; a single-token step updates it in place."""
+        """Convolution state [rows, channels, kernel]. A single-token step updates this tensor in place."""
         self._conv_rows = self._conv[layer_idx][self._rows]
         return self._conv_rows
 
@@ -74,28 +74,28 @@ class SlotStates:
         return self._recurrent[layer_idx][self._rows]
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Always False: there is no rollback."""
+        """Always False, because there is no rollback."""
         return False
 
     def update_conv_state(self, values: Tensor, layer_idx: int, conv_kernel_size: int = 0, **_: Any) -> Tensor:
-        """Append values [rows, channels, L] to the state; returns old and new values concatenated."""
+        """Append values [rows, channels, L] to the state, and return the old and new values concatenated."""
         state = self.get_conv_state(layer_idx) if self._conv_rows is None else self._conv_rows
         full = torch.cat([state, values], -1)
         self._conv_rows = full[..., -conv_kernel_size:]
         return full
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
-        """Write both states of the chosen slots back."""
+        """Write the convolution and recurrent states of the selected slots back."""
         assert self._conv_rows is not None
         self._recurrent[layer_idx][self._rows] = state.to(self._recurrent[layer_idx].dtype)
         self._conv[layer_idx][self._rows] = self._conv_rows
 
     def tensors(self) -> list[Tensor]:
-        """All state tensors, slot axis first."""
+        """All state tensors. The first axis is the slot."""
         return [*self._conv.values(), *self._recurrent.values()]
 
     def copy(self, source: int, targets: Tensor) -> None:
-        """Copy one slot's states into others."""
+        """Copy one slot's states into other slots."""
         for tensor in self.tensors():
             tensor[targets] = tensor[source].clone()
 
@@ -142,12 +142,12 @@ class _LayerStates:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module is a recurrent layer of a kind that can run over packed sequences."""
+    """Whether a module is a recurrent layer that can run over packed sequences."""
     return type(module).__name__.endswith("GatedDeltaNet") and hasattr(module, "layer_idx")
 
 
 def wrap_recurrent_layers(model: nn.Module) -> int:
-    """Make every gated delta net follow the attention plan; returns the number of these layers."""
+    """Make every gated delta net follow the attention plan, and return the number of these layers."""
     wrapped = 0
     for module in model.modules():
         if is_recurrent(module):

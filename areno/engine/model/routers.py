@@ -1,4 +1,4 @@
-"""Find the routers of a model and hook them for recording and replay."""
+"""Find the routers of a model, and hook them to record and replay expert choices."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
-    """Make the routers of a model follow the routing of each pass; all ranks of the model must call it.
+    """Make the routers of a model follow the routing of each pass. All ranks of the model must call this function.
 
-    Raises: UsageError: the model has no routers. UnsupportedModelError: the choices of its routers cannot be recorded.
+    Raises: UsageError: the model has no routers. UnsupportedModelError: the routers' choices cannot be recorded.
     """
     mixtures = dict(_mixtures(model.module))
     names = sorted((name for stage in all_gather(list(mixtures)) for name in stage), key=_layer_order)
@@ -49,7 +49,7 @@ def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None
 
 
 def refuse_without_experts(path: str, trust_remote_code: bool = False) -> None:
-    """Raise UsageError if a checkpoint's configuration has no experts, before its weights are read."""
+    """Raise UsageError if a checkpoint's configuration has no experts. Reads no weights."""
     config: Any = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     if "experts" not in " ".join(_names(config.get_text_config().to_dict())):
         raise UsageError(_no_routers(path))
@@ -96,7 +96,7 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(TorchFunctionMode):
-    """Observes, in a pass of an MoE layer, the ``topk`` calls and the indices passed to the experts."""
+    """Observes a pass of an MoE layer: the ``topk`` calls, and the indices passed to the experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Probe(TorchFunctionMode):
         self._indices = indices[0] if indices else self._indices  # shared experts get no indices
 
     def shape(self) -> tuple[int, int]:
-        """Number of experts and of experts per token, from the ``topk`` whose result is passed to the experts."""
+        """Number of experts, and of experts per token, in the ``topk`` call that selects the experts."""
         calls = [call for call in self._calls if self._indices is None or _same(call[1], self._indices)]
         if not calls or (self._indices is None and len(self._calls) > 1):
             raise UnsupportedModelError(
@@ -135,7 +135,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @torch.no_grad()
 def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
-    """Number of experts and of experts per token of each MoE layer, observed in a pass over a few tokens."""
+    """Number of experts, and of experts per token, of each MoE layer, observed in a pass over a few tokens."""
     probes = [_Probe(name) for _ in mixtures]
     with ExitStack() as held:
         held.enter_context(model.gathered())
@@ -156,7 +156,7 @@ def _probe_tokens(model: PackedModel) -> Tensor:
 
 
 def _watched(mixture: nn.Module, probe: _Probe) -> ExitStack:
-    """A context in which a probe observes the passes of an MoE layer."""
+    """A context manager in which a probe observes the passes of an MoE layer."""
     stack, forward = ExitStack(), mixture.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:

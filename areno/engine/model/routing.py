@@ -1,12 +1,13 @@
-"""Routing replay for mixture-of-experts models: record expert choices in rollouts, and replay them in training.
+"""Routing replay for mixture-of-experts (MoE) models: record expert choices in rollouts, and replay them in training.
 
-Rollout and training compute router scores with different kernels, and after an update with different weights. If two scores are
-close, training may choose other experts than the rollout, and the log-probs of training and rollout then differ by far more
-than rounding. Replaying the rollout's choices removes this gap (Ma et al. 2025, arXiv:2510.11370, "R3"). The routing weights
-still come from the router's current scores, so the router is trained.
+Rollout and training compute router scores with different kernels and, after an update, with different weights. If two
+scores are close, training may choose different experts than the rollout. The log-probs of training and rollout then
+differ by much more than rounding errors. Replaying the rollout's choices removes this difference (Ma et al. 2025,
+arXiv:2510.11370, "R3"). The router is still trained, because the routing weights come from the router's current scores.
 
-This module is model-agnostic: during the forward pass of an MoE layer, a :class:`Routing` replaces the result of its ``topk``
-over all experts, and the model computes the routing weights. :mod:`areno.engine.model.routers` finds the MoE layers.
+This module supports any MoE architecture that selects experts with ``topk``. During the forward pass of an MoE layer, a
+:class:`Routing` replaces the result of the ``topk`` over all experts. The model then computes the routing weights.
+:mod:`areno.engine.model.routers` finds the MoE layers.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routing(Protocol):
-    """Observes the choices of routers, and may override them."""
+    """Observes the choices of routers, and can override them."""
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
-        """The experts [T, K] to use for the tokens of a pass, given those that the router has ``chosen`` [T, K]."""
+        """The experts [T, K] to use for the tokens of a pass, given the router's choice ``chosen`` [T, K]."""
 
     def again(self) -> Routing:
-        """The routing of the recomputed forward pass under activation checkpointing."""
+        """The routing of the forward pass that activation checkpointing recomputes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model; all have the same number of experts and of experts per token."""
+    """The routers of a model. All routers have the same number of experts and the same number of experts per token."""
 
     mixtures: int
     experts: int  # experts per MoE layer
@@ -46,7 +47,7 @@ class Routers:
 
     @property
     def kind(self) -> torch.dtype:
-        """Smallest integer dtype for expert ids that leaves its maximum unused; the maximum marks a token without a record."""
+        """Smallest integer dtype with a maximum above all expert ids. The maximum marks a token without a record."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
@@ -59,7 +60,7 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A context whose forward passes follow a routing; reentrant, even if entered by several threads."""
+    """A context manager in which forward passes follow a routing. It can be entered repeatedly and from several threads."""
 
     def __init__(self, routing: Routing | None) -> None:
         self.routing = routing
@@ -78,19 +79,19 @@ def current_routing() -> Routing | None:
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a layer under activation checkpointing: for the forward pass, and for its recomputation.
+    """Context managers for a layer under activation checkpointing: one for the forward pass, one for its recomputation.
 
-    The recomputation may run in another thread, while other rows are already in their forward pass.
+    The recomputation may run in another thread, while the forward pass of other rows is running.
     """
     routing = current_routing()
     return nullcontext(), Routed(None if routing is None else routing.again())
 
 
 class _TopkMode(TorchFunctionMode, ABC):
-    """Lets a subclass override the ``topk`` of routers, which is over scores [T, experts]."""
+    """Lets a subclass override the ``topk`` calls of routers, whose scores are [T, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Override ``topk`` over the experts, and run everything else unchanged."""
+        """Override ``topk`` over the experts, and run all other functions unchanged."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOPK:
@@ -107,14 +108,14 @@ class _TopkMode(TorchFunctionMode, ABC):
 
 
 class Choosing(_TopkMode):
-    """Lets a routing override the ``topk`` of one MoE layer over all its experts."""
+    """Lets a routing override the ``topk`` over all experts of one MoE layer."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """The choices of the routing."""
+        """Return the choices of the routing."""
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
         return self._routing.choose(self._mixture, chosen)
@@ -132,15 +133,15 @@ class RecordTopk(_TopkMode):
         self.calls: list[Tensor] = []
 
     def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Record, and leave the choices as they are."""
+        """Record the choices, and return them unchanged."""
         self.calls.append(chosen)
         return chosen
 
 
 class ReplayTopk(_TopkMode):
-    """Replays the choices of recorded passes, whose tokens come one pass after the other, from token ``first`` on.
+    """Replays recorded choices from token ``first`` on; the tokens of several recorded passes are concatenated.
 
-    Rows beyond the recorded tokens keep the router's own choices.
+    For tokens after the recorded ones, the router's own choices are kept.
     """
 
     def __init__(self, *recorded: RecordTopk, first: int = 0) -> None:
@@ -148,7 +149,7 @@ class ReplayTopk(_TopkMode):
         self._calls = iter([torch.cat(calls)[first:] for calls in zip(*(r.calls for r in recorded), strict=False)])
 
     def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """The recorded choices of the next call."""
+        """Return the recorded choices of the next call."""
         recorded = next(self._calls, None)
         if recorded is None or recorded.shape[-1] != chosen.shape[-1]:
             return chosen
@@ -157,7 +158,7 @@ class ReplayTopk(_TopkMode):
 
 
 class Recording:
-    """Records the choices of routers; ``write`` takes the index of an MoE layer and its choices [T, K]."""
+    """Records the choices of routers. ``write`` takes the index of an MoE layer and the router's choices [T, K]."""
 
     def __init__(self, write: Callable[[int, Tensor], None]) -> None:
         self._write = write
@@ -173,24 +174,24 @@ class Recording:
 
 
 class RoutingCount:
-    """Counts replayed choices, one per token and MoE layer, and how many of them differ from the router's own choice."""
+    """Counts replayed choices, one per token and MoE layer, and replayed choices that differ from the router's choice."""
 
     def __init__(self) -> None:
         self.replayed: Tensor | float = 0.0
         self.changed: Tensor | float = 0.0
 
     def add(self, recorded: Tensor, chosen: Tensor, replayed: Tensor) -> None:
-        """Count the tokens that are ``replayed`` [T, 1]; the order of experts does not matter."""
+        """Count the tokens that are ``replayed`` [T, 1]. The order of a token's experts does not matter."""
         missed = (recorded[:, :, None] != chosen[:, None, :]).all(-1).any(-1) & replayed[:, 0]
         self.replayed = self.replayed + replayed.sum()
         self.changed = self.changed + missed.sum()
 
 
 class Replay:
-    """Replays recorded choices; the router chooses for tokens without a record.
+    """Replays recorded choices. For a token without a record, the router chooses the experts.
 
     Args:
-        recorded: expert choices of the tokens of a pass [T, MoE layers, K]; an invalid id marks a token without a record.
+        recorded: expert choices of a pass [T, MoE layers, K]; invalid ids mark a token without a record.
         routers: the routers of the model.
         count: counter of the replayed choices, or None.
     """
@@ -207,11 +208,11 @@ class Replay:
         return torch.where(replayed, recorded, chosen)
 
     def again(self) -> Routing:
-        """The same choices without counting them twice."""
+        """A replay of the same choices that does not count them again."""
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:
-        """The replay of ``count`` tokens from ``first`` on; tokens beyond the end have no record."""
+        """The replay of ``count`` tokens from ``first`` on. Tokens after the last recorded token have no record."""
         records = self.recorded[first : first + count]
         missing = (0, 0, 0, 0, 0, count - len(records))
         return Replay(pad(records, missing, value=torch.iinfo(records.dtype).max), self.routers, self._count)

@@ -1,9 +1,9 @@
 """Adapters of tensor-parallel models.
 
-An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated and B is sharded by rows; in a
-row-parallel layer, A is sharded by columns and B is replicated. The adapter's product is added before the layer's output is
-gathered or reduced, so it needs no communication of its own. Each rank then has a partial gradient of the replicated matrix,
-which the optimizer sums once per step.
+An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated, and matrix B is sharded by
+rows. In a row-parallel layer, A is sharded by columns, and B is replicated. The adapter's output is added before the
+layer's output is gathered or reduced, so the adapter needs no extra communication. Each rank computes a partial
+gradient of the replicated matrix, and the optimizer sums the partial gradients once per step.
 """
 
 import functools
@@ -27,9 +27,9 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class ShardedAdapter(Adapter):
-    """The adapter of a sharded module; all ranks must make the same calls.
+    """The adapter of a sharded module. All ranks must make the same calls.
 
-    Raises UsageError: a layer has an unsupported style.
+    Raises UsageError: a layer has an unsupported tensor-parallel style.
     """
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
@@ -69,9 +69,9 @@ class ShardedAdapter(Adapter):
 
 @contextmanager
 def as_if_unsharded(module: Any) -> Iterator[None]:
-    """In the block, sharded linear layers have unsharded placeholder weights that take no memory.
+    """Within the block, sharded linear layers have unsharded placeholder weights that take no memory.
 
-    ``peft`` then creates and reads unsharded matrices, with the same random numbers as for a model in a single process.
+    ``peft`` then creates and reads unsharded matrices, with the same random numbers as for an unsharded model.
     """
     mesh, module._device_mesh = module._device_mesh, None
     swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []
@@ -103,7 +103,7 @@ def merge_sharded(wrapped: Any, layers: list[Any]) -> nn.Module:
 
 
 def _sharded_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Name, layer and style of the sharded layers; the others are replicated."""
+    """Name, layer and tensor-parallel style of each sharded layer."""
     names = {id(layer): name for name, layer in module.named_modules()}
     for layer in layers:
         name = names[id(layer)]
@@ -121,12 +121,12 @@ def _refuse_other_layers(name: str, layer: Any, style: str) -> None:
         what = f"{name} ({type(layer.get_base_layer()).__name__}, {style})"
         raise UsageError(
             f"--tp-size: an adapter of {what} cannot be sharded; only plain column-parallel or row-parallel linear layers can "
-            "have one; leave the layer out of --lora-target-modules, or use --tp-size 1, with any --world-size"
+            "have adapters; remove the layer from --lora-target-modules, or use --tp-size 1, with any --world-size"
         )
 
 
 def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
-    """Shard the adapter of a layer like the layer itself; returns the matrix that stays replicated."""
+    """Shard the adapter in the same way as its layer, and return the matrix that stays replicated."""
     base = layer.get_base_layer()
     mesh, in_columns = base.weight.device_mesh, style in _COLUMNS
     first, second = layer.lora_A[NAME], layer.lora_B[NAME]
@@ -143,7 +143,7 @@ def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
 def _product_and_adapter(
     product: Callable[[nn.Module, Tensor], Tensor], base: nn.Module, layer: Any, in_columns: bool, x: Tensor
 ) -> Tensor:
-    """This rank's shard of the layer's output [..., O]: its columns, or a partial sum."""
+    """This rank's shard of the layer's output [..., O]: some of the columns, or a partial sum."""
     out = product(base, x)
     if layer.disable_adapters or layer.merged:
         return out
@@ -160,7 +160,7 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """This rank's shard. ``gradient`` is the placement of the shard's gradient; None: the same as the tensor's."""
+    """This rank's shard. ``gradient`` is the placement of the shard's gradient; None uses the tensor's placement."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

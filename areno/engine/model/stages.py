@@ -1,8 +1,8 @@
-"""Pipeline stages: models with only some of their layers.
+"""Pipeline stages: models that hold only some of their layers.
 
-A stage is an instance of the model's own class that has only the stage's layers, so ``transformers`` reads only their weights.
-Identity modules replace the layers of other stages. The first stage has the embedding. The last one has the final norm and the
-output layer, and the embedding if it is tied to the output layer.
+A stage is an instance of the model's class that has only the stage's layers, so ``transformers`` reads only the weights
+of these layers. Identity modules replace the layers of other stages. The first stage has the embedding. The last stage
+has the final norm and the output layer, and also the embedding if it is tied to the output layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areno.errors import UnsupportedModelError
 
 
 class Absent(nn.Module):
-    """Identity that replaces a layer of another stage."""
+    """Identity module that replaces a layer of another stage."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ class StageLayers:
         return {layer for run in self.runs.values() for layer in run}
 
     def tied_names(self, module: Any) -> set[str]:
-        """Names of parameters on both the first and the last stage: an embedding tied to the output layer."""
+        """Names of the parameters that are on both the first and the last stage: an embedding tied to the output layer."""
         if not self.tied or not (self.first or self.last):
             return set()
         weight = getattr(module, module.base_model_prefix).get_input_embeddings().weight
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """The body with the layers of chunk ``run`` and, in the last chunk, the final norm; None omits layers and norm."""
+        """The body with the layers of chunk ``run`` and, in the last chunk, the norm. None omits all layers and the norm."""
         layers = self.runs[run] if run is not None else ()
         partial = copy.copy(body)
         partial._modules = dict(body._modules)
@@ -84,8 +84,7 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
     """Names of the layer list and of the final norm.
 
-    Raises UnsupportedModelError: besides its embedding, the body does not have exactly one layer list and one other module
-    with weights.
+    Raises UnsupportedModelError unless the body consists of its embedding, one layer list and one other module with weights.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
     lists = [
@@ -111,7 +110,7 @@ def parts_of_body(body: nn.Module) -> tuple[str, str]:
 
 
 def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
-    """Derive a class that has only a stage's layers, under the name of the original class."""
+    """Derive a class that has the original name but only a stage's layers."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -121,7 +120,7 @@ def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
 
 
 def keep_stage(module: Any, layers: StageLayers) -> None:
-    """Replace the modules of other stages by :class:`Absent`."""
+    """Replace the modules of other stages with :class:`Absent`."""
     body = getattr(module, module.base_model_prefix)
     list_name, norm_name = parts_of_body(body)
     body._modules[list_name] = _only(body._modules[list_name], layers.held())
@@ -140,7 +139,7 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
 
 @torch.no_grad()
 def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
-    """Raise UnsupportedModelError if the body changes hidden states before its first layer: every stage would repeat that."""
+    """Raise UnsupportedModelError if the body changes hidden states before its first layer, because every stage would do so."""
     body = layers.body_of(getattr(module, module.base_model_prefix), None)
     width = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())

@@ -1,8 +1,8 @@
-"""Log-probs and entropies from logits, with a backward pass that needs one buffer of the size of the logits instead of five.
+"""Log-probs and entropies from logits. The backward pass needs one buffer of the size of the logits instead of five.
 
-The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, it sends the other
-ranks three numbers: the log-sum-exp of its logits, the target's logit, and the mean logit for the entropy. The gradient of a
-slice needs no further communication.
+The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, the rank
+sends three numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the
+entropy. The gradient of a slice needs no further communication.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from areno.engine.parallel.channels import Channel
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """This rank's slice of a sharded vocabulary; the last ranks' slices may be shorter."""
+    """This rank's slice of a sharded vocabulary. The slices of the last ranks may be shorter."""
 
     start: int  # first token of the slice
     width: int  # tokens in the slice
@@ -26,7 +26,7 @@ class VocabularyShare:
     channel: Channel  # channel to the ranks with the other slices, in slice order
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather logits [N, total] from slices [N, width], without gradient; all ranks must call it."""
+        """Gather logits [N, total] from slices [N, width], without gradient. All ranks must call this method."""
         mine = pad(logits.detach(), (0, self.longest - self.width))
         slices = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
         return slices.movedim(0, 1).reshape(len(logits), -1)[:, : self.total]
@@ -35,16 +35,16 @@ class VocabularyShare:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool, share: VocabularyShare | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of tokens, and entropies in nats without gradient.
+    """Log-probs of tokens, and entropies in nats. The entropies have no gradient.
 
     Args:
-        logits: [N, V], or this rank's slice of them.
-        tokens: [N], ids of the whole vocabulary.
-        temperatures: [N].
-        share: the slice; None if the vocabulary is not sharded.
+        logits: logits [N, V], or this rank's slice of them.
+        tokens: token ids [N] in the whole vocabulary.
+        temperatures: sampling temperatures [N].
+        share: this rank's slice of the vocabulary; None if the vocabulary is not sharded.
 
     Returns:
-        Log-probs [N] in fp32, and entropies [N], or [0] if not requested.
+        Log-probs [N] in fp32, and entropies [N] (an empty tensor if not requested).
     """
     if share is None:
         return _TokenLogprobs.apply(logits, tokens, temperatures, entropy)
@@ -52,7 +52,7 @@ def token_logprobs(
 
 
 def logit_bounds(logits: Tensor, share: VocabularyShare | None = None) -> Tensor:
-    """Minimum and maximum logit [N, 2] of each row [N, V], or of each row's slices on all ranks; without gradient."""
+    """Minimum and maximum logit [N, 2] of each row [N, V], over the slices of all ranks. The result has no gradient."""
     logits = logits.detach()
     least, greatest = logits.amin(-1).float(), logits.amax(-1).float()
     if share is not None:
@@ -67,7 +67,7 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row; saves the probabilities if the entropy needs them, else the scaled logits."""
+    """Log-softmax at one index per row. Saves the probabilities if the entropy needs them, otherwise the scaled logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _SharedTokenLogprobs(torch.autograd.Function):
-    """:class:`_TokenLogprobs` from this rank's slice of each row; all ranks make the same calls and get the same results."""
+    """:class:`_TokenLogprobs` from this rank's slice of each row. All ranks make the same calls and get the same results."""
 
     @staticmethod
     def forward(
@@ -130,5 +130,5 @@ def _mean(probabilities: Tensor, scaled: Tensor) -> Tensor:
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
-    """The numbers of all ranks [size, *numbers.shape] in rank order."""
+    """The tensors ``numbers`` of all ranks, in rank order: [size, *numbers.shape]."""
     return channel.all_gather_tensor(numbers.reshape(-1)).view(channel.size, *numbers.shape)

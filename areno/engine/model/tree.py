@@ -1,10 +1,10 @@
-"""Sequences with common prefixes as one tree: shared tokens are computed once.
+"""Attention plan for sequences with common prefixes: shared tokens form a tree and are computed once.
 
-A token attends to itself and its ancestors, which are exactly the tokens before it in every sequence that contains it. Its
-position is its depth. So hidden states, log-probs and gradients equal those of separate sequences.
+A token attends to itself and to its ancestors. The ancestors are exactly the tokens that precede it in its sequence, and its
+position is its depth in the tree. Hidden states, log-probs and gradients therefore equal those of separate sequences.
 
-Each sequence adds nodes only for its last tokens: those after the longest prefix that it shares with an earlier sequence. So
-attention is computed for these last tokens only, over the full sequence.
+A sequence adds nodes only for the tokens after the longest prefix that it shares with an earlier sequence. Attention is
+computed only for these new tokens, over the full sequence.
 """
 
 from bisect import bisect_left
@@ -25,7 +25,7 @@ class TokenTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def shared(self, sequence: Sequence[int]) -> int:
-        """Length of the longest prefix of a sequence that is in the tree."""
+        """Length of the longest prefix of ``sequence`` in the tree."""
         node = -1
         for count, token in enumerate(sequence):
             child = self._children.get((node, token))
@@ -35,7 +35,7 @@ class TokenTree:
         return len(sequence)
 
     def add(self, sequence: Sequence[int]) -> list[int]:
-        """Insert a sequence; returns the node of each token."""
+        """Insert a sequence, and return the node of each token."""
         path, node = [], -1
         for token in sequence:
             child = self._children.setdefault((node, token), len(self.tokens))
@@ -47,7 +47,7 @@ class TokenTree:
 
 
 class TreePlan(PackedPlan):
-    """Attention plan of a tree; ``paths`` are the results of :meth:`TokenTree.add`, in the order of the calls."""
+    """Attention plan of a tree. ``paths`` are the results of :meth:`TokenTree.add`, in the order of the calls."""
 
     def __init__(self, paths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> None:
         lengths, prefixes, nodes = [], [], 0
@@ -60,7 +60,7 @@ class TreePlan(PackedPlan):
         super().__init__(lengths, device, prefixes)
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """Raise EngineError: a recurrent state allows a single successor per token."""
+        """Raise EngineError, because a token of a tree can have several successors, but a recurrent layer supports only one."""
         raise EngineError(
             "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"
         )

@@ -1,8 +1,8 @@
-"""Critics and reward models: a body, and a linear head that is applied to each token. If the head has several
-outputs, the last one is used.
+"""Critics and reward models: a body, and a linear head that is applied to each token.
 
-The module is a ``transformers`` sequence classifier, so that saved checkpoints load anywhere. The head comes from the
-checkpoint, under any of the common names; if the checkpoint has none, the head is initialized to zero.
+The module is a ``transformers`` sequence classifier, so that other programs can load saved checkpoints. The head is read from
+the checkpoint under any of the common names. If the checkpoint has no head, the head is initialized to zero. If the head has
+several outputs, the last output is used.
 """
 
 from pathlib import Path
@@ -22,17 +22,17 @@ HEAD_NAMES = ("score", "v_head", "classifier", "reward_head", "value_head")
 
 
 class ValueModel(PackedModel):
-    """A ``transformers`` sequence classifier whose head is ``score``: one scalar per token."""
+    """A ``transformers`` sequence classifier. Its head ``score`` computes one scalar per token."""
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Values [N], in fp32, of hidden states [N, C]."""
+        """Values [N] of hidden states [N, C], in fp32."""
         head = cast(nn.Linear, self.module.score)
         bias = None if head.bias is None else head.bias[-1:].float()
         return nn.functional.linear(hidden.float(), head.weight[-1:].float(), bias)[:, 0]
 
 
 def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
-    """Sequence classifier class of an architecture; created if ``transformers`` has none."""
+    """Sequence classifier class of an architecture. The class is created if ``transformers`` has none."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]
@@ -50,7 +50,7 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
-    """Weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if it has none."""
+    """Weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if there is no head."""
     from safetensors import safe_open
 
     folder = Path(path).expanduser()
@@ -75,7 +75,7 @@ def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None
     weight, bias = head if head is not None else (torch.zeros(1, hidden), None)
     if weight.shape[1] != hidden:
         raise UsageError(
-            f"the scalar head of this checkpoint takes {weight.shape[1]} features, but its model has {hidden}"
+            f"the scalar head of this checkpoint takes {weight.shape[1]} features, but the model has {hidden}"
         )
     score = nn.Linear(hidden, weight.shape[0], bias=bias is not None, dtype=like.dtype, device=like.device)
     with torch.no_grad():

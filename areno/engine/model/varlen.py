@@ -1,8 +1,9 @@
-"""Variable-length attention on a GPU: ``torch.nn.attention.varlen``, or the ``flash-attn`` package.
+"""Variable-length attention on a GPU, with ``torch.nn.attention.varlen`` or the ``flash-attn`` package.
 
-Training and prefill attend within packed sequences without padding. Unsupported cases (sinks, fp32, head sizes above 256, old
-GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. Kernels
-are selected by their features and a forward and backward test against explicit attention, not by version numbers.
+Training and prefill attend within packed sequences without padding. Unsupported cases (sinks, fp32, head sizes above
+256, and old GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. A
+kernel is selected by its features, not by its version number. Each kernel must first pass a forward and backward test
+against explicit attention.
 """
 
 import functools
@@ -47,8 +48,9 @@ class VarlenKernel:
     ) -> Tensor:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
 
-        The last query of each sequence is at the position of the sequence's last key. ``starts`` holds the start of each
-        sequence and the total, int32 [N + 1], and ``longest`` the maximum length, each first for queries, then for keys.
+        The last query of each sequence is at the position of the sequence's last key. ``starts`` holds the start of
+        each sequence and the total length (int32 [N + 1]), and ``longest`` the maximum length. Both are pairs: the
+        first element is for queries, the second for keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -68,7 +70,7 @@ class VarlenKernel:
 
 @functools.cache
 def torch_varlen() -> VarlenKernel | None:
-    """PyTorch's kernel; None if this release lacks it."""
+    """PyTorch's kernel; None if this PyTorch release has no suitable kernel."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -82,7 +84,7 @@ def torch_varlen() -> VarlenKernel | None:
 
 @functools.cache
 def flash_attn_varlen() -> VarlenKernel | None:
-    """The kernel of the ``flash-attn`` package; None if it is not installed or cannot be loaded."""
+    """The kernel of the ``flash-attn`` package; None if the package is not installed or cannot be loaded."""
     try:
         from flash_attn import flash_attn_varlen_func
     except (ImportError, OSError):
@@ -99,7 +101,7 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
         _warn_once(f"the model computes in {q.dtype}, but fused kernels compute in bfloat16 or float16")
     elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
         sizes = f"{q.shape[-1]} query and {v.shape[-1]} value features"
-        _warn_once(f"its heads have {sizes}; kernels need equal numbers of at most {_MAX_HEAD_SIZE}")
+        _warn_once(f"its heads have {sizes}; kernels need equal numbers, at most {_MAX_HEAD_SIZE}")
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:
@@ -113,7 +115,7 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
 
 @functools.cache
 def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
-    """Kernels that pass the test on a device."""
+    """Kernels that work on a device, according to :func:`why_not`."""
     reasons, working = [], []
     capability = torch.cuda.get_device_capability(device)
     for kernel in (torch_varlen(), flash_attn_varlen()):
@@ -135,7 +137,7 @@ def _warn_once(reason: str) -> None:
 
 
 def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Test forward and backward of a kernel on a small case. Returns None if the kernel works, else the problem."""
+    """Test a kernel's forward and backward pass on a small case. Returns None if the kernel works, otherwise the problem."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = (5, 40), (9, 40)
     shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))
@@ -154,7 +156,7 @@ def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = tor
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     pairs = [(actual.detach(), expected.detach()), *zip(gradients, expected_gradients, strict=True)]
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
-    return None if gap <= _TOLERANCE else f"its result differs by {gap:.1e}"
+    return None if gap <= _TOLERANCE else f"its results differ from the reference by {gap:.1e}"
 
 
 def _reference(leaves: list[Tensor], queries: tuple[int, ...], keys: tuple[int, ...], layer: LayerAttention) -> Tensor:

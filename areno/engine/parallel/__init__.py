@@ -2,15 +2,15 @@
 
 Processes:
 
-- ``group``: an engine on several ranks, with the interface of an engine; ``server``: the engine of one rank.
-- ``workers``: starts, calls and ends worker processes; ``worker``: the program that one runs; ``messages``: what they send.
-- ``rendezvous``: how ranks find each other; ``lockstep``: rollout loops of ranks that share a model.
+- ``group``: an engine on several ranks, with the interface of :class:`Engine`; ``server``: the engine of one rank.
+- ``workers``: starts, calls and ends worker processes; ``worker``: their program; ``messages``: their messages.
+- ``rendezvous``: how ranks find each other; ``lockstep``: rollout loops of ranks that hold shards of one model.
 
 Division of the work:
 
-- ``layout``: the grid of ranks; ``rank_context``: a rank's place in it and its communication groups.
+- ``layout``: the grid of ranks; ``rank_context``: a rank's place in the grid, and its communication groups.
 - ``balance``: divides rows evenly; ``channels``: collectives; ``segment``: shared memory for collectives on one machine.
 - ``sharding``: tensor parallelism; ``context``: context parallelism; ``experts``: expert parallelism.
 - ``fsdp``: fully sharded weights; ``parts``: converts between shards and unsharded tensors.
-- ``pipeline``: pipeline parallelism; ``schedule``: which stage computes what, in which order.
+- ``pipeline``: pipeline parallelism; ``schedule``: the order of each stage's passes.
 """

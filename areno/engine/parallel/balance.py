@@ -1,16 +1,15 @@
-"""Balanced partitions: which rank trains or scores which rows."""
+"""Balanced partitions: assign rows to the ranks that train on them or score them."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Partition items so that the sums of weights differ little (Karmarkar and Karp 1982, largest differencing method).
+    """Partition items into parts of similar total weight, by the largest differencing method (Karmarkar and Karp 1982).
 
-    Each item starts as a tuple of parts, all but one of them empty. The two tuples with the largest differences are merged,
-    heaviest part to lightest, until one tuple remains. The result is deterministic.
+    The result is deterministic: equal weights give equal partitions.
 
-    Returns the indices of each part's items, ascending; parts may be empty. Weights must not be negative.
+    Returns the sorted indices of the items in each part. A part may be empty. Weights must not be negative.
     """
     if parts == 1:
         return [list(range(len(weights)))]
@@ -29,7 +28,7 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Partition rows by token count; return row indices. Blocks of ``together`` adjacent rows (a pair) stay in one part."""
+    """Partition rows by token count; return row indices. ``together`` adjacent rows, such as a pair, stay in one part."""
     blocks = range(0, len(lengths), together)
     assigned = shares([sum(lengths[start : start + together]) for start in blocks], parts)
     return [[blocks[block] + row for block in share for row in range(together)] for share in assigned]

@@ -1,10 +1,12 @@
-"""Collectives among the ranks of a group; on the CPUs of one Linux machine, gradients and weights go through shared memory.
+"""Collectives among the ranks of a group. CPU ranks on one Linux machine exchange gradients and weights in shared
+memory.
 
-With shared memory nothing is sent. Each rank accumulates into its own buffer, which the others can read. Then each rank
-reduces its shard over the buffers: its own entries first, then those of the others in rank order, so equal inputs give equal
-sums. Only one rank reduces a shard, so all ranks see the same result. Ranks wait for each other on gloo's sockets: waiting
-takes no processor time, and a rank that exits breaks the connection, which raises an error on the others. The memory is
-anonymous (see :mod:`areno.engine.parallel.segment`), so Linux frees it even if a rank is killed.
+With shared memory, no gradients are sent. Each rank accumulates its gradients in its own buffer, which all ranks can
+read. Then each rank sums its shard over all buffers: first its own buffer, then the other ranks' buffers in rank order.
+The order is fixed, so equal inputs give equal sums. Each shard is summed by one rank, so all ranks see the same result.
+Ranks wait for each other on gloo's sockets, which takes no CPU time. If a rank exits, its connections break, and the
+waiting ranks raise an error. The memory is anonymous (see :mod:`areno.engine.parallel.segment`), so Linux frees it even
+if a rank is killed.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from areno.engine.parallel.rendezvous import Rendezvous, node_id, own_address
 from areno.engine.parallel.segment import ANONYMOUS, Segment, map_segment
 
 PATIENCE = timedelta(days=7)
-"""Collectives never time out in practice: the process that watches the ranks detects the ones that are stuck."""
+"""A timeout that is never reached in practice: the process that watches the ranks detects stuck ranks."""
 
 
 class Channel:
-    """Collectives of a group; this class is a group of one rank. All ranks must make the same calls in the same order."""
+    """Collectives of a group of one rank, and the base class for larger groups. All ranks must make the same calls in order."""
 
     size, rank = 1, 0
 
@@ -38,7 +40,7 @@ class Channel:
         """Estimate of the bytes that this rank has sent, per operation."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum ``values`` over the ranks, in place."""
         return values
 
     def all_reduce_min(self, value: int) -> int:
@@ -46,7 +48,7 @@ class Channel:
         return value
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order. They may have any picklable type."""
+        """Return the objects of all ranks, in rank order. The objects may have any picklable type."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -58,41 +60,41 @@ class Channel:
         return values
 
     def all_gather_tensor(self, part: Tensor) -> Tensor:
-        """Concatenate the ranks' shards [n] to [size * n]."""
+        """Return the concatenation [size * n] of the ranks' shards [n]."""
         return part
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Send chunk i of values [size * n] to rank i; return the chunks received, by sender: [size * n]."""
+        """Send chunk i of the values [size * n] to rank i; return the received chunks [size * n], ordered by sender."""
         equal = [len(parts) // self.size] * self.size
         return self.all_to_all_v(parts, equal, equal)
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """All-to-all with uneven splits: send the next ``sent[i]`` rows to each rank i; return the received rows by sender."""
+        """Send the next ``sent[i]`` rows to each rank i, in order; return the received rows, ordered by sender."""
         return rows
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite with rank 0's values, in place."""
+        """Overwrite ``values`` with rank 0's values, in place."""
         return values
 
     def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect all ranks' tensors, whose names differ, in rank 0's host memory; return {} on the other ranks."""
+        """Collect all ranks' tensors in rank 0's host memory; return {} on the other ranks. The tensor names must be unique."""
         return {name: value.cpu() for name, value in values.items()}
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Send the values of ``rank`` to rank 0; both ranks must call it, with the same shape and dtype."""
+        """Send the values of ``rank`` to rank 0. Both ranks must call this method, with the same shape and dtype."""
         return values
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
-        """Allocate a buffer to reduce ``count`` numbers, a multiple of ``size``; None if the ranks share no memory."""
+        """Allocate a buffer that reduces ``count`` (a multiple of ``size``) numbers; None if the ranks share no memory."""
         return None
 
     def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
-        """Allocate ``count`` entries that all ranks see; None if the ranks share no memory."""
+        """Allocate an array of ``count`` entries that all ranks share; None if the ranks share no memory."""
         return None
 
 
 class RankGroup(Channel):
-    """A group of several ranks; objects are sent from ``device``: the CPU for gloo, the rank's GPU for NCCL."""
+    """A group of several ranks. Objects are sent from ``device``, which is the CPU for gloo and the rank's GPU for NCCL."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class RankGroup(Channel):
         self._group, self._device = process_group, device
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum ``values`` over the ranks, in place."""
         self.traffic["all_reduce"] += 2 * values.nbytes * (self.size - 1) // self.size
         self._group.allreduce([values]).wait()
         return values
@@ -114,7 +116,7 @@ class RankGroup(Channel):
         return int(least)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Gather objects: sizes first, then all pickles padded to the longest."""
+        """Return the objects of all ranks, in rank order."""
         mine = self._encode(value)
         sizes = self.all_gather_tensor(torch.tensor([len(mine)], device=self._device)).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
@@ -140,26 +142,26 @@ class RankGroup(Channel):
         return part
 
     def all_gather_tensor(self, part: Tensor) -> Tensor:
-        """Concatenate the ranks' shards [n] to [size * n]."""
+        """Return the concatenation [size * n] of the ranks' shards [n]."""
         self.traffic["all_gather_tensor"] += part.nbytes * (self.size - 1)
         gathered = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(gathered, part).wait()  # type: ignore[attr-defined]
         return gathered
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """All-to-all with uneven splits: send the next ``sent[i]`` rows to each rank i; return the received rows by sender."""
+        """Send the next ``sent[i]`` rows to each rank i, in order; return the received rows, ordered by sender."""
         self.traffic["all_to_all_v"] += rows.nbytes - rows[: sent[self.rank]].nbytes
         output = rows.new_empty(sum(received), *rows.shape[1:])
         self._group.alltoall_base(output, rows, received, sent).wait()
         return output
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite with rank 0's values, in place."""
+        """Overwrite ``values`` with rank 0's values, in place."""
         self._group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Send the values of ``rank`` to rank 0; both ranks must call it, with the same shape and dtype."""
+        """Send the values of ``rank`` to rank 0. Both ranks must call this method, with the same shape and dtype."""
         if self.rank:
             self.send(values.to(self._device).contiguous(), 0).wait()
             return values
@@ -168,7 +170,7 @@ class RankGroup(Channel):
         return received
 
     def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect all ranks' tensors, one at a time, in rank 0's host memory; return {} on the other ranks."""
+        """Collect all ranks' tensors in rank 0's host memory, one tensor at a time; return {} on the other ranks."""
         specs = self.all_gather([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
         gathered = {} if self.rank else {name: value.cpu() for name, value in values.items()}
         for rank, entries in enumerate(specs[1:], 1):
@@ -179,12 +181,12 @@ class RankGroup(Channel):
         return gathered
 
     def send(self, values: Tensor, rank: int) -> dist.Work:
-        """Start to send values to a rank. The values must not change until the returned work is done."""
+        """Start sending values to a rank. The values must not change until the returned work is done."""
         self.traffic["send"] += values.nbytes
         return self._group.send([values], rank, 0)
 
     def receive(self, values: Tensor, rank: int) -> dist.Work:
-        """Start to receive a rank's values, in place."""
+        """Start receiving a rank's values, in place."""
         return self._group.recv([values], rank, 0)
 
     def _encode(self, value: Any) -> Tensor:
@@ -214,13 +216,13 @@ class SharedGroup(RankGroup):
         return SharedMemory(self, memories[0], dtype) if memories else None
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks of the group."""
         self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Map one segment per size on all ranks; rank i provides the one of ``sizes[i]`` bytes.
+        """Map one segment per size on all ranks; rank i creates the segment of ``sizes[i]`` bytes.
 
-        Returns an empty list if a rank cannot map one of them.
+        Returns an empty list if any rank cannot map a segment.
         """
         segment: Segment | None = None
         with suppress(OSError):
@@ -242,7 +244,7 @@ class SharedReduceBuffer:
     """A reusable reduce-scatter in shared memory, with one fp32 buffer [size * n] per rank.
 
     Attributes:
-        values: this rank's buffer, the only one that it writes; initially 0.
+        values: this rank's buffer, initially 0. The rank writes to no other buffer.
     """
 
     def __init__(self, group: SharedGroup, buffers: list[Tensor]) -> None:
@@ -254,7 +256,7 @@ class SharedReduceBuffer:
         self._others = parts
 
     def part(self) -> Tensor:
-        """Return this rank's shard [n] of the sums, a view of ``values`` that is valid until they change."""
+        """Return this rank's shard [n] of the sums: a view of ``values``, valid until ``values`` changes."""
         self._group.traffic["reduce_scatter"] += self.values.nbytes - self._part.nbytes  # the others read it
         self._group.barrier()
         for other in self._others:
@@ -264,20 +266,20 @@ class SharedReduceBuffer:
 
 
 class SharedMemory:
-    """Memory that all ranks of a group share: an array of one dtype."""
+    """An array of one dtype in memory that all ranks of a group share."""
 
     def __init__(self, group: SharedGroup, memory: mmap.mmap, dtype: torch.dtype) -> None:
         self._group, self._memory, self._dtype = group, memory, dtype
 
     def tensor(self, start: int, count: int) -> Tensor:
-        """Return a slice as a tensor with its own storage."""
+        """Return ``count`` entries from ``start`` on as a tensor in the shared memory."""
         if not count:
             return torch.empty(0, dtype=self._dtype)
         offset = start * self._dtype.itemsize
         return torch.frombuffer(self._memory, dtype=self._dtype, count=count, offset=offset)
 
     def barrier(self) -> None:
-        """Wait for all ranks; their writes are then visible."""
+        """Wait for all ranks. Afterwards, each rank sees what the other ranks wrote before."""
         self._group.barrier()
 
 
@@ -290,15 +292,16 @@ def meet(
     patience: timedelta = PATIENCE,
     kind: type[RankGroup] = RankGroup,
 ) -> RankGroup:
-    """Join a new process group; return when all members have joined.
+    """Join a new process group, and return once all members have joined.
 
     Args:
-        where: the rendezvous of the members.
-        name: group name, used once.
-        rank, size: rank of this process, and number of members.
+        where: meeting point of the members.
+        name: name of the group; a name must not be reused.
+        rank: rank of this process.
+        size: number of members.
         device: device of the tensors that members send.
-        patience: timeout of joining and of each collective.
-        kind: class to create.
+        patience: timeout of the joining and of each collective.
+        kind: class of the returned group.
 
     Raises:
         RuntimeError: a member did not join in time.

@@ -1,15 +1,17 @@
-"""Context parallelism: the ranks of a replica divide the tokens of a pass, and in attention the heads ("Ulysses", Jacobs et al.
-2023, arXiv:2309.14509).
+"""Context parallelism: the ranks of a replica divide the tokens of each pass; in attention they divide the heads
+(Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-Each rank computes embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens of a
-sequence: an all-to-all gives each rank all tokens of some heads, the rank attends as a single process would, and a second
-all-to-all reverses the exchange. So attention plans (packing, trees, windows, sinks) apply unchanged, and the work is
-balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries, keys, values or outputs.
+Each rank computes the embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens
+of a sequence, so an all-to-all gives each rank all tokens of some heads. The rank computes attention for these heads as
+a single process would, and a second all-to-all reverses the exchange. Attention plans (packing, trees, windows, sinks)
+therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's
+queries, keys, values or outputs.
 
-If c does not divide the number of key heads, these are repeated; if it does not divide the number of query heads, zero heads
-are added. More ranks than heads are wasteful.
+If c does not divide the number of key heads, the key heads are repeated. If c does not divide the number of query
+heads, zero heads are added. Using more ranks than heads wastes compute.
 
-All ranks compute the same loss, from all ranks' predictions. So the gradient of a weight is the sum of the ranks' gradients.
+All ranks compute the same loss from the predictions of all ranks, so a weight's gradient is the sum of the ranks'
+gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from areno.engine.parallel.channels import Channel
 
 
 class _Exchange(torch.autograd.Function):
-    """Local tokens of all heads [n, size * h, D] <-> all tokens of local heads [size * n, h, D]; the adjoint is the inverse."""
+    """Exchange local tokens of all heads [n, size * h, D] for all tokens of local heads [size * n, h, D], or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, to_heads: bool) -> Tensor:
@@ -42,7 +44,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather x [n, ...] -> [size * n, ...]; every rank computes with the result, so the backward is a reduce-scatter."""
+    """All-gather x [n, ...] -> [size * n, ...]. All ranks use the result, so the backward pass is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
@@ -56,7 +58,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks. All ranks compute the same loss from it, so the sum's gradient is also the gradient of each term."""
+    """Sum over the ranks. All ranks compute the same loss from the sum, so each term's gradient is the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
@@ -80,7 +82,7 @@ def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class ContextPlan:
-    """Attention plan of this rank's tokens; ``whole`` is the plan of all tokens. The last ranks' tokens may be padded."""
+    """Attention plan of this rank's tokens, which may be padded; ``whole`` is the plan of all ranks' tokens."""
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
         self.whole, self.channel = whole, channel
@@ -92,21 +94,21 @@ class ContextPlan:
         self.routing: Routing | None = own
 
     def own(self, values: Tensor) -> Tensor:
-        """Return this rank's part [n, ...] of values [T, ...], zero-padded after the last token."""
+        """Return this rank's slice [n, ...] of values [T, ...], zero-padded after the last token."""
         part = values[self.first : self.first + self.count]
         missing = self.count - len(part)
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Return the indices of those of the packed ``positions`` that belong to this rank."""
+        """Return the indices into ``positions`` at which the packed position belongs to this rank."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, each of which holds its own entries and zeros elsewhere."""
+        """Sum over the ranks; each rank holds its own entries, and zeros for all other entries."""
         return _Sum.apply(values, self.channel)  # type: ignore[no-any-return]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention [n, H, Dv] of q [n, H, D] over the k, v [n, K, D] of all ranks."""
+        """Return the attention outputs [n, H, Dv] of q [n, H, D] over the k and v [n, K, D] of all ranks."""
         heads, size, total = q.shape[1], self.channel.size, self.whole.tokens
         repeats = _repeats(heads, k.shape[1], size)
         padded = -(-heads // size) * size
@@ -123,7 +125,7 @@ class ContextPlan:
         return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """Run a stateful layer over the gathered hidden [n, C] of all ranks; return this rank's part."""
+        """Run a recurrent layer over the gathered ``hidden`` [n, C] of all ranks; return this rank's slice of the output."""
         gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 
@@ -133,7 +135,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return the smallest factor by which to repeat key heads so that each rank gets the key heads of its query heads."""
+    """Return the smallest repetition of key heads that gives each rank the key heads of its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

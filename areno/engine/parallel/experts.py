@@ -1,12 +1,12 @@
-"""Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to them (Lepikhin et al. 2020,
-arXiv:2006.16668).
+"""Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to the experts (Lepikhin et al.
+2020, arXiv:2006.16668).
 
-Each of e ranks holds E / e experts of each MoE layer. In a pass a rank sends each of its tokens to the ranks that hold the
-token's experts, and receives the experts' outputs (two all-to-alls). The module's own forward computes the experts, so this
-code is independent of the architecture. No token is dropped, however unbalanced the routing.
+Each of e ranks holds E / e experts of each MoE layer. In each pass, one all-to-all sends every token to the ranks with its
+experts, and a second all-to-all returns the experts' outputs. The module's own ``forward`` computes the experts, so this code
+is independent of the architecture. No token is dropped, however unbalanced the routing is.
 
-All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, and no
-tokens are sent.
+All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, so
+no tokens are sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Forward = Callable[..., Tensor]
 
 
 class _Route(torch.autograd.Function):
-    """Rows [sum(sent), ...] sorted by receiver -> rows [sum(received), ...] sorted by sender."""
+    """Exchange rows [sum(sent), ...] sorted by receiver for rows [sum(received), ...] sorted by sender."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], channel: Channel) -> Tensor:
@@ -50,8 +50,8 @@ class ExpertParallelExperts:
     """The experts of one MoE layer, sharded across a group.
 
     Args:
-        module: holds all experts; afterwards only this rank's experts.
-        mesh: has the axes ``ep`` and ``tp``.
+        module: module with all experts; afterwards it holds only this rank's experts.
+        mesh: device mesh with the axes ``ep`` and ``tp``.
         channel: collectives of the ranks that divide the experts.
     """
 
@@ -78,7 +78,7 @@ class ExpertParallelExperts:
         return nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
     def gather(self) -> None:
-        """Gather all experts, after FSDP has unsharded them; every rank of the group must call it."""
+        """Gather all experts, after FSDP has unsharded the local experts. Every rank of the group must call this method."""
         self._gathered = {}
         for name, parameter in self.module.named_parameters(recurse=False):
             mine = parameter.detach().to_local()
@@ -91,7 +91,7 @@ class ExpertParallelExperts:
         self.module.num_experts = self.own
 
     def _computed(self, *inputs: Tensor) -> Tensor:
-        """Run the module's own forward over the local experts, as plain tensors."""
+        """Run the module's own ``forward`` with the local or gathered experts as plain tensors."""
         sharded = dict(self.module._parameters)
         local = self._gathered or {name: cast(Any, parameter).to_local() for name, parameter in sharded.items()}
         self.module._parameters.update(local)
@@ -101,7 +101,7 @@ class ExpertParallelExperts:
             self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return outputs [T, C] for hidden [T, C], each routed to the experts chosen [T, K] with weights [T, K]."""
+        """Return the sums [T, C], weighted by ``weights`` [T, K], of the experts ``chosen`` [T, K] for ``hidden`` [T, C]."""
         if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]
@@ -133,8 +133,8 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list
     layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
     if any(is_experts(layer) for layer in layers):
         raise UsageError(
-            f"LoRA on the experts of {type(module).__name__} with expert parallelism over {channel.size} ranks: adapters of "
-            "experts cannot be divided; leave e (expert parallelism) out, or list only attention layers in "
+            f"LoRA on the experts of {type(module).__name__} with expert parallelism over {channel.size} ranks: adapters "
+            "of experts cannot be sharded; leave e (expert parallelism) out, or list only attention layers in "
             "--lora-target-modules (target_modules)"
         )
     mixtures = [child for child in module.modules() if is_experts(child)]

@@ -1,8 +1,9 @@
-"""Fully sharded weights (FSDP2, ZeRO stage 3): sharded across the ranks of a stage, gathered for computation.
+"""Fully sharded weights (FSDP2, ZeRO stage 3), which are sharded across the ranks of a stage and gathered for
+computation.
 
-Between passes each rank holds a shard of every tensor. A training pass gathers one decoder layer at a time, in forward and
-again in backward, and reduce-scatters its gradient. Rollouts and scoring, which make many passes without a gradient, gather
-all weights once, in the compute dtype, and release them afterwards.
+Between passes each rank holds a shard of every tensor. A training pass gathers one decoder layer at a time, in the forward
+pass and again in the backward pass, and reduce-scatters the layer's gradient. Rollouts and scoring make many passes without
+gradients. For such passes, all weights are gathered once, in the compute dtype, and released afterwards.
 
 Shards of trained weights are fp32 and serve as the optimizer's master weights.
 """
@@ -30,11 +31,11 @@ from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UsageError
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether FSDP can reduce gradients of parameters that a backward pass does not use (PyTorch 2.13 or newer)."""
+"""Whether FSDP can reduce gradients of parameters that a backward pass does not use; requires PyTorch 2.13 or newer."""
 
 
 class FullyShardedWeights(Weights):
-    """A model's weights, sharded across the ranks of the default process group, which must have been joined.
+    """A model's weights, sharded across the ranks of the default process group, which this rank must have joined.
 
     Args:
         module: the unsharded model; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
@@ -102,10 +103,10 @@ class FullyShardedWeights(Weights):
         self.release()
 
     def gather(self) -> None:
-        """Gather all weights, until :meth:`release`; every rank must call it.
+        """Gather all weights until :meth:`release` is called; every rank must call this method.
 
-        Removes FSDP's hooks while weights are gathered: they record every pass, and ranks whose passes differ in order would
-        gather different layers in the next backward pass.
+        FSDP's hooks, which record the order of all passes, are removed while the weights are gathered. Otherwise ranks
+        with different pass orders would gather different layers in the next backward pass.
         """
         if self.whole:
             return
@@ -118,7 +119,7 @@ class FullyShardedWeights(Weights):
         self.whole = True
 
     def release(self) -> None:
-        """Free all but this rank's shards."""
+        """Free all shards of other ranks."""
         for divided in self._experts:
             divided.release()
         for part in self._parts:
@@ -129,7 +130,7 @@ class FullyShardedWeights(Weights):
         self.whole = False
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Make a differentiable pass, gathering each layer when it runs."""
+        """Run a differentiable pass that gathers each layer when the layer runs."""
         if self.whole:
             return work()
         return self._root.areno_pass(work)  # type: ignore[no-any-return]
@@ -138,26 +139,26 @@ class FullyShardedWeights(Weights):
 def shard_over_replicas(
     model: PackedModel, peers: RankContext, *, trained: bool, reduces: torch.dtype = torch.float32
 ) -> None:
-    """Shard an unsharded model, see :class:`FullyShardedWeights`; every rank must call it, with the same model."""
+    """Shard an unsharded model (see :class:`FullyShardedWeights`); all ranks must call this function with the same model."""
     model.weights = FullyShardedWeights(model.module, peers, model.device, trained, reduces)
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of ranks that shard each tensor; with tensor parallelism, the ``fsdp`` axis of the model's mesh."""
+    """Return the mesh of the ranks that shard each tensor: with tensor parallelism, the model mesh's ``fsdp`` axis."""
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
 
 
 def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
-    """Receive a module's parameters from the rank that read them, except those whose ids are ``known``."""
+    """Receive a module's parameters, except parameters with ids in ``known``, from the rank that has read them."""
     for parameter in part.parameters():
         if id(parameter) not in known:
             peers.broadcast_from_reader(parameter.detach())
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules to shard as units: instances of the named classes, or the decoder layers if none are named."""
+    """Return the modules to shard as units: instances of the named classes, or the decoder layers if ``names`` is empty."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
     blocks = [child for child in module.modules() if type(child).__name__ in names and child is not module]
@@ -172,7 +173,7 @@ def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:
-    """Convert trained parameters, except those with ids in ``but``, to fp32; constant tables keep their dtype."""
+    """Convert trained parameters, except parameters with ids in ``but``, to fp32; frozen tensors keep their dtype."""
     for parameter in part.parameters():
         if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in but:
             parameter.data = parameter.data.float()

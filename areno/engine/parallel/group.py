@@ -1,7 +1,7 @@
 """An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
 
-Every rank receives all rows and selects its own by a deterministic rule, so ranks need not coordinate. A request goes to the
-least loaded replica; its result does not depend on the choice.
+Every rank receives all rows and selects its own rows by a deterministic rule, so ranks need not coordinate. A request goes to
+the least loaded replica. The choice of the replica does not affect the result.
 """
 
 import functools
@@ -51,9 +51,9 @@ class EngineGroup:
 
     Args:
         path: checkpoint folder or hub id of the actor.
-        config: configuration as for one rank; ``device`` is the device of rank 0.
+        config: configuration of the engine; ``device`` is the device of rank 0.
         layout: how the ranks divide the model.
-        devices: one per rank; None: the CPU, or consecutive GPUs beginning with rank 0's.
+        devices: one device per rank. None: the CPU, or consecutive GPUs starting at rank 0's GPU.
         stall_s, processes, on_failure: see :class:`WorkerGroup`.
 
     Raises:
@@ -127,7 +127,7 @@ class EngineGroup:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; return one future each. Raises EngineError if a rank has failed or a request cannot be served."""
+        """Queue requests; return one future per request. Raises EngineError if a rank has failed or cannot serve a request."""
         if self.layout.pp_size > 1:
             raise EngineError(NO_ROLLOUT)
         # Reports at once the errors that the ranks would raise later.
@@ -149,7 +149,7 @@ class EngineGroup:
         return [pending.future for pending in opened.values()]
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
-        """Assign each request a number and the least loaded replica."""
+        """Give each request a number, and assign it to the least loaded replica."""
         opened: dict[int, _Pending] = {}
         with self._lock:
             tokens = [0] * self.layout.dp_size
@@ -164,7 +164,7 @@ class EngineGroup:
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks; the method may release the weights, so the next rollout gathers them again."""
+        """Call a method on all ranks. The method may release the weights, so the next rollout gathers the weights again."""
         with self._order:
             self._gathered = not self.layout.fsdp
             answers = self.workers.begin(method, *arguments)
@@ -176,7 +176,7 @@ class EngineGroup:
             return any(pending.replica == replica for pending in self._pending.values())
 
     def _heard(self, _rank: int, payload: Any) -> None:
-        """Handle an event, in the thread of the worker group."""
+        """Handle a worker's event; runs in the thread of the worker group."""
         if isinstance(payload, TokenEvent):
             pending = self._pending.get(payload.request)
             if pending is not None and pending.request.listener is not None:
@@ -220,7 +220,7 @@ class EngineGroup:
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the concurrent sequences of all replicas together; None restores each replica's configured limit."""
+        """Limit the total number of concurrent sequences; None restores each replica's configured limit."""
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
@@ -249,7 +249,7 @@ class EngineGroup:
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Return loss and statistics without training; see :meth:`Engine.measure`."""
+        """Return the loss and statistics without training; see :meth:`Engine.measure`."""
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
 
     def take_token_records(self) -> dict[int, TokenRecord]:
@@ -269,11 +269,11 @@ class EngineGroup:
         return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures), routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Per row, the value after each token."""
+        """Return the value after each token, per row."""
         return self._score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Return the score of each row at its last token."""
+        """Return each row's score at the row's last token."""
         return self._score("rewards", role, rows, micro_bs)
 
     def _score(
@@ -287,7 +287,7 @@ class EngineGroup:
     ) -> list[Any]:
         for index, row in enumerate(rows):
             if not row:
-                raise ValueError(f"row {index} is empty: a row to score needs at least one token")
+                raise ValueError(f"row {index} is empty; a row must have at least one token to be scored")
         parts = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures, routed)
         by_row = dict(entry for part in parts for entry in part)
         return [by_row[index] for index in range(len(rows))]
@@ -295,12 +295,12 @@ class EngineGroup:
     # -- roles and checkpoints -------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load the roles that are not loaded yet, on all ranks."""
+        """On all ranks, load the roles that are not loaded yet."""
         self._all("engine.ensure_roles", dict(roles))
         self._read_limits()  # the roles may have taken memory from the KV cache
 
     def drop_role(self, name: str) -> None:
-        """Free an auxiliary role."""
+        """Free the model of an auxiliary role."""
         self._all("engine.drop_role", name)
 
     def learning_rate(self, role: str) -> float:
@@ -312,7 +312,7 @@ class EngineGroup:
         self.workers.call("engine.set_learning_rate", role, value)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint with the state of all trained roles."""
+        """Return the size in bytes of a checkpoint with the training state of all trained roles."""
         stages = range(0, self.layout.world_size, self.layout.stage_size)
         return sum(self.workers.call("engine.checkpoint_bytes", ranks=stages))
 
@@ -321,7 +321,7 @@ class EngineGroup:
         self._all("engine.save_model", Path(folder), role)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write the training state; any layout can resume from it."""
+        """Write the training state. A run with any layout can resume from this state."""
         self._all("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
@@ -329,11 +329,11 @@ class EngineGroup:
         self._all("engine.load_state", checkpoint)
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with the engine of each rank, see :meth:`Backend.run_on_all_ranks`."""
+        """Call a function with each rank's engine; see :meth:`Backend.run_on_all_ranks`."""
         return self._all("apply", function, *arguments)
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         try:
             if not self.workers.failed and not self.workers.closed:
                 self.workers.call("engine.close")
@@ -343,7 +343,7 @@ class EngineGroup:
 
 
 def meeting_place(processes: Processes, folder: Path) -> Rendezvous:
-    """Return the ranks' rendezvous: a folder of this machine, or the launcher's name registry."""
+    """Return the ranks' rendezvous: a folder on this machine, or the launcher's name registry."""
     names = processes.names
     if names is None:
         return FolderRendezvous(folder)
@@ -358,7 +358,8 @@ def open_engine(
     stall_s: float = STALL_S,
     processes: Processes | None = None,
 ) -> Backend:
-    """Load the engine of a layout. A single rank runs in this process, unless ``processes`` may be on other machines.
+    """Load an engine with a given layout. A single rank runs in this process, unless a launcher starts ``processes``
+    elsewhere.
 
     For the arguments see :class:`EngineGroup`.
     """

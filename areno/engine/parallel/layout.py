@@ -1,9 +1,9 @@
 """How the ranks of an engine divide a model and its work.
 
-Ranks form a grid with the axes pipeline, data, context, tensor; the last one varies fastest, so that ranks that communicate
-most are adjacent. The ranks with the same index on the data axis form a replica: they work on the same rows. Without FSDP each
-replica holds a copy of the model; with FSDP all replicas together hold one. The ranks with the same index on the pipeline axis
-form a stage: they have the same layers.
+Ranks form a grid with the axes pipeline, data, context and tensor. The tensor axis varies fastest, so that the ranks that
+communicate most are adjacent. The ranks with the same index on the data axis form a replica. All ranks of a replica work on
+the same rows. Without FSDP each replica holds a copy of the model; with FSDP all replicas share one sharded copy. The ranks
+with the same index on the pipeline axis form a stage. All ranks of a stage hold the same layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from areno.errors import UsageError
 
-NO_ROLLOUT = "the stages of a pipeline cannot generate; use a layout without p, or give rollouts an engine of their own"
+NO_ROLLOUT = "the stages of a pipeline cannot generate; use a layout without p, or a separate rollout engine"
 
 
 class Place(NamedTuple):
@@ -30,15 +30,16 @@ class Place(NamedTuple):
 class Layout:
     """Sizes of the axes.
 
-    ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without it only the optimizer state is
-    sharded. Layouts with context or expert parallelism always use FSDP. Groups of ``ep_size`` of those ranks divide the
-    experts of an MoE layer; the ranks that have the same experts shard them.
+    ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without ``fsdp`` only the optimizer state is
+    sharded. Layouts with context or expert parallelism always use FSDP. In an MoE layer, each group of ``ep_size`` ranks
+    divides the experts, and ranks with the same experts shard these experts.
 
-    The layers are cut into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages round-robin: with two
-    chunks per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the first and
-    the last chunk (embedding, output layer), counted in layers. With ``reshards``, layers that FSDP has gathered are freed
-    between forward and backward. FSDP shards modules of the classes ``units`` as units; if empty, decoder layers. ``offloads``
-    keeps shards in host memory. With ``reads_once`` one rank reads the weights of a stage and broadcasts them.
+    The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages round-robin. With
+    two chunks per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the
+    first and the last chunk (embedding and output layer), counted in layers. With ``reshards``, FSDP frees gathered layers
+    between the forward and the backward pass. ``units`` lists the module classes that FSDP shards as units; if empty, FSDP
+    shards decoder layers. ``offloads`` keeps shards in host memory. With ``reads_once``, one rank per stage reads the weights
+    and broadcasts them.
     """
 
     dp_size: int = 1
@@ -70,7 +71,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that FSDP shards each tensor across."""
+        """Number of ranks across which FSDP shards each tensor."""
         return self.dp_size * self.cp_size
 
     def place(self, rank: int) -> Place:
@@ -83,8 +84,8 @@ class Layout:
     def runs_of_layers(self, count: int) -> list[range]:
         """Divide ``count`` layers into model chunks; chunk i belongs to stage i % ``pp_size``.
 
-        Each chunk has at least one layer; every further layer goes to the chunk with the least work. Raises ValueError if
-        there are too few layers.
+        Each chunk gets one layer. Every further layer goes to the chunk with the least work. Raises ValueError if there are
+        fewer layers than chunks.
         """
         runs = self.pp_size * self.pp_chunks
         if count < runs:
@@ -105,7 +106,7 @@ class Layout:
 
     @classmethod
     def of(cls, world_size: int, tp_size: int, dp_size: int | None, fsdp: bool = False) -> Layout:
-        """Create a layout. Raises UsageError if the sizes do not fit each other."""
+        """Create a layout. Raises UsageError if the sizes are inconsistent."""
         for name, value in (("world_size", world_size), ("tp_size", tp_size), ("dp_size", dp_size)):
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: use at least 1")
@@ -120,7 +121,7 @@ class Layout:
             )
         if fsdp and world_size == tp_size:
             raise UsageError(
-                f"fsdp with world_size={world_size}, tp_size={tp_size}: one replica leaves nothing to shard across; "
+                f"fsdp with world_size={world_size}, tp_size={tp_size}: FSDP needs at least two replicas to shard across;  "
                 f"use world_size={2 * tp_size} or more, or leave fsdp out"
             )
         return cls(world_size // tp_size, tp_size, fsdp)

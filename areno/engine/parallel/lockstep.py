@@ -1,8 +1,9 @@
-"""Rollout loops of a replica that is sharded across several ranks: the first rank leads, the others follow in lockstep.
+"""Rollout loops of a replica that is sharded across several ranks: the first rank leads, and the other ranks follow in
+lockstep.
 
-What a turn of a rollout loop does depends only on the requests. So before each turn the leader broadcasts new requests and
-cancellations, and all ranks then schedule, compute and sample identically. Each message carries the sum of all sampled token
-ids, so a rank that diverges is detected at the next turn.
+Each iteration (turn) of a rollout loop depends only on the requests. Before each turn the leader broadcasts new requests and
+cancellations, so all ranks schedule, compute and sample identically. Each message contains the sum of all sampled token ids,
+so a diverging rank is detected at the next turn.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class _Message:
     """The leader's message before a turn.
 
     Attributes:
-        arrived: new requests with their numbers.
+        arrived: pairs of the number and the request, for new requests.
         cancelled: numbers of the requests to abort.
     """
 
@@ -40,7 +41,7 @@ class _Message:
 
 
 class _Counting(RolloutLoop):
-    """A loop that sums the token ids it samples."""
+    """A loop that sums its sampled token ids."""
 
     sampled = 0
 
@@ -50,7 +51,7 @@ class _Counting(RolloutLoop):
 
 
 class LeadingLoop(_Counting):
-    """The loop of a replica's first rank. ``turns`` carries its messages; for other arguments see :class:`RolloutLoop`."""
+    """The loop of a replica's first rank. ``turns`` broadcasts its messages; other arguments are as in :class:`RolloutLoop`."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -79,7 +80,7 @@ class LeadingLoop(_Counting):
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
-        """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must do the same."""
+        """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must call this method."""
         with self._wake:
             self._check_alive()
             self._start()  # the loop's thread broadcasts the pause
@@ -92,13 +93,13 @@ class LeadingLoop(_Counting):
             self._numbers.pop(sequence.group, None)
 
     def close(self) -> None:
-        """Stop the followers too."""
+        """Stop this loop and the followers' loops."""
         super().close()
         self._turns.broadcast_object(_Message(sampled=self.sampled, last=True))
 
 
 class FollowingLoop(_Counting):
-    """The loop of a replica's other ranks; takes requests from the leader only."""
+    """The loop of each other rank of a replica; it takes requests only from the leader."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -118,7 +119,7 @@ class FollowingLoop(_Counting):
             return False
         if message.sampled != self.sampled:
             raise EngineError(
-                "the ranks of a replica have sampled different tokens; this is a defect, please report it"
+                "the ranks of a replica have sampled different tokens; this is a bug in areno, please report it"
             )
         if message.arrived and self.model.adapter is not None:
             with torch.inference_mode(False):  # as in the leader's submitting thread
@@ -136,7 +137,7 @@ class FollowingLoop(_Counting):
             super()._turn()
 
     def close(self) -> None:
-        """Wait for the leader's last message."""
+        """Wait until the leader stops this loop; then free the KV cache."""
         if self._thread is not None:
             self._thread.join()
         self.decode.close()

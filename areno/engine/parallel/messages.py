@@ -1,6 +1,6 @@
 """Messages between the processes of a worker group, and their serialization.
 
-Objects are serialized with ``cloudpickle``, so a loss may be a closure or come from a user's file.
+Objects are serialized with ``cloudpickle``, so a loss function may be a closure or come from a user's file.
 """
 
 import sys
@@ -16,8 +16,9 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the object whose methods are called, given a function that sends :class:`Event` payloads.
-        sharing: number of processes that share the CPU cores and adapt their thread counts to the load; 0: always ``threads``.
+        make: creates the worker's object; takes a function that sends :class:`Event` payloads.
+        sharing: number of processes that share the CPU cores and adapt their thread counts to the load. 0: the thread count
+            is fixed.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
@@ -29,7 +30,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method to call, as a dotted path from the object; ``now`` runs it at once, in the thread that reads messages."""
+    """A call of ``method``, a dotted path from the object. With ``now``, the thread that reads messages runs the call."""
 
     number: int
     method: str
@@ -39,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The return value of a call, or the exception it raised and its traceback."""
+    """The return value of a call, or the exception that the call raised, with its traceback."""
 
     number: int
     value: Any = None
@@ -56,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat. ``progress`` increases while the worker makes progress; ``doing`` is the running method."""
+    """A heartbeat. ``progress`` increases while the worker makes progress; ``doing`` is the name of the running method."""
 
     progress: float
     doing: str = ""
@@ -72,7 +73,7 @@ class LogLine:
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize an object. Modules loaded from a user's file are pickled by value, as other processes cannot import them."""
+    """Serialize an object. Modules from a user's file are pickled by value, because other processes cannot import them."""
     global _modules
     if len(sys.modules) != _modules:
         modules = sys.modules.copy()  # other threads may be importing

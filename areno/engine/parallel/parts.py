@@ -1,6 +1,6 @@
 """Convert between local shards and unsharded tensors.
 
-Sharded parameters are ``DTensor``s. All functions also take plain tensors, which are unsharded.
+Sharded parameters are ``DTensor``s. All functions also accept plain tensors, which are treated as unsharded.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch.nn import functional
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which shares the tensor's memory."""
+    """Return this rank's shard, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of this rank's shard, even if backward has left it unsharded or as partial sums."""
+    """Return the gradient of this rank's shard, even if the backward pass left an unsharded gradient or partial sums."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -30,7 +30,7 @@ def is_unsharded(tensor: Tensor) -> bool:
 
 
 def unsharded(part: Tensor, like: Tensor) -> Tensor:
-    """Gather the shards of a tensor sharded like ``like``; every rank of that tensor's mesh must call it."""
+    """Gather the shards of a tensor that is sharded like ``like``; every rank of its mesh must call this function."""
     if not isinstance(like, DTensor):
         return part
     mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
@@ -49,14 +49,14 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _split(placement: Placement, indices: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Return the indices along dimension ``dim`` that each of ``count`` shards has."""
+    """Return the indices along dimension ``dim`` of each of ``count`` shards."""
     row = indices.view([1] * dim + [-1])
     shards, _ = placement._split_tensor(row, count, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
     return [shard.flatten() for shard in shards]
 
 
 def _joined(part: Tensor, dim: int, indices: list[Tensor], group: ProcessGroup) -> Tensor:
-    """Gather shards along ``dim``; ``indices`` are those of each shard's entries in the result."""
+    """Gather shards along ``dim``; ``indices`` holds the positions of each shard's entries in the result."""
     longest = max(map(len, indices))
     padding = [0, 0] * (part.ndim - dim - 1) + [0, longest - part.shape[dim]]
     padded = functional.pad(part, padding).contiguous()
@@ -77,7 +77,7 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def positions(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return, for each dimension, the indices [entries] that this rank's shard has in the unsharded tensor."""
+    """Return the indices [entries] of this rank's shard in the unsharded tensor, for each dimension."""
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(indices)
@@ -92,7 +92,7 @@ def positions(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether no earlier rank of the tensor's mesh holds the same shard as this one."""
+    """Whether this rank is the first rank of the tensor's mesh that holds its shard."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()

@@ -1,11 +1,11 @@
 """Pipeline parallelism: each stage holds some of the layers, and microbatches pass from stage to stage.
 
-All stages know all microbatches, so shapes are never communicated. Hidden states go to the next stage, and gradients to the
-previous one, as soon as they are computed, while the sender continues with its schedule. Microbatches may differ in length. The
-last stage computes the predictions and the loss.
+All stages know all microbatches, so shapes are never communicated. Microbatches may differ in length. Each stage sends
+hidden states to the next stage and gradients to the previous stage. Sends are asynchronous, so the sender continues with its
+schedule. The last stage computes the predictions and the loss.
 
-``torch.distributed.pipelining`` is not used: it needs microbatches of one shape, and its process group must be part of the
-default one, which in areno covers at most one stage.
+``torch.distributed.pipelining`` is not used, because it needs microbatches of one shape. In addition, its process group must
+be part of the default process group, which in areno covers at most one stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from areno.engine.parallel.schedule import Action, Schedule, make_schedule, need
 
 
 class Microbatch(Protocol):
-    """What each stage needs from a microbatch."""
+    """The data that each stage needs from a microbatch."""
 
     @property
     def tokens(self) -> Tensor:
@@ -46,12 +46,12 @@ class Plan(AttentionPlan, Protocol):
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
-"""The last stage's head: maps a microbatch's index and hidden states [T, C] to a tensor to differentiate and its gradient."""
+"""The head of the last stage: maps a microbatch's index and hidden states [T, C] to an output tensor and its gradient."""
 
 
 @dataclass(slots=True)
 class _Saved:
-    """What a forward pass saves for its backward pass."""
+    """The tensors that a forward pass saves for its backward pass."""
 
     input: Tensor
     output: Tensor
@@ -59,7 +59,7 @@ class _Saved:
 
 
 class Pipeline:
-    """One rank's part of a pipeline. All ranks of all stages must make the same calls."""
+    """One rank's share of a pipeline. All ranks of all stages must make the same calls."""
 
     def __init__(self, model: PackedModel, peers: RankContext) -> None:
         assert model.stage is not None
@@ -68,9 +68,10 @@ class Pipeline:
         self._width = int(model.config.get_text_config().hidden_size)
 
     def run(self, batches: Sequence[Microbatch], finish: Finish, backward: bool) -> None:
-        """Pass microbatches forward through all stages, and with ``backward`` their gradients back.
+        """Run the forward pass of all microbatches through all stages; with ``backward``, run the backward pass too.
 
-        The last stage calls ``finish`` with hidden states; with ``backward``, ``finish`` returns a tensor to differentiate.
+        The last stage calls ``finish`` with the hidden states. With ``backward``, ``finish`` returns the tensor to
+        differentiate.
         """
         layout = self.peers.layout
         schedule = make_schedule(layout.pp_size, layout.pp_chunks, len(batches), backward)
@@ -118,13 +119,13 @@ class Pipeline:
             traffic.send(action, torch.zeros_like(saved.input) if gradient is None else gradient)
 
     def empty(self, length: int) -> Tensor:
-        """Allocate hidden states [length, C] or their gradients."""
+        """Allocate a buffer for hidden states [length, C] or their gradients."""
         return torch.empty(length, self._width, dtype=self.model.dtype, device=self.model.device)
 
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A pending send: the receiving stage, and the index of the action with which that stage takes the values."""
+    """A pending send: the receiving stage, and the index of that stage's action that uses the values."""
 
     stage: int
     taken_by: int
@@ -134,7 +135,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Inbox:
-    """Tensors that another stage sends to this one over one link, in order."""
+    """Tensors that another stage sends to this stage over one link, in order."""
 
     link: Any
     stage: int
@@ -164,7 +165,7 @@ class _Traffic:
         return action.run > 0 if action.backward else action.run < self._last
 
     def _expect(self, inbox: _Inbox) -> None:
-        """Start the next receive, before an action needs its values."""
+        """Start the next receive before an action needs the values."""
         inbox.next = None
         if inbox.coming:
             action = inbox.coming.popleft()
@@ -172,7 +173,7 @@ class _Traffic:
             inbox.next = action, room, inbox.link.receive(room, 0)
 
     def take(self, action: Action) -> Tensor:
-        """Return what an action needs from another stage."""
+        """Return the values that an action needs from another stage."""
         source = needed(action, self._last)
         assert source is not None
         inbox = self._inboxes[action.backward]

@@ -1,8 +1,8 @@
 """A rank's place in the layout, and its communication groups.
 
-Without FSDP a rank's default process group is its tensor-parallel group, so that library code that shards a model across "the
-world" shards it across that group. With FSDP the default group is the stage; a device mesh defines its axes. All other groups
-are separate process groups.
+Without FSDP, a rank's default process group is its tensor-parallel group. So library code that shards a model across the
+default group uses the tensor-parallel ranks. With FSDP, the default group is the stage, and a device mesh defines the stage's
+axes. All other groups are separate process groups.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from areno.engine.parallel.layout import Layout, Place
 from areno.engine.parallel.rendezvous import Rendezvous
 
 Links = dict[tuple[bool, int], RankGroup]
-"""Groups of two ranks; the first sends to the second: activations to the next stage, or gradients to the previous one.
+"""Groups of two ranks. The first rank sends activations to the next stage, or gradients to the previous stage.
 
-Keys are (whether the group carries gradients, sending stage). Each direction has its own group, so that neither blocks the
-other, regardless of the order in which the two ranks use them.
+A key is a pair: whether the group carries gradients, and the sending stage. Each direction has a separate group, so that the
+two directions cannot block each other.
 """
 
 
@@ -54,7 +54,7 @@ class RankContext:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only rank."""
+        """Whether the layout has only this rank."""
         return self.layout.world_size == 1
 
     @property
@@ -84,16 +84,16 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of this rank's share when the data and context axes together divide rows, as in scoring."""
+        """Index of this rank's share of the rows in scoring, where the data and context axes together divide the rows."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights from disk; with ``reads_once``, only the first rank of each stage does."""
+        """Whether this rank reads weights from disk. With ``reads_once``, only the first rank of each stage reads weights."""
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:
-        """Within a stage, broadcast the values of the rank that reads weights, in place."""
+        """Within a stage, broadcast the values from the rank that reads the weights, in place."""
         if self.place.replica == 0:
             self.context.broadcast(values)
         self.data.broadcast(values)
@@ -106,7 +106,7 @@ class RankContext:
 
 
 def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> RankContext:
-    """Create this rank's communication groups; return when all ranks have joined."""
+    """Create this rank's communication groups, and return once all ranks have joined."""
     place = layout.place(rank)
     across = SharedGroup if device.type == "cpu" else RankGroup
 
@@ -144,7 +144,7 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
 
 
 def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: torch.device) -> Links:
-    """Create the links of a stage; all stages use one order, which rules out deadlocks."""
+    """Create the links of a stage. All stages create links in the same order, which rules out deadlocks."""
     links: Links = {}
     stages = layout.pp_size
     for gradients in (False, True) if stages > 1 else ():

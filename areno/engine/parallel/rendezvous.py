@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a group: in a folder of one machine, or through the name registry of a run."""
+"""Rendezvous of the ranks of a group, in a folder on one machine or through the name registry of a run."""
 
 import functools
 import os
@@ -23,13 +23,13 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """A picklable meeting point of the ranks of a group; ``name`` is the group's name, which is used once."""
+    """A picklable meeting point of the ranks of a group. ``name`` is the group's name, which must not be reused."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
         """Return the store through which the ranks of a group exchange addresses."""
 
     def open(self, name: str) -> None:
-        """Announce a group whose members join one by one."""
+        """Announce a new group, which members can then join."""
 
     def come(self, name: str, member: int) -> None:
         """Register a member. Raises OSError if the group has been cancelled."""
@@ -42,13 +42,13 @@ class Rendezvous(Protocol):
 
 
 def own_address() -> str:
-    """Return the address at which other machines reach this process; loopback if all ranks are on one machine."""
+    """Return the address at which other machines reach this process, or loopback if all ranks are on one machine."""
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 
 @functools.cache
 def node_id() -> str:
-    """Return an identifier of this machine; processes with the same identifier can share memory."""
+    """Return an identifier of this machine. Processes with the same identifier can share memory."""
     if node := os.environ.get(NODE):
         return node
     try:
@@ -58,7 +58,7 @@ def node_id() -> str:
 
 
 def serve_store(host: str, size: int, patience: timedelta) -> tuple[dist.Store, int]:
-    """Serve a store for ``size`` members at ``host``; return it and its port."""
+    """Serve a store for ``size`` members at ``host``; return the store and its port."""
     # The store's own socket would listen on every interface of the machine.
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -68,7 +68,7 @@ def serve_store(host: str, size: int, patience: timedelta) -> tuple[dist.Store, 
 
 @dataclass(frozen=True, slots=True)
 class FolderRendezvous:
-    """Rendezvous in a private folder of this machine."""
+    """Rendezvous in a private folder on this machine."""
 
     folder: Path
 
@@ -103,7 +103,7 @@ def _repository(options: NameOptions) -> Repository:
 
 @dataclass(frozen=True, slots=True)
 class NamedRendezvous:
-    """Rendezvous through registry names below ``root``, which is unique to a group of processes; rank 0 serves the store."""
+    """Rendezvous through registry names below ``root``, which is unique per group of processes. Rank 0 serves the store."""
 
     options: NameOptions
     root: str

@@ -1,15 +1,15 @@
-"""Pipeline schedules: which stage computes what, in which order.
+"""Pipeline schedules: the order of the passes of each stage.
 
 After some warmup forward passes, a stage alternates forward and backward passes, which limits the activations in memory. With
-one model chunk per stage this is 1F1B (Narayanan et al. 2019, arXiv:1806.03377). With several chunks it is interleaved 1F1B
-(Narayanan et al. 2021, arXiv:2104.04473), which divides the bubble by the number of chunks.
+one model chunk per stage, the schedule is 1F1B (Narayanan et al. 2019, arXiv:1806.03377). With several chunks, the schedule
+is interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), which divides the bubble by the number of chunks.
 """
 
 from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """A forward or backward pass of a model chunk, whose index is ``run``, over one microbatch."""
+    """A forward or backward pass of the model chunk ``run`` over one microbatch."""
 
     backward: bool
     run: int
@@ -21,10 +21,11 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 def make_schedule(stages: int, chunks: int, microbatches: int, backward: bool = True) -> Schedule:
-    """Return the schedule of ``stages`` with ``chunks`` model chunks each. Without ``backward`` it has forward passes only.
+    """Return the schedule of ``stages`` with ``chunks`` model chunks each. Without ``backward``, it has only forward passes.
 
-    Chunk i belongs to stage i % ``stages``. Each stage takes microbatches in groups of ``stages``: a whole group goes through
-    one chunk of the stage, then through the next one. An incomplete last group is ordered like a full one.
+    Chunk i belongs to stage i % ``stages``. Each stage processes microbatches in groups of ``stages``. A whole group passes
+    through one chunk of the stage before it passes through the next chunk. An incomplete last group is ordered like a full
+    group.
     """
     filled = -(-microbatches // stages) * stages
     schedule = []
@@ -54,7 +55,7 @@ def _present(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
 
 
 def needed(action: Action, last: int) -> Action | None:
-    """Return the action whose result an action needs, given the index of the last chunk; None if there is none."""
+    """Return the action whose result ``action`` needs, or None. ``last`` is the index of the last chunk."""
     backward, run, microbatch = action
     if not backward:
         return Action(False, run - 1, microbatch) if run else None

@@ -1,7 +1,8 @@
 """Memory shared by the processes of one machine.
 
-On Linux the memory is an anonymous file (memfd) that other processes open through ``/proc``. The kernel frees it once no
-process has it open or mapped, and the size of ``/dev/shm`` does not limit it. Elsewhere it is a file in the temporary folder.
+On Linux the memory is an anonymous file (memfd) that other processes open through ``/proc``. The kernel frees the file once
+no process has it open or mapped. The size of ``/dev/shm`` does not limit the file. On other systems the memory is a file in
+the temporary folder.
 """
 
 import mmap
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 ANONYMOUS = hasattr(os, "memfd_create")
-"""Whether segments are anonymous, without a file on disk."""
+"""Whether segments are anonymous files, which are not on disk."""
 
 
 class Segment:
@@ -27,7 +28,7 @@ class Segment:
         os.ftruncate(self._file, size)
 
     def close(self) -> None:
-        """Close the segment in this process; processes that have mapped it keep it."""
+        """Close the segment in this process. Existing mappings in other processes stay valid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -36,9 +37,9 @@ class Segment:
 
 
 def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
-    """Map a segment until its last tensor is freed; without ``writable``, changes stay in this process.
+    """Map a segment until its last tensor is freed. Without ``writable``, changes stay private to this process.
 
-    Raises OSError if it cannot be opened, ValueError if it is smaller than ``size``.
+    Raises OSError if the segment cannot be opened, and ValueError if it is smaller than ``size``.
     """
     file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:

@@ -23,7 +23,7 @@ Send = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A token of a request that has a listener."""
+    """A sampled token of a request that has a listener."""
 
     request: int
     sample: int
@@ -32,7 +32,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """The end of a request."""
+    """The result of a finished request, or its error."""
 
     request: int
     result: RolloutResult | None
@@ -40,9 +40,9 @@ class RequestResult:
 
 
 class EngineServer:
-    """The engine of one rank. :class:`areno.engine.parallel.group.EngineGroup` calls its methods and those of its ``engine``,
-    most of them on all ranks with the same arguments. ``where`` is the ranks' rendezvous; ``send`` takes :class:`TokenEvent`
-    and :class:`RequestResult`.
+    """The engine of one rank. :class:`areno.engine.parallel.group.EngineGroup` calls the methods of this class and of its
+    ``engine``, usually on all ranks with the same arguments. ``where`` is the ranks' rendezvous. ``send`` sends a
+    :class:`TokenEvent` or :class:`RequestResult` to the group.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class EngineServer:
         self._open: dict[int, Future[RolloutResult]] = {}
 
     def limits(self) -> tuple[int | None, int, int]:
-        """Return context length, vocabulary size and KV tokens of the loaded engine."""
+        """Return the context length, the vocabulary size and the KV cache size in tokens of the loaded engine."""
         engine = self.engine
         return engine.context_length, engine.vocab_size, engine.kv_tokens
 
     # -- run at once, on the leaders of replicas ---------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
-        """Queue requests by number; for numbers in ``heard``, every token is sent as an event."""
+        """Queue requests by number. Every token of the requests in ``heard`` is sent as an event."""
         listening = [
             dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
             for number, request in requests.items()
@@ -87,8 +87,8 @@ class EngineServer:
     # -- run one after the other -------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Free the KV cache unless ``keep_rollout_state`` is set. The deciding rank first aborts pending requests; the others
-        wait until none are left.
+        """Free the KV cache unless ``keep_rollout_state`` is set. The deciding rank first aborts pending requests, and the
+        other ranks wait until no requests are left.
         """
         if self.peers.decides:
             self.engine.end_rollout()
@@ -106,7 +106,7 @@ class EngineServer:
         temperatures: Sequence[float] | None,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
-        """Score this rank's rows; return pairs (row index, result), or an empty list if another rank reports them."""
+        """Score this rank's rows. Return pairs (row index, result), or an empty list if another rank returns the results."""
         self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = 1.0 if temperatures is None else [temperatures[index] for index in mine]

@@ -1,6 +1,6 @@
-"""Shard a model across the ranks of a replica by its ``transformers`` tensor-parallel plan, and save it unsharded.
+"""Shard a model across the ranks of a replica by the model's ``transformers`` tensor-parallel plan, and save it unsharded.
 
-Parameters that the plan shards are ``DTensor``s; plain tensors are unsharded.
+Sharded parameters are ``DTensor``s, and unsharded parameters are plain tensors.
 """
 
 import re
@@ -30,7 +30,7 @@ _SUMS_GRADIENT = "replicated_with_grad_allreduce"
 
 
 class _Mesh(DistributedConfig):
-    """Adds an FSDP axis to the mesh; FSDP itself is applied later, to the complete model."""
+    """A configuration that adds an FSDP axis to the mesh. FSDP itself is applied later, to the complete model."""
 
     dp_size = 1
 
@@ -38,16 +38,17 @@ class _Mesh(DistributedConfig):
 def distributed_config(
     config: PretrainedConfig, head_plan: dict[str, str], layout: Layout, option: str, path: str
 ) -> DistributedConfig:
-    """Return the ``transformers`` configuration that shards a model.
+    """Return the ``transformers`` configuration for sharding a model.
 
-    Parameters whose gradients the plan would sum in a hook stay unsharded, and :func:`partial_names` tells the optimizer to
-    sum these gradients once. Logits that the plan would gather stay sharded: see :func:`vocabulary_share`.
+    The plan would sum the gradients of some parameters in a hook. These parameters stay unsharded, and :func:`partial_names`
+    lists them, so that the optimizer sums their gradients once. Logits that the plan would gather stay sharded; see
+    :func:`vocabulary_share`.
 
     Args:
         config: model configuration.
-        head_plan: the plan of the model's class, for the layers above the body.
+        head_plan: tensor-parallel plan of the layers above the body, from the model's class.
         layout: how the ranks divide the model.
-        option: name of the option that set the checkpoint ``path``, for error messages.
+        option: option that set the checkpoint ``path``, for error messages.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, the ranks cannot divide its heads, or ``transformers`` is too old.
@@ -72,7 +73,7 @@ def distributed_config(
 
 
 def vocabulary_share(module: Any) -> VocabularyShare | None:
-    """Return the slice of the vocabulary that this rank's output head computes; None if unsharded."""
+    """Return the slice of the vocabulary that this rank's output head computes; None if the head is unsharded."""
     head = module.get_output_embeddings()
     name = next((name for name, child in module.named_modules() if child is head), "")
     if head is None or isinstance(head, Absent) or style_of(module, name) != "colwise":
@@ -88,7 +89,7 @@ def _summed(plan: dict[str, str]) -> list[str]:
 
 
 def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
-    """Return the names of unsharded parameters for which each rank computes only a partial gradient (per-head norms)."""
+    """Return the unsharded parameters whose gradient is partial on each rank, such as per-head norms."""
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     endings = [tuple(name.split(".")) for name in _summed(plan)]
 
@@ -104,14 +105,14 @@ def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
 
 
 def style_of(module: Any, name: str) -> str | None:
-    """Return the plan's style for a layer of a module; None if unsharded."""
+    """Return the style that the tensor-parallel plan gives a layer of a module; None if the layer is unsharded."""
     return module.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))  # type: ignore[no-any-return]
 
 
 def save_unsharded(model: PackedModel, folder: str | Path, peers: RankContext) -> None:
-    """Write a model in Hugging Face format, gathering it tensor by tensor on the first rank.
+    """Write a model in Hugging Face format; the first rank gathers one tensor at a time.
 
-    Every rank that holds a shard must call it.
+    Every rank that holds a shard must call this function.
     """
     weights: dict[str, Tensor] = {}
     kept: dict[int, Tensor] = {}  # tied weights are written once

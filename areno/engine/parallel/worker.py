@@ -1,7 +1,7 @@
-"""One worker process: ``python -m areno.engine.parallel.worker``, started by :class:`WorkerGroup`.
+"""A worker process, ``python -m areno.engine.parallel.worker``, which :class:`WorkerGroup` starts.
 
-It creates the object that its first message describes, and calls the object's methods one after the other. A separate thread
-sends a heartbeat every second. The process exits when the one that started it does.
+The worker creates the object that its first message describes, and calls the object's methods one after the other. A separate
+thread sends a heartbeat every second. The worker exits when the process that started it exits.
 """
 
 import faulthandler
@@ -132,7 +132,7 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Return how many bytes this process has read and written, 0 if unknown; ``read_bytes`` counts mapped files."""
+    """Return the number of bytes that this process has read and written, including mapped files; 0 if unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)
@@ -142,7 +142,7 @@ def _io_bytes() -> int:
 
 
 def _use_interface(connection: Connection) -> None:
-    """Make CPU collectives use the network interface of this connection."""
+    """Set the network interface of this connection as the interface for CPU collectives."""
     address = connection.socket.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     names = (name for name, addresses in interfaces if any(one.address == address for one in addresses))
@@ -151,7 +151,7 @@ def _use_interface(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Run the worker until its starter ends it."""
+    """Run the worker until the process that started it stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the starting one decides
     connection = dial()
     if connection.far:

@@ -1,7 +1,7 @@
-"""A group of worker processes: started together, called together, ended together.
+"""A group of worker processes that are started, called and stopped together.
 
-If one dies, stops, or makes no progress, all are killed, and every pending call raises an error that names the rank, what it
-was doing, and its error.
+If a worker dies, is stopped, or makes no progress, all workers are killed. Every pending call then raises an error with the
+failed rank, its last operation, and its error.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _DIAL_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One worker, as seen by its starter."""
+    """One worker, as seen by the process that started it."""
 
     rank: int
     process: RunningTask
@@ -57,11 +57,13 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """How the processes of a group are started.
+    """Settings for starting the processes of a group.
 
     Attributes:
-        name: prefix of their log lines, such as ``rollout 1``; with a name, only warnings and errors reach the starter's log.
-        launcher: starts the processes as workers of ``role``, numbered from ``first``; None starts them on this machine.
+        name: prefix of the processes' log lines, such as ``rollout 1``. With a name, only warnings and errors reach the log
+            of the starting process.
+        launcher: starts the processes as workers of ``role``, numbered from ``first``. None: the processes run on this
+            machine.
     """
 
     name: str = ""
@@ -80,17 +82,18 @@ class Processes:
 
 
 class WorkerGroup:
-    """Worker processes, each of which holds one object and calls its methods.
+    """Worker processes. Each worker holds one object and calls the object's methods.
 
     Args:
-        makers: one function per rank, sent with ``cloudpickle``; creates the rank's object, given a function that sends events.
-        on_event: receives the rank and payload of each event, in the group's own thread.
+        makers: one function per rank, serialized with ``cloudpickle``. The function creates the rank's object, and takes a
+            function that sends events.
+        on_event: receives the rank and the payload of each event; runs in the group's thread.
         on_failure: called once when the group fails.
-        busy: whether a rank has work other than calls, such as a generation request.
-        stall_s: a rank with work fails after this long without progress.
+        busy: returns whether a rank has work other than calls, such as a generation request.
+        stall_s: time in seconds without progress after which a rank with work counts as failed.
 
     Raises:
-        EngineError: a worker could not be started, or failed to create its object.
+        EngineError: a worker could not be started, or could not create its object.
     """
 
     def __init__(
@@ -137,12 +140,12 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, and the group with it."""
+        """Whether a rank has failed. The whole group has then failed."""
         return self._failure is not None
 
     @property
     def closed(self) -> bool:
-        """Whether all processes have ended or are ending."""
+        """Whether all processes have exited or are exiting."""
         return self._closing
 
     @property
@@ -151,27 +154,28 @@ class WorkerGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call a method on all ranks, or some; return the results, in the order of ``ranks``.
+        """Call a method on ``ranks`` (default: all ranks); return the results in the order of ``ranks``.
 
-        Raises EngineError if only some ranks raised, or one died, stopped or made no progress: the group has then failed. If
-        every rank raised the same type, raises that exception, and the group remains usable.
+        If all ranks raise exceptions of the same type, raises the first rank's exception, and the group stays usable. Raises
+        EngineError if the ranks' errors differ, only some ranks raise an error, or a rank dies, is stopped or makes no
+        progress. The group has then failed.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 
     def begin(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Callable[[], list[Any]]:
-        """Send a call; return a function that waits for the results, see :meth:`call`."""
+        """Send a call; return a function that waits for the results. See :meth:`call`."""
         return functools.partial(self._gather, method, self._ask(method, arguments, ranks or range(self.size)))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
-        """Call a quick method on one rank at once, even while another call runs there."""
+        """Call a fast method on one rank immediately, even while the rank runs another call."""
         return self._ask(method, arguments, [rank], now=True)[0]
 
     def abandon(self, reason: str) -> None:
-        """Kill all processes; every further call raises an EngineError with this reason."""
+        """Kill all processes. Every later call raises an EngineError with this reason."""
         self._fail(EngineError(reason))
 
     def close(self) -> None:
-        """End all processes; a second call does nothing."""
+        """Stop all processes. A second call does nothing."""
         if self._closing:
             return
         self._closing = True
@@ -190,7 +194,7 @@ class WorkerGroup:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
-                raise EngineError(f"{method}: the worker processes have been ended")
+                raise EngineError(f"{method}: the worker processes have been stopped")
             self._numbers += 1
             number = self._numbers
         text = dumps(Call(number, method, arguments, now))
@@ -214,7 +218,7 @@ class WorkerGroup:
             rank.frames.send(text, SILENCE_S)
 
     def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
-        """Wait for all answers. An error of all ranks is raised to the caller; an error of only some fails the group."""
+        """Wait for all results. Errors of only some ranks, or of different types, fail the group."""
         wait(futures, return_when=FIRST_EXCEPTION)
         wait(futures, timeout=_SETTLE_S)
         errors = [(rank, f.exception()) for rank, f in enumerate(futures) if f.done() and f.exception() is not None]
@@ -255,7 +259,7 @@ class WorkerGroup:
                 self._check()
 
     def _listen(self, rank: _Rank) -> bool:
-        """Read a rank's messages; return False once its connection has ended."""
+        """Read a rank's messages; return False once its connection is closed."""
         rank.heard = time.monotonic()  # even in the middle of a long message
         try:
             for text in rank.frames.arrived():
@@ -278,7 +282,7 @@ class WorkerGroup:
             with self._lock:
                 _, future = rank.waiting.pop(message.number, ("", None))
                 if future is None and self._failure is None:
-                    raise ValueError(f"an answer to call {message.number}, which is not pending")
+                    raise ValueError(f"a result of call {message.number}, which is not pending")
             if future is None:  # the group has failed meanwhile
                 return
             if message.error is None:
@@ -307,7 +311,7 @@ class WorkerGroup:
             logging.getLogger(line.logger).log(line.level, "%s", text)
 
     def _check(self) -> None:
-        """Detect ranks that are silent or make no progress."""
+        """Fail the group if a rank is silent or makes no progress."""
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:
@@ -338,7 +342,7 @@ class WorkerGroup:
                 )
 
     def _write_stacks(self) -> None:
-        """Make all ranks write the stacks of their threads before they are killed."""
+        """Make all ranks write their threads' stacks before the ranks are killed."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.process.send_signal(signal.SIGUSR1)
@@ -350,9 +354,9 @@ class WorkerGroup:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(timeout=2.0)
         code = rank.process.poll()
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
         if code is None and rank.node:
-            how = "cannot be reached any more, because the process, its machine or the network has failed,"
+            how = "can no longer be reached, because the process, its machine or the network has failed,"
         hint = "; the system may have run out of memory" if code == -9 else ""
         self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
 
@@ -412,7 +416,7 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
 
 
 def _last(rank: _Rank) -> str:
-    """Return what a rank was last known to be doing."""
+    """Return a rank's last known operation."""
     return next((method for method, _ in rank.waiting.values()), "") or rank.doing or "work between calls"
 
 

@@ -13,7 +13,7 @@ Change = dict[str, Any]
 
 
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
-    """Return command-line options that together make a run fit; empty if none do.
+    """Return command-line options that together make a run fit; the list is empty if no options do.
 
     Options that do not change results come first.
     """
@@ -27,9 +27,9 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 
 
 def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[bool, int]], size: int) -> Change:
-    """Accumulate changes that reduce memory until the run fits; return no changes if it never does.
+    """Accumulate changes that reduce memory until the run fits. Return {} if the run does not fit even with all changes.
 
-    ``planned`` plans the run with changes and returns whether it fits, and its size.
+    ``planned`` plans the run with changes, and returns whether the run fits and its size.
     """
     accepted: Change = {}
     for change in changes:
@@ -42,7 +42,7 @@ def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[b
 
 
 def _changes(options: TrainOptions) -> Iterator[Change]:
-    """Possible changes, least costly first; a later value of an option replaces an earlier one."""
+    """Possible changes, least costly first. A later value of an option replaces an earlier value."""
     rollout = get_algorithm(options.algo).requires_rollout
     if rollout and not options.drop_rollout_state:
         yield {"drop_rollout_state": True}
@@ -64,15 +64,15 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
 
 
 def halves(value: int, least: int) -> Iterator[int]:
-    """Return successive halves of a value, rounded down to multiples of ``least``, until ``least``."""
+    """Yield successive halves of a value that are at least ``least``, rounded down to multiples of ``least``."""
     while value // 2 >= least:
         value //= 2
         yield value - value % least
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """Return the advice for a run that no option makes fit."""
+    """Return advice for a run that does not fit with any option."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
         return "The weights alone exceed the free memory: use a smaller model, or a machine with more memory."
-    return "No option makes it fit: use a smaller model, or a machine with more memory."
+    return "No option makes the run fit: use a smaller model, or a machine with more memory."

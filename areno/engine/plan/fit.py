@@ -36,7 +36,7 @@ _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries an
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A layout, and its cost on the fullest device."""
+    """A layout and its cost on the device that needs the most memory."""
 
     layout: Layout
     held: int  # bytes
@@ -63,7 +63,7 @@ class Fit:
 
 
 def fits_of(model: ModelSizes, devices: int, memory: int, per_step: Training, machines: Machines) -> Iterator[Fit]:
-    """Layouts whose fullest device holds at most ``memory`` bytes; microbatches are counted over all replicas."""
+    """Layouts in which every device holds at most ``memory`` bytes. ``per_step`` counts microbatches over all replicas."""
     for layout in layouts_of(devices, model, machines.per_node):
         passes = -(-per_step.microbatches // layout.dp_size)
         training = Training(per_step.tokens, passes, per_step.compute, per_step.moments)
@@ -74,7 +74,7 @@ def fits_of(model: ModelSizes, devices: int, memory: int, per_step: Training, ma
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; return 1 if nothing fits."""
+    """Run the command, and return the exit status: 1 if no layout fits."""
     parser = argparse.ArgumentParser(prog="areno plan --fit", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="propose layouts instead of planning a run")
     parser.add_argument(
@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--devices", type=int, required=True, help="number of devices")
     parser.add_argument("--device-memory", type=float, default=80, help="GiB per device (default 80)")
     parser.add_argument(
-        "--per-node", type=int, default=8, help="devices per node, the limit of tensor parallelism (default 8)"
+        "--per-node", type=int, default=8, help="devices per node, which limits tensor parallelism (default 8)"
     )
     parser.add_argument("--tokens", type=int, default=16384, help="tokens per microbatch (default 16384)")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Divides a GPU's memory: reserves the peak of training, and gives the rest to the KV cache.
+"""Divides a GPU's memory: reserves the peak memory of training, and assigns the rest to the KV cache.
 
-The cache is a pool of fixed size that stays allocated between rollouts, so it must leave room for later allocations: optimizer
-moments in the first step, gradients and activations in every step, CUDA graphs and prefills in every rollout.
+The cache is a pool of fixed size that stays allocated between rollouts, so it must leave room for later allocations. These are
+optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and prefills in every rollout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Size in bytes of what a run needs in addition to the loaded models."""
+    """Sizes in bytes of the memory that a run needs in addition to the loaded models."""
 
     moments: int = 0  # optimizer states, created in the first step
     recomputed: int = 0  # gradients and activations of the largest pass, with activation recomputation
@@ -50,10 +50,10 @@ class Division:
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
-    """Divide the memory that is free once the models are loaded.
+    """Divide the memory that is free after the models have been loaded.
 
-    ``keeps_cache``: the cache stays allocated during training. ``recompute``: whether to recompute activations; None: only if
-    gradients and activations would take more than ``KEPT_SHARE`` of what remains after the moments.
+    ``keeps_cache``: whether the cache stays allocated during training. ``recompute``: whether to recompute activations. None
+    recomputes only if gradients and activations would take more than ``KEPT_SHARE`` of the memory left by the moments.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -64,9 +64,9 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
 
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
-    """Size of the KV cache in tokens once the models are loaded; the same on all ranks.
+    """Size of the KV cache in tokens after the models have been loaded. The size is the same on all ranks.
 
-    On a GPU this also decides whether to recompute activations, unless the configuration states it.
+    On a GPU, this function also decides whether to recompute activations, unless the configuration decides.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
@@ -83,7 +83,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     division = divide(available_bytes(config.device), need, keeps_cache=config.keep_rollout_state, recompute=recompute)
     if division.lacking:
         logger.warning(
-            "training is expected to need %.1f GiB more than is free on the GPU; use --adam-8bit, --offload-optimizer or a "
+            "training is expected to need %.1f GiB more than the GPU has free; use --adam-8bit, --offload-optimizer or a "
             "smaller model",
             division.lacking / _GIB,
         )
@@ -98,13 +98,13 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
 
 
 def pool_tokens(tokens: int, running: int, context: int | None) -> int:
-    """Limit the size of a cache to what all running sequences can fill."""
+    """Limit the size of a cache to the tokens that all running sequences can fill."""
     limit = running * round_up(context, _ROW) if context else tokens
     return max(min(tokens, limit), _MIN_TOKENS)
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Trace the actor on shapes; other trained models are assumed to have the same sizes."""
+    """Trace the actor on shapes. Other trained models are assumed to have the same sizes."""
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]

@@ -1,7 +1,7 @@
-"""Estimates from a model's sizes how many bytes each rank of a training layout holds, and how many it sends per step.
+"""Estimates, from a model's sizes, the bytes that each rank of a training layout holds and sends per step.
 
-These are closed-form estimates, for ``areno plan --fit`` and for sharded weights; ``docs/layouts.md`` explains the terms.
-:mod:`areno.engine.plan.memory_plan` runs the engine's code on shapes instead, but does not support sharded weights.
+These closed-form estimates are for ``areno plan --fit`` and for sharded weights. ``docs/layouts.md`` explains the terms.
+:mod:`areno.engine.plan.memory_plan` instead runs the engine's code on shapes, but does not support sharded weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelSizes:
-        """The sizes of a configuration, from a model on the meta device."""
+        """The sizes of a configuration, computed from a model on the meta device."""
         with torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config)
         text: Any = config.get_text_config()
@@ -89,7 +89,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Memory of the fullest rank by purpose, in bytes."""
+    """Memory in bytes, by purpose, of the rank that needs the most memory."""
 
     weights: int  # including master weights
     moments: int
@@ -104,7 +104,7 @@ class RankBytes:
 
 
 def rank_bytes(model: ModelSizes, layout: Layout, training: Training) -> RankBytes:
-    """Memory of the fullest rank at the peak of a step."""
+    """Memory at the peak of a step, for the rank that needs the most memory."""
     return max((_of_stage(model, layout, training, stage) for stage in range(layout.pp_size)), key=lambda b: b.total)
 
 
@@ -136,7 +136,7 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
 
 
 def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
-    """Total size in bytes of saved layer inputs, the activations inside one layer, and logits."""
+    """Total size in bytes of saved layer inputs, activations inside one layer, and logits."""
     tokens, b = -(-training.tokens // layout.cp_size), training.compute
     kept = waiting_passes(layout, stage, training.microbatches) / layout.pp_chunks
     inner = 3 * model.hidden + (2 * model.queries + 2 * model.keys + 3 * model.middle) // layout.tp_size
@@ -147,14 +147,14 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Maximum number of in-flight forward passes of a stage, counted per model chunk, as in :func:`make_schedule`."""
+    """Maximum number of in-flight forward passes of a stage in :func:`make_schedule`, counted per model chunk."""
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(first + 1, microbatches * chunks)
 
 
 def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[str, int]:
-    """Bytes that a rank sends per optimizer step, by axis; ``data`` is for weights and gradients."""
+    """Bytes that a rank sends per optimizer step, by axis. ``data`` counts weights and gradients."""
     tokens, b, passes = training.tokens // layout.cp_size, training.compute, training.microbatches
     layers, t = model.layers // layout.pp_size, layout.tp_size
     again = 1 if training.recomputes else 0  # recomputation repeats the forward pass
@@ -194,7 +194,7 @@ class Machines:
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """Estimate the duration of a step. Only data and pipeline communication overlaps with compute."""
+    """Estimate the duration of a step in seconds. Only data and pipeline communication overlaps with compute."""
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node
     inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
@@ -208,7 +208,7 @@ def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Mac
 
 
 def _rest(size: int) -> float:
-    """Share of data that each of ``size`` ranks does not hold itself."""
+    """Fraction of sharded data that a rank does not hold, for ``size`` ranks."""
     return (size - 1) / size
 
 
@@ -219,7 +219,7 @@ def idle_share(layout: Layout, microbatches: int) -> float:
 
 
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
-    """Layouts for a number of devices, least communication first: replicas, FSDP, then tensor and pipeline parallelism."""
+    """Layouts for a number of devices, least communication first: replicas, FSDP, and tensor and pipeline parallelism."""
     yield Layout(devices)
     for tensor in _powers(min(devices, per_node, model.keys)):
         for stages in _powers(min(devices // tensor, model.layers)):

@@ -22,9 +22,10 @@ _LONGEST = 2048  # maximum tokens of a row
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrial:
-    """Settings of a trial. Rows have equal lengths, and the second half of each is the response.
+    """Settings of a trial. All rows have the same length, and the second half of each row is the response.
 
-    ``meter`` returns a running count of bytes, such as those sent over a network interface, to be read before and after a step.
+    ``meter`` returns a running count of bytes, such as bytes sent over a network interface. It is called before and
+    after each step.
     """
 
     path: str
@@ -39,7 +40,7 @@ class LayoutTrial:
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows of a microbatch."""
+        """Number of rows of a microbatch."""
         return -(-self.tokens // self.longest)
 
     def rows(self, vocabulary: int) -> list[TrainSequence]:
@@ -53,7 +54,7 @@ class LayoutTrial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians over the measured steps, and the peak memory of the fullest rank."""
+    """Medians over the measured steps, and the highest peak memory of all ranks."""
 
     seconds: float
     counted: int  # bytes that ``meter`` counted
@@ -61,7 +62,7 @@ class Measured:
 
 
 def measure_layout(layout: Layout, trial_run: LayoutTrial) -> Measured:
-    """Train in a layout in separate processes; see :class:`EngineGroup` for errors."""
+    """Train with a layout in separate processes. Raises the errors of :class:`EngineGroup`."""
     config = EngineConfig(
         device=trial_run.device,
         dtype=trial_run.dtype,

@@ -1,7 +1,7 @@
-"""The tensor-parallel shard of a model on one rank, as shapes, split according to ``transformers``' tensor-parallel plan.
+"""Shapes of one rank's tensor-parallel shard of a model, according to the tensor-parallel plan of ``transformers``.
 
-The model's code then runs on the shard: the numbers of heads and the MLP width follow from the weights. Most collectives do
-not change sizes and need no emulation; those that gather or split tensors are emulated.
+The model's code then runs on the shard, because it derives the numbers of heads and the MLP width from the weights.
+Only collectives that gather or split tensors are emulated. Other collectives do not change sizes.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _SPLIT = ("rowwise_split_input", "rowwise_rep")
 
 
 def keep_one_part(module: nn.Module, tp_size: int) -> None:
-    """Replace each tensor that the plan splits with one of the shard's shape; shared tensors stay shared."""
+    """Replace each tensor that the plan splits with a tensor of the shard's shape. Shared tensors stay shared."""
     plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
     shards: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():
@@ -34,7 +34,7 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """Return logits of the full size [N, V] for a sampler, even if a rank computes only some columns."""
+    """Return logits of the full size [N, V] for a sampler, even if ``logits`` has only some columns."""
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
 

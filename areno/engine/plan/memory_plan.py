@@ -1,7 +1,7 @@
-"""Plans the memory of a run by phase and purpose, per rank, before anything is loaded.
+"""Plans the memory of a run per rank, by phase and purpose, before models are loaded.
 
-The figures are for the largest microbatch and the longest sequences that the options allow, and for a step after the first,
-when optimizer states exist. The total of a phase is its peak.
+The plan assumes the largest microbatch and the longest sequences that the options allow. It is for a step after the
+first one, when optimizer states exist. The total of a phase is its peak.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from areno.engine.train.outputs import ModelKind
 from areno.errors import UsageError
 
 PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
-"""Purposes of memory, in the order of the table; ``activations`` are all temporary tensors of a pass."""
+"""Purposes of memory, in the order of the table. ``activations`` includes all temporary tensors of a pass."""
 
 # Code, tables and threads of model and tokenizer, beyond importing areno; measured.
 _PROCESS = 64 * 2**20
@@ -90,7 +90,7 @@ class MemoryPlan:
 
 
 def plan_device(options: TrainOptions) -> torch.device:
-    """The device that a run would use; an explicit GPU need not exist on this machine."""
+    """The device that a run would use. An explicitly configured GPU need not exist on this machine."""
     if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(options.device)
@@ -99,7 +99,7 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    Raises UsageError: a model's configuration cannot be read, or the weights are sharded with FSDP.
+    Raises UsageError: a model's configuration cannot be read, or ``fsdp`` is set.
     """
     if options.fsdp:
         raise UsageError(
@@ -109,7 +109,7 @@ def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan
 
 
 def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
-    """Plan the memory of a run from the configurations of its models; ``available=None`` queries this machine."""
+    """Plan the memory of a run from the configurations of its models. ``available=None`` queries this machine."""
     return _Planner(sizes, available_bytes(sizes.device) if available is None else available).plan()
 
 
@@ -142,7 +142,7 @@ class _Planner:
         return [self._update(role, shape, optimizer, recompute) for role, shape, optimizer in trained]
 
     def _free(self) -> int:
-        """Free bytes once the models are loaded."""
+        """Free memory in bytes after the models have been loaded."""
         loaded = self._phase("load")
         return self.available // self.sizes.sharing - loaded.total
 
@@ -188,7 +188,7 @@ class _Planner:
         )
 
     def _loading(self) -> Phase:
-        """Loading creates master weights; a checkpoint of another dtype is in memory together with the converted weights."""
+        """The loading phase. A checkpoint of a different dtype is in memory together with the converted weights."""
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
         # File headers and untied copies are negligible: only another dtype makes the sizes differ this much.
         converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]
@@ -199,7 +199,7 @@ class _Planner:
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
-        """A phase; adds the memory that all phases have in common."""
+        """A phase, including the memory that all phases have in common."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
@@ -209,7 +209,7 @@ class _Planner:
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _training(self, kv_cache: int) -> list[Phase]:
-        """The phases forward, backward and optimizer step, each for the role that needs the most memory."""
+        """The phases forward, backward and optimizer step. Each phase is for the role that needs the most memory."""
         phases: list[list[Phase]] = []
         for update in self.updates:
             gradients = update.gradients
@@ -259,7 +259,7 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Size in bytes of fp32 logits in policy training: one chunk, or all if kept, and the gradient of one chunk."""
+        """Size in bytes of fp32 logits in policy training: one chunk (all logits if kept) and the gradient of one chunk."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
@@ -271,7 +271,7 @@ class _Planner:
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """Return the shape of a checkpoint, cached because `advise` plans the same run many times."""
+    """Return the shape of a checkpoint. It is cached, because ``advise`` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

@@ -1,7 +1,7 @@
-"""Free memory, and current and peak use of this process.
+"""Free memory, and current and peak memory use of this process.
 
-On a GPU the figures come from CUDA and PyTorch's allocator, on a CPU from the operating system. On Linux the high-water mark of
-the resident set can be reset; elsewhere it never decreases, so later, smaller peaks are overestimated.
+On a GPU, the numbers come from CUDA and PyTorch's allocator; on a CPU, they come from the operating system. On Linux, the peak
+of the resident set can be reset. On other systems, the peak never decreases, so later, smaller peaks are overestimated.
 """
 
 import gc
@@ -24,14 +24,14 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device; for a CPU, what the system reports as available, bounded by the control group's limit."""
+    """Free memory of a device in bytes. For a CPU, this is the system's available memory, limited by the control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_bytes()
 
 
 def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
-    """KV cache size in tokens that uses ``KV_SHARE`` of the free memory, but at least 1024."""
+    """KV cache size in tokens that uses ``KV_SHARE`` of the free memory; at least 1024 tokens."""
     return max(int(available_bytes(device) * KV_SHARE) // max(bytes_per_token, 1), 1024)
 
 
@@ -43,7 +43,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Memory that this process can still use: free memory, and its own allocator's free memory."""
+    """Memory in bytes that this process can still use: the free memory of the device and of the process's allocator."""
     return available_bytes(device) + (retained_bytes() if device.type == "cpu" else 0)
 
 
@@ -57,7 +57,7 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
-    """On a CPU, return the allocator's free memory to the system if memory is short for ``ranks`` processes like this one."""
+    """On a CPU, return the allocator's free memory to the system if memory is short for ``ranks`` processes of this size."""
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         trim_freed_memory()
 
@@ -79,6 +79,6 @@ def peak_since(device: torch.device) -> int:
 
 
 def _max_resident() -> int:
-    """The largest resident set of the process so far; macOS reports bytes, other systems KiB."""
+    """The largest resident set of the process in bytes. macOS reports bytes; other systems report KiB."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024

@@ -1,4 +1,4 @@
-"""The sizes of a run that determine its memory: roles, row lengths, microbatches."""
+"""The sizes that determine a run's memory: roles, row lengths and microbatches."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -72,11 +72,11 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share one memory: all of them on a CPU, one on a GPU."""
+        """Number of ranks that share one memory: all ranks on a CPU, one rank on a GPU."""
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """Options that load the checkpoint of ``option`` as shapes."""
+        """Options that load the checkpoint set by ``option`` as shapes."""
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod
@@ -89,15 +89,14 @@ class Sizes(ABC):
 
     @abstractmethod
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
-        """Row lengths of a replica's largest microbatch, and the number of microbatches of a step if all rows have the maximum
-        length.
+        """Row lengths of a replica's largest microbatch, and the number of microbatches of a step.
 
-        ``role`` is the trained role; empty is the actor.
+        The number is for rows of maximum length. ``role`` is the trained role; an empty string means the actor.
         """
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Maximum number of trained tokens of each row: all but the prompt, which has at least one token."""
+        """Maximum number of trained tokens of each row. The prompt, which has at least one token, is not trained."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
@@ -175,7 +174,7 @@ class RunSizes(Sizes):
         return run.batch_size * (2 if self.spec.learns_from_pairs else 1)
 
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
-        """See :meth:`Sizes.microbatch`; the same for all roles."""
+        """See :meth:`Sizes.microbatch`. The result is the same for all roles."""
         together = 2 if self.spec.learns_from_pairs else 1
         rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
         most = most_tokens(self.device.type) if self.splits_rows else longest * rows
@@ -206,9 +205,9 @@ def _adapter(run: TrainOptions) -> AdapterOptions | None:
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:
-    """Fill a pass with rows of maximum length, and one shorter row for the rest; return the row lengths.
+    """Fill a pass with rows of maximum length and one shorter row for the remaining tokens. Return the row lengths.
 
-    ``shared``: length of the prefix that is computed, and counted, once per ``group`` of rows.
+    ``shared``: length of the prefix that is computed and counted once per ``group`` rows.
     """
     lengths: list[int] = []
     while len(lengths) < rows and tokens > 1:

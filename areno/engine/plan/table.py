@@ -22,14 +22,14 @@ _TITLES = {
 
 
 def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
-    """Format the plan of a run: memory by phase and purpose, whether it fits, and what to change."""
+    """Format the plan of a run: memory by phase and purpose, whether the run fits, and which options to change."""
     change = [] if plan.fits else advise(options, plan)
     where = f" (in phase {plan.peak.name})"
     return "\n".join([*plan_table(plan), verdict(plan.needed, plan.available, change, largest_remedy(plan), where)])
 
 
 def plan_table(plan: MemoryPlan) -> list[str]:
-    """The lines of the table of memory by phase and purpose."""
+    """Lines of the table of memory by phase and purpose."""
     trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
     each = f", per rank of {plan.layout.world_size}" if plan.layout.world_size > 1 else ""
@@ -70,7 +70,7 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """Say whether a run fits; if not, which options to ``change``, or the ``remedy`` if no option is enough."""
+    """State whether a run fits. If it does not, state the options to ``change``, or the ``remedy`` if there are none."""
     figures = f"{needed / _MIB:,.1f} MiB peak{where}, {available / _MIB:,.1f} MiB free now"
     if needed <= available:
         return f"Fits: yes. {figures}."

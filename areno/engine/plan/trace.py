@@ -1,7 +1,8 @@
 """Traces the engine's allocations by running it on fake tensors, which have shapes but no memory.
 
-Nothing is estimated per layer: the model is built as shapes, the training step and the rollout run on it, and all live
-bytes are counted. So the plan follows any change of the engine. Temporary memory inside a PyTorch operation is not counted.
+The model is built as shapes, the training step and the rollout run on these shapes, and all live bytes are counted.
+There are no per-layer estimates, so the plan follows any change of the engine. Temporary memory inside a PyTorch
+operation is not counted.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class RolloutBytes:
 
 
 def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[ShapeOf, P], T]:
-    """Cache the results of a trace, because searches repeat traces."""
+    """Cache the results of a trace, because searches repeat the same traces."""
 
     @functools.wraps(trace)
     def cached(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
@@ -91,11 +92,11 @@ def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[S
 
 
 class ShapeOf:
-    """The model of a checkpoint as shapes: the shard of one rank if the layout has several.
+    """The model of a checkpoint as shapes. If the layout has several ranks, the shapes are those of one rank's shard.
 
     Raises:
-        UsageError: the configuration cannot be read, the layout is not supported, or (from methods) the model's code depends on
-            tensor values.
+        UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise it if the model's
+            code depends on tensor values.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ShapeOf:
             self.weights -= self._saved_by_four_bits()
 
     def _saved_by_four_bits(self) -> int:
-        """Number of bytes saved by storing frozen linear weights, except the output layer's, in 4 bits."""
+        """Number of bytes saved by storing frozen linear weights in 4 bits. The output layer is not quantized."""
         frozen = [
             layer.weight
             for name, layer in self.model.module.named_modules()
@@ -147,7 +148,7 @@ class ShapeOf:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the checkpoint's weight files; 0 if they are not in a local folder."""
+        """Size in bytes of the checkpoint's weight files; 0 if they are not in a local folder."""
         return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
 
     @contextmanager
@@ -159,7 +160,7 @@ class ShapeOf:
         except RuntimeError as error:
             kind = type(self.model.module).__name__
             raise UsageError(
-                f"{self._path}: the code of {kind} depends on tensor values, so its memory cannot be planned; the run itself "
+                f"{self._path}: the code of {kind} depends on tensor values, so its memory cannot be planned; the run "
                 f"may still work ({str(error).splitlines()[0][:200]})"
             ) from error
 
@@ -182,7 +183,7 @@ class ShapeOf:
             lengths: number of tokens of each row of a microbatch.
             scored: number of trained tokens of each row.
             config: optimizer options.
-            several: whether there is more than one microbatch, so that later ones accumulate gradients.
+            several: whether there are several microbatches, so that gradients are accumulated.
             checkpointing: whether to recompute activations.
             device: device of the run.
             entropy: whether the loss reads the policy's entropy.
@@ -235,7 +236,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """The optimizer of a run: on one rank without offloading, on several with stub peers."""
+        """The optimizer of a run. With one rank, it does not offload; with several ranks, it has stubs for the other ranks."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
@@ -263,9 +264,9 @@ class ShapeOf:
         return live.peak
 
     def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
-        """Trace the generation of ``running`` sequences in the slot cache, from prompts of equal length to the maximum length.
+        """Trace the generation of ``running`` sequences in the slot cache. All prompts have the same length.
 
-        ``budget``: maximum tokens in the cache; None is unlimited.
+        Sequences grow to the length ``longest``. ``budget`` is the maximum number of tokens in the cache; None is unlimited.
         """
         first = round_up(prompt + 1, COLUMN_STEP)
         widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)
@@ -277,7 +278,7 @@ class ShapeOf:
 
     @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
-        """``grown``: the cache's columns and the number of running sequences each time the cache grows."""
+        """Trace a rollout. ``grown`` lists the numbers of columns and running sequences for each size of the cache."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
             rows = grown[0][1]
@@ -294,7 +295,7 @@ class ShapeOf:
 
     @_once
     def bytes_per_token(self, prompt: int) -> int:
-        """Size in bytes per cached token of a sequence with a prompt of this length."""
+        """Size in bytes per cached token of a sequence whose prompt has ``prompt`` tokens."""
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
@@ -303,7 +304,7 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences; return the peak memory in bytes, without the cache."""
+        """Prefill the last ``rows`` of ``held`` sequences, and return the peak memory in bytes, without the cache."""
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()
@@ -327,7 +328,7 @@ class ShapeOf:
 
 
 class _StubChannel(Channel):
-    """Stub for the other ranks, of which only the number matters."""
+    """Stub for the other ranks. Only the number of ranks matters."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -345,7 +346,7 @@ class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _put_on_cpu(module: torch.nn.Module) -> None:
-    """Replace all tensors of a module with tensors of the active mode; shared tensors stay shared."""
+    """Replace all tensors of a module with tensors of the active mode. Shared tensors stay shared."""
     replaced: dict[int, Tensor] = {}
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)

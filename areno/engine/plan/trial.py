@@ -1,4 +1,4 @@
-"""Functions that each rank runs to try sizes, or to measure phases or memory, through :meth:`Engine.run_on_all_ranks`."""
+"""Functions that :meth:`Engine.run_on_all_ranks` runs on each rank to try sizes or to measure phases or memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,15 +42,15 @@ def peak(engine: Engine) -> int:
 
 
 def gpu_bytes(engine: Engine) -> int:
-    """Peak size in bytes of this rank's GPU tensors since :func:`begin`, or since the process started; 0 on a CPU."""
+    """Peak size in bytes of this rank's GPU tensors since :func:`begin` or the start of the process; 0 on a CPU."""
     device = engine.config.device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
-    """Compute and discard the gradients of this replica's rows; return the peak memory in bytes, or None if memory ran out.
+    """Compute and discard the gradients of this replica's rows. Returns the peak memory in bytes; None if memory ran out.
 
-    With tensor parallelism it raises instead: the ranks of a model cannot recover if one of them runs out of memory.
+    With tensor parallelism, the out-of-memory error is raised, because the other ranks of the model cannot recover from it.
     """
     begin(engine)
     try:
@@ -63,7 +63,7 @@ def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, min
 
 
 def clean(engine: Engine) -> None:
-    """Free the memory of a trial; generation must have ended."""
+    """Free the memory of a trial. Waits until generation has finished."""
     engine.actor.trained_by().zero_grad()
     engine.loop.wait_idle()
     engine.loop.drop_cache()
@@ -71,7 +71,7 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Restart generation after a failure; return whether the cause was a lack of GPU memory."""
+    """Restart generation after a failure. Returns whether GPU memory had run out."""
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
 

@@ -1,10 +1,10 @@
-"""``--tune-params``: finds batch sizes that fit, before the first step and in the training processes.
+"""``--tune-params`` finds batch sizes that fit, before the first step and in the training processes.
 
-The memory plan proposes sizes, largest first. They are tried with sequences of maximum length, and chosen if the measured
-peak does not exceed the target. A trial leaves no trace in weights, optimizer states, random states or caches. Explicit options
-are not changed.
+The memory plan proposes sizes, largest first. Each size is tried with sequences of maximum length. The first size with
+a measured peak within the limit is chosen. A trial does not change weights, optimizer states, random states or caches.
+Explicit options are not changed.
 
-With several ranks, each one tries its replica's share, and the largest measured peak counts.
+With several ranks, each rank tries its replica's share, and the largest measured peak counts.
 """
 
 import dataclasses
@@ -35,19 +35,20 @@ _PROBED_TOKENS = 2
 def tune_sizes(
     engine: Backend, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
 ) -> TrainOptions:
-    """Choose those of ``max_running_prompts``, ``batch_size`` and ``mini_bs`` that the user has not set.
+    """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``, except for values that the user has set.
 
     Args:
-        engine: has loaded the actor, in this process or on ranks. Other models need not be loaded; the plan counts them.
-        rows: number of prompts of the dataset, an upper bound of the batch size; None: unlimited.
-        capacity: memory available to a process in bytes; None: used plus free memory, divided among the ranks on a CPU.
+        engine: engine or engine group with a loaded actor. Other models need not be loaded, because the plan counts them.
+        rows: number of prompts of the dataset, which limits the batch size; None means unlimited.
+        capacity: memory available to a process in bytes; None means used plus free memory, on a CPU divided by the number
+            of ranks.
 
     Returns:
-        The options with these sizes, and with ``drop_rollout_state`` switched on unless the user has set it.
+        The options with the chosen sizes. ``drop_rollout_state`` is True unless the user has set this option.
 
     Raises:
-        UsageError: not even the smallest sizes fit; the message says what to lower.
-        EngineError: a rank of a tensor-parallel model ran out of memory; the other ranks cannot recover from that.
+        UsageError: even the smallest sizes do not fit. The message states which options to lower.
+        EngineError: a rank of a tensor-parallel model ran out of memory, from which the other ranks cannot recover.
     """
     rng, random_of_ranks = capture_rng(), engine.run_on_all_ranks(trial.random_state)
     try:
@@ -59,7 +60,7 @@ def tune_sizes(
 
 
 class _Search(NamedTuple):
-    """A size to search for, the phases that it affects, and a trial that returns the peak memory."""
+    """A size to search for, the phases affected by the size, and a trial that returns the peak memory."""
 
     name: str
     phases: tuple[str, ...]
@@ -97,7 +98,7 @@ class _Tuner:
         return chosen
 
     def _measure_start(self) -> None:
-        """Measure the memory in use with optimizer states, and compute the limit."""
+        """Measure the memory in use, including optimizer states, and compute the limit."""
         ranks = self.engine.run_on_all_ranks(trial.prepare, not self.options.drop_rollout_state)
         self.held, self.states = max(rank.held for rank in ranks), ranks[0].states
         capacity = self.capacity
@@ -119,7 +120,7 @@ class _Tuner:
             logger.info("auto tune rollout: skipped, --max-running-prompts is %d", planned.running_sequences)
             return planned.running_sequences
         longest = self._longest(planned)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make sequences of {longest} tokens"
+        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which allow sequences of {longest} tokens"
         search = _Search("max_running_prompts", ("rollout",), self._generate)
         self._require(search, 1, planned, remedy)
         return next(n for n in self._running_candidates() if n == 1 or self._fits(search, n, planned))
@@ -141,7 +142,7 @@ class _Tuner:
     def _mini_bs(self, planned: TrainOptions) -> int:
         # A trial computes gradients without an update; the temporary memory of the update is planned.
         search = _Search("mini_bs", ("forward", "backward", "optimizer"), self._update)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make rows of {self._longest(planned)} tokens"
+        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which allow rows of {self._longest(planned)} tokens"
         if "mini_bs" in self.options.explicit:
             self._require(search, self.options.mini_bs, planned, "lower --mini-bs")
             return self.options.mini_bs
@@ -179,20 +180,20 @@ class _Tuner:
         return fits
 
     def _more(self, plan: MemoryPlan, name: str) -> int:
-        """Memory of a phase beyond what the process already uses."""
+        """Memory of a phase in addition to the memory that the process already uses."""
         phase = plan.phase(name)
         assert phase is not None, name
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
     def _absent(self, plan: MemoryPlan) -> int:
-        """Planned memory that is absent during a trial: other models, their optimizers, and a retained KV cache."""
+        """Planned memory that is not allocated during a trial: other models, their optimizers, and a retained KV cache."""
         phase = plan.phase("forward")
         assert phase is not None
         kept = 0 if self.options.drop_rollout_state else phase.parts["kv_cache"]
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
-        """The part of the planned optimizer states that the actor has already allocated."""
+        """Size of the planned optimizer states that the actor has already allocated."""
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:
@@ -219,7 +220,7 @@ class _Tuner:
                 raise
             if sizes.layout.tp_size > 1:
                 raise EngineError(
-                    "--tune-params: a rank ran out of memory, and the ranks that share its model cannot recover from that; "
+                    "--tune-params: a rank ran out of memory, and the other ranks of the model cannot recover; "
                     "lower --mem-frac, or set --max-running-prompts, --batch-size and --mini-bs"
                 ) from None
             return None
@@ -249,7 +250,7 @@ def _powers_of_two(most: int) -> Iterator[int]:
 
 
 def _row(length: int, scored: int) -> TrainSequence:
-    """A synthetic row with everything that a policy loss may read."""
+    """A synthetic row with all per-token lists that a policy loss may read."""
     zeros = [0.0] * length
     return TrainSequence(
         prompt_mask=[index < length - scored for index in range(length)],

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: a stateless function of seed and counter.
+"""Counter-based random numbers, which are a stateless function of seed and counter.
 
-Uses int64 arithmetic, which wraps around like uint64; a mask makes the right shift logical. The same code works on NumPy
-arrays and on tensors, without reading their values, so CUDA graphs can capture it.
+The arithmetic is int64, which wraps around like uint64; a mask makes the right shift logical. The same code works on NumPy
+arrays and tensors. It reads no tensor values on the host, so CUDA graphs can capture the code.
 """
 
 import random
@@ -31,24 +31,24 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 
 def random_bits(seeds: Ints, counters: Ints) -> Ints:
-    """53 random bits per pair of seed (see :func:`as_int64`) and counter, all int64 [N]; equal pairs give equal bits."""
+    """Return 53 random bits per pair of seed (see :func:`as_int64`) and counter. All arrays are int64 [N]."""
     return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 
 
 def uniforms(seeds: Seq[int], counters: Seq[int]) -> np.ndarray:
-    """Uniform numbers in [0, 1), float64, one per pair of seed and counter."""
+    """Return one uniform float64 number in [0, 1) per pair of seed and counter."""
     keys = np.array([seed & _LOW_64 for seed in seeds], dtype=np.uint64).view(np.int64)
     return random_bits(keys, np.asarray(counters, dtype=np.int64)) * 2.0**-53
 
 
 def as_int64(number: int) -> int:
-    """The low 64 bits of ``number`` as a signed integer."""
+    """Return the low 64 bits of ``number`` as a signed integer."""
     low = number & _LOW_64
     return low - 2**64 if low >= 2**63 else low
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from several numbers, for example (run seed, step, prompt, sample)."""
+    """Derive a 63-bit seed from several numbers, for example (run seed, step, prompt, sample)."""
     state = np.zeros(1, dtype=np.int64)
     for part in parts:
         state = _mix(state + _GOLDEN + as_int64(part))
@@ -56,7 +56,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """Order in which an epoch visits ``n`` rows; it depends only on the arguments, not on the global RNG state."""
+    """Return the order in which an epoch visits ``n`` rows. The order depends only on the arguments, not on the global RNG."""
     order = list(range(n))
     if shuffle:
         random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)

@@ -1,4 +1,4 @@
-"""One decode step: eager, with our kernels, or compiled. All three take the same batch and return the same tokens."""
+"""One decode step: eager, with areno's kernels, or compiled. All three variants return the same tokens for a batch."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,10 +18,10 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 
 
 class SharedPrefixes:
-    """For each row, the first row with the same prefix (the row's leader), and the prefix length.
+    """The leader of each row, which is the first row with the same prefix, and the length of the prefix.
 
-    Every slot holds its own copy of its prefix, so samples can join and leave freely, and attention may read any copy. Rows of
-    the same prefill share its columns; rows without a prefill share nothing.
+    Every slot holds a copy of the prefix, so samples can join and leave freely, and attention may read any copy. Rows from
+    the same prefill share a prefix. Rows without a prefill share no prefix.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -31,7 +31,7 @@ class SharedPrefixes:
         self._padded: tuple[Tensor, Tensor] | None = None
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Leaders and lengths [rows] int64, padded with rows that share nothing."""
+        """Return leaders and prefix lengths, int64 [rows], padded with rows without a shared prefix."""
         if self._padded is None or len(self._padded[0]) != rows:
             more = range(len(self.leaders), rows)
             self._padded = torch.tensor([*self.leaders, *more]), torch.tensor([*self.lengths, *(0 for _ in more)])
@@ -39,7 +39,7 @@ class SharedPrefixes:
 
 
 class RowParameters:
-    """Sampling parameters and shared prefixes of the running samples; rebuilt when samples join or leave, not per token."""
+    """Sampling parameters and shared prefixes of the running samples, rebuilt only when samples join or leave."""
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)
@@ -47,7 +47,7 @@ class RowParameters:
 
 
 def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTable:
-    """Sampling parameters of samples, one row each."""
+    """Return the sampling parameters of samples, one row per sample."""
     return SamplingTable(
         [s.group.sampling for s in sequences], [s.seed for s in sequences], device, [s.edits for s in sequences]
     )
@@ -56,8 +56,8 @@ def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTa
 class DecodeBatch:
     """Inputs of a decode step for the sequences in the first slots.
 
-    ``counters`` are the indices of the tokens to sample, see :mod:`counter_rng`; ``columns`` is the number of cache columns
-    to attend to, a multiple of :data:`READ_STEP` that covers all contexts.
+    ``counters`` holds the indices of the tokens to sample; see :mod:`counter_rng`. ``columns`` is the number of cache columns
+    to attend to, which is a multiple of :data:`READ_STEP` and covers all contexts.
     """
 
     def __init__(self, sequences: Seq[Sequence], rows: RowParameters) -> None:
@@ -71,13 +71,13 @@ class DecodeBatch:
 
 
 class EagerDecode:
-    """Runs the step eagerly; ``plan`` builds the attention plan from cache, positions and columns."""
+    """Runs decode steps eagerly. ``plan`` builds the attention plan from the cache, positions and columns."""
 
     def __init__(self, model: CausalLM, cache: Any, plan: Callable[[Any, list[int], int], Any] = DecodePlan.of) -> None:
         self.model, self.cache, self._plan = model, cache, plan
 
     def run(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its last token and sample the next one."""
+        """Feed every row's last token to the model, and sample the row's next token."""
         live = len(batch.tokens)
         plan = self._plan(self.cache, batch.positions, batch.columns)
         tokens = torch.tensor(batch.tokens + [0] * (batch.padded - live), device=self.model.device)
@@ -86,8 +86,8 @@ class EagerDecode:
 
 
 class StepDecode:
-    """Runs a :class:`DecodeStep`, compiled or not, over the cache slots. Unless every row of the batch is plain, all tokens are
-    sampled from the step's logits, not by the step itself.
+    """Runs a :class:`DecodeStep`, compiled or not, over the cache slots. If every row of the batch is plain (see
+    :attr:`SamplingTable.plain`), the step samples the tokens. Otherwise all tokens are sampled from the step's logits.
     """
 
     def __init__(self, step: StepPackage | DecodeStep, cache: SlotCache) -> None:

@@ -7,16 +7,16 @@ MATCH = 3
 
 
 class DraftIndex:
-    """Index of the last occurrence of each n-gram of ``MATCH`` tokens in a growing text."""
+    """Index of the last occurrence of each n-gram of ``MATCH`` tokens in a growing token sequence."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._seen: dict[tuple[int, ...], int] = {}
 
     def propose(self, context: Seq[int], most: int) -> list[int]:
-        """Propose up to ``most`` tokens: those that followed the previous occurrence of the context's last n-gram.
+        """Propose up to ``most`` tokens that followed the previous occurrence of the context's last n-gram.
 
-        Each call must extend the context of the previous call.
+        The context must extend the context of the previous call.
         """
         for token in context[len(self._tokens) :]:
             # The n-gram that ends here is indexed with the next token, so that it cannot match itself.

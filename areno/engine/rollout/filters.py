@@ -1,7 +1,8 @@
-"""Top-k, top-p and min-p filters over rows of weights, usually without sorting the vocabulary.
+"""Top-k, top-p and min-p filters over rows of token weights, usually without sorting the vocabulary.
 
-Top-k and top-p keep the n largest weights: n is k, or the size of the nucleus, which is first looked for among the few hundred
-largest weights. Ties at the threshold are broken by token id, so that a row's result does not depend on the rest of the batch.
+Top-k and top-p keep the n largest weights, where n is k or the size of the nucleus. The nucleus is first searched among the
+few hundred largest weights. Ties at the threshold are broken by token id, so a row's result does not depend on the rest of
+the batch.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ FIRST_CANDIDATES = 256
 
 
 class Filters:
-    """Filters of batch rows, one entry of ``params`` per row."""
+    """Filters of the batch rows. ``params`` holds one entry per row."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
         self._top_k = [p.top_k for p in params]
@@ -29,11 +30,11 @@ class Filters:
 
     @staticmethod
     def applies_to(params: SamplingParams) -> bool:
-        """Whether these parameters filter any tokens."""
+        """Whether a filter applies to these parameters."""
         return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def apply(self, weights: Tensor) -> Tensor:
-        """Return weights [R, V] with filtered tokens set to 0."""
+        """Return the weights [R, V] with the weights of filtered tokens set to 0."""
         kept = self._keep_largest(weights) if self._any_rank else weights
         if self._any_floor:
             kept = torch.where(weights < self._min_p[:, None] * weights.amax(-1, keepdim=True), 0.0, kept)
@@ -57,7 +58,7 @@ class Filters:
         return torch.where(keep, weights, 0.0)
 
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
-        """Number of tokens to keep [R]: the fewest whose mass reaches p times the mass after top-k, at most the limit."""
+        """Return the smallest number of tokens [R] whose mass reaches p times the mass after top-k, at most the limit."""
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)
         full_mass = weights.double().sum(-1)

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(slots=True)
 class EngineLoad:
-    """Current load of a loop, and its totals since the start."""
+    """The current load of a loop, and the loop's totals since its start."""
 
     waiting: int = 0  # queued samples
     running: int = 0  # samples in a slot

@@ -12,12 +12,13 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """Logit edits of one sample.
 
-    A grammar (``constraint``) is third-party code: if it raises, ``error`` holds the exception, and only its request fails.
-    Prompt tokens count towards the repetition penalty; ``stop_ids`` are forbidden before the minimum length.
+    A grammar (``constraint``) is third-party code. If the grammar raises an exception, ``error`` holds the exception, and
+    only the sample's request fails. Prompt tokens count towards the repetition penalty. ``stop_ids`` are forbidden before the
+    minimum length.
 
     Attributes:
-        forced: whether the grammar allowed no text other than that of the last sampled token.
-        cut_mass: probability that the grammar removed at the last step, under the temperature-scaled policy.
+        forced: whether the grammar allowed only the text of the last sampled token.
+        cut_mass: probability mass that the grammar excluded at the last step, under the temperature-scaled policy.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LogitEdits:
                 self.error = error
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return an edited fp32 copy of logits [V]."""
+        """Return an edited fp32 copy of the logits [V]."""
         edited = logits.float()
         if self._params.edits_logits:
             edited = self._penalized(edited)

@@ -1,8 +1,8 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
-Requests arrive at any time and are answered through futures. Each turn admits waiting sequences, prefills a bounded number of
-tokens, and decodes one token per running sequence, so a long prompt never stalls running sequences. If the loop raises an
-error, all pending requests fail, with that error as the cause.
+Requests arrive at any time, and futures return the results. Each iteration (turn) admits waiting sequences, prefills a
+bounded number of tokens, and decodes one token per running sequence. So a long prompt never stalls running sequences. If the
+loop raises an error, all pending requests fail with this error as the cause.
 """
 
 import atexit
@@ -45,20 +45,21 @@ IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 
 class RolloutLoop:
-    """Continuous-batching generation.
+    """A rollout loop with continuous batching.
 
     Args:
         model: the policy; it must not be trained while requests are pending.
-        eos_ids: token ids that end a response unless a request ignores them.
-        make_stop_text: creates the stop-string checker of a request from (stop strings, skip special tokens).
+        eos_ids: token ids that end a response, unless the request ignores end-of-text tokens.
+        make_stop_text: creates a request's stop-string checker, given the stop strings and whether to skip special tokens.
         budget_tokens: KV cache capacity in tokens.
         max_running: maximum number of sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
-        layers: what each layer of the model caches; if empty, decoding is always eager.
-        decode_mode, builds: whether decode steps may be compiled, and whether by this process; see :class:`DecodeSwitch`.
-        speculate: maximum draft tokens, see :mod:`speculation`; 0 turns speculative decoding off.
-        prefix_tokens: size of the prefix cache in tokens; 0 turns it off.
-        records: the routers whose choices are recorded, which on a CPU requires eager decoding; None records nothing.
+        layers: cache layout of each layer; if empty, decoding is always eager.
+        decode_mode: whether decode steps may be compiled; see :class:`DecodeSwitch`.
+        builds: whether this process may compile decode steps.
+        speculate: maximum number of draft tokens per step; 0 disables speculative decoding. See :mod:`speculation`.
+        prefix_tokens: size of the prefix cache in tokens; 0 disables the cache.
+        records: routers whose expert choices are recorded; None records no choices. On a CPU, recording needs eager decoding.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -111,7 +112,7 @@ class RolloutLoop:
         """Queue requests; each future resolves to all samples of its request.
 
         Raises:
-            EngineError: the loop has died or is closed, or a request is invalid; no request is then queued.
+            EngineError: the loop has failed or is closed, or a request is invalid. In all cases, no request is queued.
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
@@ -125,7 +126,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request before the next turn; samples that are not finished get ``finish_reason`` "abort"."""
+        """Abort one request before the next turn. Unfinished samples get the ``finish_reason`` "abort"."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:
@@ -133,7 +134,7 @@ class RolloutLoop:
                 self._wake.notify()
 
     def load(self) -> EngineLoad:
-        """Current load of the loop."""
+        """Return the loop's current load."""
         with self._wake:
             scheduler = self.scheduler
             return replace(
@@ -147,11 +148,11 @@ class RolloutLoop:
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
-        """Pause generation between two tokens while the block changes the weights to ``version``.
+        """Pause generation between two tokens while the ``with`` block changes the weights to ``version``.
 
-        Samples then continue from their output over a recomputed cache; later tokens carry the new version. An adapter is
-        unmerged in the block and merged again afterwards. If the block raises, the loop fails too, because the weights may
-        be partly updated.
+        Afterwards the KV cache is recomputed, and samples continue from their current output. Later tokens carry the new
+        version. An adapter is unmerged during the block and merged again afterwards. If the block raises an exception, the
+        loop fails too, because the weights may be partly updated.
         """
         with self._pause.held(lambda: self._thread is None or self._closing or self._failure is not None):
             self._check_alive()
@@ -170,40 +171,40 @@ class RolloutLoop:
             self.version = version
 
     def cancel_all(self) -> None:
-        """Abort every pending request, so that each returns its partial output; wait until the loop is idle."""
+        """Abort all pending requests, which then return their partial output, and wait until the loop is idle."""
         with self._wake:
             self._cancel = self._pending()
             self._wake.notify()
         self.wait_idle()
 
     def wait_idle(self) -> None:
-        """Wait until nothing is pending. Returns at once if the loop has died: its requests have then failed."""
+        """Wait until no request is pending. Returns at once if the loop has failed, because all requests have then failed."""
         with self._wake:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """If idle, bind a compiled step to the model's current weights, so that the former ones can be freed."""
+        """If the loop is idle, bind a compiled step to the model's current weights, so that the old weights can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
 
     def drop_cache(self) -> None:
-        """Free the KV cache and the prefix cache; nothing may be pending."""
+        """Free the KV cache and the prefix cache. No request may be pending."""
         self.prefixes.clear()
         self.cache.release()
 
     def resize(self, budget_tokens: int) -> None:
-        """Change the KV budget; nothing may be pending."""
+        """Change the KV budget. No request may be pending."""
         self.scheduler.budget_tokens = budget_tokens
 
     def weights_changed(self, version: int) -> None:
-        """Set the version of the weights, and clear the prefix cache if it has changed; nothing may be pending."""
+        """Set the version of the weights, and clear the prefix cache if the version has changed. No request may be pending."""
         if version != self.version:
             self.prefixes.clear()
         self.version = version
 
     def restart(self) -> BaseException | None:
-        """Serve again after the loop has died; returns the error that killed it. Drops the cache."""
+        """Restart a failed loop, and drop the cache. Returns the error that stopped the loop."""
         cause = self._failure
         if self._failure is not None and self._thread is not None:
             self._thread.join()
@@ -257,7 +258,7 @@ class RolloutLoop:
             self._fail(error)
 
     def _next_work(self) -> bool:
-        """Apply commands, and wait while idle. Returns False if the loop should end."""
+        """Apply commands, and wait while idle. Returns False if the loop should stop."""
         with self._wake:
             self._apply(self._take_commands())
             if not self._busy:
@@ -313,7 +314,7 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """If no sequence is running, prefill everything that fits, else a bounded number of tokens."""
+        """Prefill waiting sequences. While sequences are running, prefill only a bounded number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
@@ -336,13 +337,13 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        """Prefill contexts beyond their cached prefixes, and sample the first token of each sample."""
+        """Prefill contexts after their cached prefixes, and sample the first token of each sample."""
         self._reserve()
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))
 
     def _continue_chunked_prefill(self, tokens: int) -> None:
-        """Prefill the next chunk of a context; after the last chunk, its samples start running."""
+        """Prefill the next chunk of a context. After the last chunk, the context's samples start running."""
         chunked = self.scheduler.chunked_prefill
         assert chunked is not None
         length = chunked.members[0].length
@@ -357,7 +358,7 @@ class RolloutLoop:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
     def _reuse(self, members: list[Sequence]) -> int:
-        """Copy the cached prefix of a context into its slots; returns its length."""
+        """Copy the cached prefix of a context into the context's slots. Returns the prefix length."""
         hit = self.prefixes.find(members[0].context, self.version)
         if hit is None:
             return 0
@@ -366,7 +367,7 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """Prefill contexts beyond their ``cached`` tokens, up to ``stop``; returns the last hidden states [contexts, C]."""
+        """Prefill contexts after their ``cached`` tokens, up to ``stop``. Returns the last hidden states [contexts, C]."""
         tokens: list[int] = []
         spans: list[PrefillSpan] = []
         for members, start in zip(shared, cached, strict=True):
@@ -381,7 +382,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample the first token of all members of each context from its last hidden state [contexts, C]."""
+        """Sample the first token of all samples of each context. ``hidden`` holds the last hidden states [contexts, C]."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:
@@ -412,7 +413,7 @@ class RolloutLoop:
         self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self.scheduler.tokens_ahead))
 
     def _verify(self, drafts: list[list[int]]) -> None:
-        """Sample after every draft token, and keep the accepted ones."""
+        """Sample a token after every draft token, and keep the accepted tokens."""
         running = list(self.scheduler.running)
         plan = VerifyPlan(self.cache, running, drafts)
         self._threads.apply(len(plan.tokens))
@@ -444,7 +445,7 @@ class RolloutLoop:
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
-                error = "the model's logits are not finite; the weights have diverged or are broken"
+                error = "the model's logits are not finite; training has diverged, or the weights are corrupt"
                 outcome.failed[sequence.group], outcome.finite = EngineError(error), False
             elif sequence.push(token, logprob, cut, self.version, top):
                 outcome.done.append(sequence)
@@ -473,7 +474,7 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Add a finished sequence to the prefix cache, without its last token, which was never fed to the model."""
+        """Add a finished sequence to the prefix cache, without the last token, which was never fed to the model."""
         chunked = self.scheduler.chunked_prefill
         if not self.prefixes.budget_tokens or (chunked is not None and sequence in chunked.members):
             return
@@ -491,6 +492,6 @@ class RolloutLoop:
 
 
 def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
-    """Close a loop that is still open at exit: a thread inside torch would abort the process."""
+    """Close a loop that is still open at exit. Otherwise a thread inside PyTorch would abort the process."""
     if (open_loop := loop()) is not None:
         open_loop.close()

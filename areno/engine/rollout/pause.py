@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 class Pause:
-    """Requests to pause the loop, served one at a time; the loop pauses before its next turn.
+    """Requests to pause the loop, served one at a time. The loop pauses before its next turn.
 
-    Loops in lockstep first agree on the turn before which they pause. So there are three states: requested (``wanted``),
-    ``agreed`` and ``resting``, all guarded by the loop's condition ``wake``.
+    Loops in lockstep first agree on the turn before which they pause. So a pause has three states: ``wanted`` (requested),
+    ``agreed`` and ``resting``. The loop's condition ``wake`` guards all states.
     """
 
     def __init__(self, wake: threading.Condition) -> None:
@@ -21,7 +21,7 @@ class Pause:
 
     @contextmanager
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Run the block while the loop is paused, or while ``stopped()`` says that the loop is not running."""
+        """Run the ``with`` block while the loop is paused, or while ``stopped()`` returns that the loop is not running."""
         with self._turns:
             with self._wake:
                 self.wanted = True
@@ -35,7 +35,7 @@ class Pause:
                     self._wake.notify_all()
 
     def rest(self) -> None:
-        """Pause if agreed; called from the loop's thread."""
+        """Pause if a pause has been agreed on. Called from the loop's thread."""
         with self._wake:
             if self.agreed:
                 self.resting = True

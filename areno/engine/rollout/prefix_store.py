@@ -1,7 +1,7 @@
-"""Prefix cache: keys and values of finished contexts, for later requests with the same prefix.
+"""Prefix cache: keys and values of finished samples, for later requests with the same prefix.
 
-All entries belong to the current version of the weights; a new version clears the store, so hits are never stale. The index
-maps chained hashes of leading blocks to entries, and hits are verified token by token.
+All entries belong to the current version of the weights. A new version clears the store, so hits are never stale. The index
+maps chained hashes of leading blocks to entries. Hits are verified token by token.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class PrefixStore:
     """LRU store of KV snapshots.
 
     Args:
-        budget_tokens: capacity in tokens; 0 stores nothing.
+        budget_tokens: capacity in tokens; 0 disables the store.
     """
 
     def __init__(self, budget_tokens: int) -> None:
@@ -60,7 +60,7 @@ class PrefixStore:
         return version == self._version and (not blocks or blocks[-1][1] in self._index)
 
     def add(self, context: Sequence[int], snapshot: Snapshot, version: int) -> None:
-        """Store the whole blocks of a context; ``snapshot`` must cover them."""
+        """Store the whole blocks of a context. ``snapshot`` must cover these blocks."""
         if version != self._version:
             self.clear()
             self._version = version
@@ -76,7 +76,7 @@ class PrefixStore:
             self.drop_oldest()
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently used entry; False if there is none."""
+        """Drop the least recently used entry; return False if the store is empty."""
         if not self._entries:
             return False
         self._drop(next(iter(self._entries)))
@@ -97,7 +97,7 @@ class PrefixStore:
 
 
 def _blocks(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """End position and chained hash of each whole block."""
+    """Return the end position and the chained hash of each whole block."""
     blocks, chain = [], 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         chain = hash((chain, *tokens[end - BLOCK : end]))

@@ -1,4 +1,4 @@
-"""Validate at load time that cached decoding equals a packed forward pass, and measure the cache."""
+"""Validate at load time that cached decoding equals a packed forward pass, and measure the cache's size."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class CacheShape:
 
 @torch.no_grad()
 def validate_decoding(model: CausalLM, name: str) -> CacheShape:
-    """Prefill a few tokens, decode two more, and compare with the packed forward pass.
+    """Prefill a few tokens, decode two more tokens, and compare the logits with those of a packed forward pass.
 
     Raises:
         UnsupportedModelError: the results differ.

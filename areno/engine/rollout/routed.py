@@ -8,11 +8,11 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
-    """Copy expert choices from the cache to a sample, for tokens without a record.
+    """Copy expert choices from the cache to a sample, for the sample's tokens without a record.
 
-    A token that is recomputed, under new weights or after a preemption, keeps its first record, from the pass that sampled the
-    next token. The last token has no record, because it has not been fed to the model. ``slot`` is the sample's former slot,
-    if the sample no longer has one.
+    A token may be recomputed under new weights or after a preemption. It keeps its first record, which is from the pass that
+    sampled the next token. The last token has no record, because it has not been fed to the model. ``slot`` is the sample's
+    former slot, if the sample no longer has a slot.
     """
     at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
     if cache.records is not None and at >= 0 and sequence.output and fed > recorded:
@@ -26,7 +26,7 @@ def take_all(cache: KVCache, sequences: Iterable[Sequence]) -> None:
 
 
 def make_room(cache: SlotCache, scheduler: Scheduler) -> bool:
-    """Preempt samples until the next decode step fits; returns whether a running sample was preempted."""
+    """Preempt samples until the next decode step fits the budget. Returns whether a running sample was preempted."""
     running = [(sequence, sequence.slot) for sequence in scheduler.running]
     moves = scheduler.make_room()
     for sequence, slot in running[len(scheduler.running) :]:

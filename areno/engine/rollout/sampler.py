@@ -1,11 +1,11 @@
-"""Batched sampling for rows with different parameters, reproducible per row.
+"""Batched sampling for rows with different sampling parameters, reproducible per row.
 
-Each token takes one uniform number from a counter-based generator, keyed by the sample's seed and the token's index; inverting
-the cumulative distribution at this number gives the token. The random choices of a sample therefore depend only on its seed,
-not on the rest of the batch, preemptions or restarts.
+Each token uses one uniform number from a counter-based generator, keyed by the sample's seed and the token's index. Inverting
+the cumulative distribution at this number gives the token. So the random numbers of a sample depend only on its seed, not on
+the rest of the batch, preemptions or restarts.
 
-Decode steps whose rows are all plain (temperature only, or greedy) may draw without this module, with the same result: see
-``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and :mod:`areno.engine.kernels.plain_draw`.
+If all rows are plain (temperature sampling or greedy decoding only), a decode step may sample without this module, with the
+same result. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and :mod:`areno.engine.kernels.plain_draw`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Draw:
     top: tuple[Tensor, Tensor] | None = None  # most likely tokens and their log-probs [B, K]; None if not requested
 
     def rows(self, rows: Seq[int]) -> Draw:
-        """Select rows."""
+        """Return the results of some rows."""
         index = torch.tensor(rows, device=self.tokens.device)
         cut = None if self.cut_mass is None else self.cut_mass[index]
         top = None if self.top is None else (self.top[0][index], self.top[1][index])
         return Draw(self.tokens[index], self.logprobs[index], cut, top)
 
     def top_lists(self, counts: Seq[int]) -> list[list[tuple[int, float]] | None]:
-        """Per row, the ``counts`` most likely tokens with their log-probs; None where the count is 0."""
+        """Return each row's ``counts`` most likely tokens with their log-probs; None for rows with count 0."""
         if self.top is None:
             return [None] * len(counts)
         tokens, values = self.top[0].tolist(), self.top[1].tolist()
@@ -53,9 +53,9 @@ class Draw:
 
 
 class SamplingTable:
-    """Sampling parameters of a batch as tensors; rebuilt when rows join or leave, not per token.
+    """Sampling parameters of a batch as tensors, rebuilt only when rows join or leave.
 
-    ``edits`` holds the penalties and grammars of each row, or None.
+    ``edits`` holds the logit edits of each row, or None for a row without edits.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class SamplingTable:
         return not (self.edits or self.filters or self.most_top)
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Temperatures and greedy flags [rows], padded."""
+        """Return the temperatures and greedy flags, padded to [rows]."""
         if self._padded is None or len(self._padded[0]) != rows:
             more = (0, rows - len(self.temperatures))
             self._padded = (pad(self.temperatures, more, value=1.0), pad(self.greedy, more, value=True))
         return self._padded
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
-        """Sample one token per row from logits [B, V]; ``counters`` holds the index of each row's next token."""
+        """Sample one token per row from the logits [B, V]. ``counters`` holds the index of each row's next token."""
         scaled = scale_logits(logits, self.temperatures) if self.scales else logits.float()
         highest = scaled.amax(-1)
         weights = self._weight_buffer(scaled)
@@ -114,7 +114,7 @@ class SamplingTable:
         return Draw(tokens, logprobs, cut, self._top(scaled, normalizer))
 
     def _weight_buffer(self, scaled: Tensor) -> Tensor:
-        """Buffer of weights in blocks [B, blocks, size]; entries beyond the vocabulary stay 0."""
+        """Return a buffer for weights in blocks [B, blocks, size]. Entries beyond the vocabulary stay 0."""
         rows, vocab = scaled.shape
         size = inverse_cdf.block_size(vocab)
         blocks = -(-vocab // size)

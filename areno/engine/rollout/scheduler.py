@@ -1,7 +1,8 @@
 """Scheduling: admits sequences within a budget of KV tokens, preempts instead of failing, and keeps slots compact.
 
-Live sequences occupy slots 0..B-1 without gaps, so that a decode step reads a view of the cache. The cache is a rectangle: its
-size is the number of live sequences times the longest length, rounded up. This module touches no tensors.
+The B live sequences occupy slots 0 to B-1 without gaps, so that a decode step reads a view of the cache. The cache is a
+rectangle with one row per live sequence and one column per token of the longest sequence, rounded up. This module uses no
+tensors.
 """
 
 from collections import deque
@@ -14,13 +15,13 @@ COLUMN_STEP = 64
 
 
 def round_up(value: int, step: int) -> int:
-    """Smallest multiple of ``step`` that is at least ``value``."""
+    """Return the smallest multiple of ``step`` that is at least ``value``."""
     return -(-value // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A live sequence moves to another slot: copy ``length`` columns of ``source`` to ``target``."""
+    """The move of a live sequence to another slot: copy ``length`` columns from slot ``source`` to slot ``target``."""
 
     source: int
     target: int
@@ -29,7 +30,7 @@ class Move:
 
 @dataclass(slots=True)
 class ChunkedPrefill:
-    """Samples whose shared context is being prefilled in chunks; they occupy the slots after the running ones.
+    """Samples whose shared context is being prefilled in chunks. They occupy the slots after the running samples.
 
     The first ``done`` tokens of the context are cached.
     """
@@ -40,10 +41,10 @@ class ChunkedPrefill:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Queue and slots of one rollout loop.
+    """The queue and the slots of a rollout loop.
 
     Args:
-        budget_tokens: maximum cells of the KV rectangle.
+        budget_tokens: maximum number of cells of the cache rectangle.
         max_running: maximum number of sequences decoded at once.
     """
 
@@ -55,34 +56,34 @@ class Scheduler:
     preemptions: int = 0
 
     def live(self) -> list[Sequence]:
-        """All sequences with a slot."""
+        """Return all sequences with a slot."""
         return self.running + (self.chunked_prefill.members if self.chunked_prefill else [])
 
     def held(self) -> int:
-        """Slots in use."""
+        """Return the number of slots in use."""
         return len(self.running) + (len(self.chunked_prefill.members) if self.chunked_prefill else 0)
 
     def tokens_ahead(self) -> int:
-        """Upper bound of the tokens left to generate for all waiting and running sequences."""
+        """Return an upper bound of the number of tokens left to generate, for all waiting and live sequences."""
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:
-        """Columns that the live sequences need."""
+        """Return the number of cache columns that the live sequences need."""
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:
-        """Cells of the KV rectangle in use."""
+        """Return the number of cells of the cache rectangle."""
         return self.held() * self.columns()
 
     def admit(self, tokens: int) -> list[list[Sequence]]:
-        """Give slots to waiting sequences while the budget lasts.
+        """Give slots to waiting sequences within the budget.
 
         Args:
-            tokens: maximum context tokens to prefill at once. A longer context is not returned: it becomes
-                ``chunked_prefill``, and no other sequence is admitted until that is done.
+            tokens: maximum number of context tokens to prefill at once. A longer context is not returned. It becomes
+                ``chunked_prefill``, and no other sequence is admitted until the chunked prefill is done.
 
         Returns:
-            Lists of sequences with the same context, one prefill per list. Call again for the rest.
+            Lists of sequences with the same context; each list needs one prefill. Call again to admit more sequences.
         """
         shared: list[list[Sequence]] = []
         used = 0
@@ -106,7 +107,7 @@ class Scheduler:
         return shared
 
     def _start_chunked_prefill(self) -> None:
-        """Start a chunked prefill of the queue's head and of as many samples that share its context as fit."""
+        """Start a chunked prefill of the queue's head, and of all samples with the same context that fit."""
         first = self.waiting[0]
         self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
@@ -122,14 +123,14 @@ class Scheduler:
         members.append(sequence)
 
     def finish_chunked_prefill(self) -> list[Sequence]:
-        """Move the samples of the chunked prefill to the running ones."""
+        """Move the samples of the chunked prefill to the running samples."""
         assert self.chunked_prefill is not None
         members, self.chunked_prefill = self.chunked_prefill.members, None
         self.running += members
         return members
 
     def make_room(self) -> list[Move]:
-        """Preempt sequences, beginning with the last slot, until the next decode step fits the budget."""
+        """Preempt sequences, starting with the last slot, until the next decode step fits the budget."""
         moves: list[Move] = []
         while self.held() > 1 and self.cells() > self.budget_tokens:
             victim = self.live()[-1]
@@ -139,7 +140,7 @@ class Scheduler:
         return moves
 
     def requeue(self) -> None:
-        """Requeue all live sequences in order, because the cache has become invalid."""
+        """Requeue all live sequences in order, after the cache has become invalid."""
         live = self.live()
         self.running, self.chunked_prefill = [], None
         for sequence in reversed(live):
@@ -147,7 +148,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def remove(self, finished: Iterable[Sequence]) -> list[Move]:
-        """Free slots and fill the gaps with the last live sequences; returns the required copies in order."""
+        """Free slots, and fill the gaps with the last live sequences. Returns the required moves in order."""
         moves = []
         before = len(self.running)
         for sequence in sorted(finished, key=lambda s: -s.slot):
@@ -164,7 +165,7 @@ class Scheduler:
         return moves + self._close_gap()
 
     def _close_gap(self) -> list[Move]:
-        """Move the samples of the chunked prefill to the slots right after the running ones."""
+        """Move the samples of the chunked prefill to the slots right after the running samples."""
         moves: list[Move] = []
         if self.chunked_prefill is not None:
             for target, member in enumerate(self.chunked_prefill.members, len(self.running)):

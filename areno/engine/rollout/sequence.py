@@ -20,7 +20,7 @@ Listener = Callable[[int, GeneratedToken], None]
 
 @dataclass(slots=True, eq=False)
 class SampleGroup:
-    """The samples of one request, which share a prompt, its prefill and a future."""
+    """The samples of one request, which share a prompt, a prefill and a future."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -39,7 +39,7 @@ class SampleGroup:
         make_stop_text: Callable[[list[str], bool], StopChecker],
         closing: Callable[[Sequence], None] | None = None,
     ) -> SampleGroup:
-        """Create the samples of a request; ``make_stop_text(stop, skip_special_tokens)`` creates a stop-string checker."""
+        """Create the samples of a request. ``make_stop_text(stop, skip_special_tokens)`` creates a stop-string checker."""
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
         group = cls(request.prompt_tokens, sampling, stop_ids, Future(), request.listener, closing=closing)
@@ -56,14 +56,14 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """One prefill of a context of ``length`` tokens; the first ``length`` cache columns of its samples are equal."""
+    """The prefill of a context of ``length`` tokens. The first ``length`` cache columns of its samples are equal."""
 
     length: int
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample: its output so far, and its cache slot (-1: none)."""
+    """One sample, with the current output and the cache slot (-1: no slot)."""
 
     group: SampleGroup
     seed: int
@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def context(self) -> list[int]:
-        """Prompt and output tokens."""
+        """The prompt and output tokens."""
         return self.group.prompt + self.output
 
     @property
@@ -99,7 +99,7 @@ class Sequence:
     def push(
         self, token: int, logprob: float, cut_mass: float, version: int, top: list[tuple[int, float]] | None = None
     ) -> bool:
-        """Append a sampled token; returns True if it finished the sequence."""
+        """Append a sampled token. Returns True if the token finishes the sequence."""
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -125,11 +125,11 @@ class Sequence:
         return self.finish is not None
 
     def routed_experts(self) -> RoutingRecord | None:
-        """Recorded expert choices of the sample's tokens; None if not recorded."""
+        """Return the recorded expert choices of the sample's tokens; None if no choices are recorded."""
         return np.concatenate(self.routed) if self.routed else None
 
     def answer(self) -> RolloutSequence:
-        """The sample's result for the caller."""
+        """Return the sample's result for the caller."""
         return RolloutSequence(
             resp_tokens=self.output,
             resp_logprobs=self.logprobs,
@@ -145,7 +145,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class LoopCommands:
-    """Commands to the loop since its last turn. ``pause``: pause before the next turn until the weights have changed."""
+    """Commands to the loop since its last turn. ``pause``: pause the loop until the weights have changed."""
 
     arrived: list[SampleGroup]
     cancel_all: bool = False
@@ -158,7 +158,7 @@ class LoopCommands:
 
 @dataclass(slots=True)
 class DecodeOutcome:
-    """Outcome of a step: finished samples, and failed requests with their errors."""
+    """The outcome of a decode step: finished samples, and failed requests with their errors."""
 
     done: list[Sequence] = field(default_factory=list)
     failed: dict[SampleGroup, EngineError] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class DecodeOutcome:
 
 
 def grammar_errors(sequences: list[Sequence]) -> dict[SampleGroup, EngineError]:
-    """Requests whose grammar has raised an exception, with the error."""
+    """Return the requests whose grammar has raised an exception, with the errors."""
     causes = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}
     for group, error in causes.items():

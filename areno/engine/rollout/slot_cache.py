@@ -1,7 +1,8 @@
-"""KV cache in slots, and the attention plans that read and write it. On GPUs, ``paged/`` has a cache in pages instead.
+"""KV cache in slots, and the attention plans that read and write this cache. On GPUs, the cache in ``paged/`` is used.
 
-Each slot holds one live sequence: ``[slots, heads, columns, size]`` per layer. Slots are compact, so a decode step reads a
-view without copying; columns grow with the sequences, so memory follows actual use, not the worst case.
+Each slot holds one live sequence; a layer's tensor is ``[slots, heads, columns, size]``. Slots have no gaps, so a decode step
+reads a view without copying. The number of columns grows with the sequences, so the memory follows actual use, not the worst
+case.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """Cache index of the expert choices of an MoE layer; negative, unlike the indices of layers."""
+    """Return the cache index of an MoE layer's expert choices, which is negative, unlike the indices of layers."""
     return -1 - mixture
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Cache layout of a layer per token: keys [heads, key_size] and values [heads, value_size]."""
+    """A layer's cache layout per token: keys [heads, key_size] and values [heads, value_size]."""
 
     layer: int
     heads: int
@@ -44,9 +45,9 @@ class LayerShape:
 
 
 class KVCache(ABC):
-    """Keys, values and recurrent states of the live sequences, in slots or in pages.
+    """The keys, values and recurrent states of the live sequences, in slots or in pages.
 
-    A layer's memory is allocated on first use, when the number and size of its heads are known.
+    A layer's memory is allocated on first use, when the number and the size of the layer's heads are known.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -59,7 +60,7 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a routing that records expert choices through ``write(layer, keys, values)``; None if recording is off."""
+        """Return a routing that records expert choices by ``write(layer, keys, values)``; None if recording is disabled."""
         if self.records is None:
             return None
         kind = self.records.kind
@@ -71,26 +72,26 @@ class KVCache(ABC):
         return Recording(record)
 
     def routed(self, slot: int, length: int) -> Tensor:
-        """Recorded expert choices [length, MoE layers, K] of a slot's first tokens."""
+        """Return the recorded expert choices [length, MoE layers, K] of a slot's first tokens."""
         assert self.records is not None
         layers = map(_routing_layer, range(self.records.mixtures))
         return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
 
     @abstractmethod
     def _keys_of(self, layer: int, slot: int, length: int) -> Tensor:
-        """Keys [length, size] of a layer with one head."""
+        """Return the keys [length, size] of a layer with one head."""
 
     def tensors(self) -> list[Tensor]:
-        """All allocated tensors."""
+        """Return all allocated tensors."""
         return [*self.keys.values(), *self.values.values(), *self.states.tensors()]
 
     def make_finite(self) -> None:
-        """Replace non-finite values by zeros, because a masked column still contributes 0 * NaN = NaN."""
+        """Replace non-finite values with zeros, because a masked column still contributes 0 * NaN = NaN."""
         for tensor in self.tensors():
             tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def nbytes(self) -> int:
-        """Allocated bytes."""
+        """Return the size of the cache in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
@@ -102,7 +103,7 @@ class SlotCache(KVCache):
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow to ``rows`` sequences of ``columns`` tokens, preserving the first ``rows`` slots."""
+        """Grow the cache to ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep their content."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
             # Drop unused slots first: they would grow as well, and exceed the budget.
@@ -125,7 +126,7 @@ class SlotCache(KVCache):
         self.slots, self.columns = slots, columns
 
     def leading(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of the first ``rows`` slots of all layers' keys and values, in layer order."""
+        """Return views of the first ``rows`` slots of all layers' keys and values, in layer order."""
         if self._leading is None or self._leading[0] != rows:
             layers = sorted(self.keys)
             views = [self.keys[layer][:rows] for layer in layers], [self.values[layer][:rows] for layer in layers]
@@ -139,7 +140,7 @@ class SlotCache(KVCache):
         self.records = records
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [N, heads, size] of tokens at ``positions`` [N] of ``slots`` [N]."""
+        """Store k, v [N, heads, size] of the tokens at ``positions`` [N] of ``slots`` [N]."""
         if layer not in self.keys:
             self.keys[layer] = k.new_zeros(self.slots, k.shape[1], self.columns, k.shape[2])
             self.values[layer] = v.new_zeros(self.slots, v.shape[1], self.columns, v.shape[2])
@@ -151,12 +152,12 @@ class SlotCache(KVCache):
         return self.keys[layer][slot, 0, :length]
 
     def read(self, layer: int, rows: int, columns: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Views [rows, heads, columns, size] of keys and values, starting at slot ``first``."""
+        """Return views [rows, heads, columns, size] of the keys and values, starting at slot ``first``."""
         chosen = slice(first, first + rows)
         return self.keys[layer][chosen, :, :columns], self.values[layer][chosen, :, :columns]
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
-        """A copy of the first ``length`` columns of a slot: per layer keys and values [heads, length, size]."""
+        """Copy the first ``length`` columns of a slot: keys and values [heads, length, size] per layer."""
         return {
             layer: (self.keys[layer][slot, :, :length].clone(), self.values[layer][slot, :, :length].clone())
             for layer in self.keys
@@ -180,7 +181,7 @@ class SlotCache(KVCache):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Part of a context to prefill: ``length`` tokens after ``offset`` cached ones, for all slots that share the context."""
+    """A span of a context to prefill: ``length`` tokens after ``offset`` cached tokens, for all slots with the context."""
 
     slots: Seq[int]
     length: int
@@ -188,10 +189,10 @@ class PrefillSpan:
 
 
 class PrefillPlan(PackedPlan):
-    """Packed spans of contexts, whose keys and values are written to all slots that share them.
+    """Packed spans of contexts. The keys and values of a span are written to all slots that share the context.
 
     Args:
-        cache: the cache, already reserved, with the tokens before each span cached.
+        cache: the KV cache, with reserved slots and with all tokens before each span.
         spans: the spans in packed order.
     """
 
@@ -208,11 +209,11 @@ class PrefillPlan(PackedPlan):
             cache.states.clear(torch.tensor(fresh, device=self.device))
 
     def _per_token(self, values: list[int]) -> Tensor:
-        """Repeat one value per span for each of its tokens."""
+        """Repeat each span's value for all tokens of the span."""
         return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
     def _place(self) -> None:
-        """Compute the cache cells of each token, in every slot of its span."""
+        """Compute each token's cache cells in all slots of its span."""
         token, slot, position = [], [], []
         for start, span in zip(self.starts, self.spans, strict=False):
             index = torch.arange(span.length)
@@ -225,7 +226,7 @@ class PrefillPlan(PackedPlan):
         self.cache.write(layer, self._slot, self._position, k[self._token], v[self._token])
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write to the cache, then attend within each context."""
+        """Write k and v to the cache, then attend within each context."""
         self._write(layer.layer, k, v)
         return self._attend_cached(layer, q) if self._continued else super().attend(layer, q, k, v)
 
@@ -235,7 +236,7 @@ class PrefillPlan(PackedPlan):
         return self._attend_pieces(layer, q, contexts)
 
     def _attend_pieces(self, layer: LayerAttention, q: Tensor, contexts: Seq[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend per span; ``contexts`` holds keys and values [1, heads, tokens, size] up to each span's end."""
+        """Attend per span. ``contexts`` holds keys and values [1, heads, tokens, size] up to the end of each span."""
         outputs = []
         for span, queries, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
             mask = self._causal_mask(span.offset, span.length, layer.window, q)
@@ -244,7 +245,7 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run the contexts one at a time, because padding would change the cached state."""
+        """Run the layer on one context at a time, because padding would change the cached state."""
         outputs = []
         for span, piece in zip(self.spans, hidden.split(self.lengths), strict=True):
             states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
@@ -252,14 +253,14 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def finish(self) -> None:
-        """After the forward pass: copy recurrent states to the slots that share a context."""
+        """After the forward pass, copy recurrent states to all slots that share a context."""
         for span in self.spans:
             if len(span.slots) > 1 and self.cache.states.tensors():
                 self.cache.states.copy(span.slots[0], torch.tensor(span.slots[1:], device=self.device))
 
 
 def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [N, columns] of new tokens at ``positions`` [N]: each sees the cached columns up to itself."""
+    """Return the additive mask [N, columns] of new tokens at ``positions`` [N]. Each token attends to columns up to its own."""
     at = positions[:, None]
     hidden = columns[None, :] > at
     if window is not None:
@@ -268,14 +269,15 @@ def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: t
 
 
 class DecodePlan:
-    """One new token for each of the first slots, plus padding rows.
+    """A decode step: one new token for each of the first slots, plus padding rows.
 
     Args:
         cache: the KV cache.
-        positions: position of the new token of each row [rows]; any value for padding rows.
-        write_at: cache column of the new token [rows]: its position, or for padding the unused last column.
-        columns: indices 0, 1, ... of the cache columns to attend to [columns], covering every position.
-        state_rows: rows of the recurrent states [rows]; None if no layer is recurrent.
+        positions: position of each row's new token [rows]; any value for padding rows.
+        write_at: cache column of each row's new token [rows]: the token's position, or the unused last column for padding
+            rows.
+        columns: indices 0, 1, ... of the cache columns to attend to [columns], which cover all positions.
+        state_rows: indices of the recurrent states [rows]; None if no layer is recurrent.
     """
 
     def __init__(
@@ -296,7 +298,7 @@ class DecodePlan:
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
         """Plan a step over the first slots, padded to a multiple of :data:`ROW_STEP`.
 
-        The slots of padding rows may be in use by a prefill, so padding rows write to the unused last column.
+        A prefill may be using the slots of padding rows, so padding rows write to the unused last column.
         """
         live = len(positions)
         at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)
@@ -318,7 +320,7 @@ class DecodePlan:
         self.cache.write(layer, self._rows, self._write_at, k, v)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the cache and attend over it."""
+        """Append k, v [rows, heads, size] to the cache, and attend over the cache."""
         self.write(layer, k, v)
         # shape[] instead of len(), which would become a constant in a traced step.
         keys, values = self.cache.read(layer.layer, self._rows.shape[0], self._columns.shape[0])

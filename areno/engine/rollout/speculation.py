@@ -1,9 +1,9 @@
 """Speculative decoding by prompt lookup.
 
-A sample's draft is the text that followed the previous occurrence of its last n-gram; one forward pass gives the distribution
-after each draft token. Every position is sampled with its own random number, as without a draft, and draft tokens are accepted
-up to the first that differs from the token sampled in its place. So the output has the same tokens as without speculation, not
-only the same distribution.
+A sample's draft consists of the tokens that followed the previous occurrence of the sample's last n-gram. One forward pass
+gives the distribution after each draft token. Every position is sampled with the same random number as without a draft. Draft
+tokens are accepted until a draft token differs from the sampled token. So the output has the same tokens as without
+speculation, not only the same distribution.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,7 +22,7 @@ CALL_TOKENS = 64
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
-    """Draft up to ``most`` tokens per sequence within the reserved cache columns; a draft may be empty."""
+    """Draft up to ``most`` tokens per sequence within the reserved cache columns. A draft may be empty."""
     most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
     drafts: list[list[int]] = []
     for sequence in sequences:
@@ -41,16 +41,16 @@ def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
 class VerifyPlan(DecodePlan):
     """One verification pass over the drafts of the first slots.
 
-    Each row is fed its last sampled token and its draft, padded to the width W of the longest.
+    Each row feeds its last sampled token and its draft to the model, padded to the longest row's width W.
 
     Args:
-        cache: the KV cache, with the sequences in its first slots; no layer may be recurrent.
+        cache: the KV cache, with the sequences in the first slots. No layer may be recurrent.
         sequences: the running sequences.
-        drafts: one per sequence; may be empty.
+        drafts: one draft per sequence. A draft may be empty.
 
     Attributes:
-        tokens: ids to feed, padding included [rows * W].
-        cells: indices of the fed tokens after which to sample.
+        tokens: input token ids [rows * W], including padding.
+        cells: indices of the input tokens after which a token is sampled.
         members: sequence of each cell.
         counters: index of the token that each cell samples.
     """
@@ -76,7 +76,7 @@ class VerifyPlan(DecodePlan):
         self._rows = self._rows // width
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows * W, heads, size] to the cache and attend over it, each token up to itself."""
+        """Append k, v [rows * W, heads, size] to the cache, and attend over the cache causally."""
         self.write(layer, k, v)
         keys, values = self.cache.read(layer.layer, self._shape[0], len(self._columns))
         queries = q.unflatten(0, self._shape).transpose(1, 2)
@@ -84,7 +84,7 @@ class VerifyPlan(DecodePlan):
         return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def accepted(self, sampled: Seq[int]) -> list[list[int]]:
-        """Per sequence, the cells whose samples are kept: up to and including the first that differs from the draft."""
+        """Return each sequence's cells with kept samples, up to and including the first sample that differs from the draft."""
         result, start = [], 0
         for draft_tokens in self._drafts:
             count = 1

@@ -1,8 +1,8 @@
-"""Choose the thread count of each rollout call.
+"""Choose the thread count of each forward pass of a rollout.
 
-A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains. So
-a call runs on one thread if the work of an average matrix product, which depends only on model and batch, is below a threshold,
-else on all threads of the process (:mod:`areno.engine.cpu_threads`).
+A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains.
+So a pass runs on one thread if the work of its average matrix product is below a threshold. This work depends only on the
+model and the batch. Otherwise the pass runs on all threads of the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch
@@ -16,7 +16,7 @@ PARALLEL_FLOP = 1e6
 
 
 class ThreadRule:
-    """Sets the calling thread's torch thread count before each call; a no-op on accelerators."""
+    """Sets the calling thread's PyTorch thread count before each pass. On accelerators it does nothing."""
 
     def __init__(self, model: CausalLM) -> None:
         # All weight matrices except the small ones of an adapter.
@@ -26,7 +26,7 @@ class ThreadRule:
         self._active = model.device.type == "cpu" and self._all > 1
 
     def threads(self, rows: int) -> int:
-        """Number of threads for a call over ``rows`` tokens."""
+        """Return the number of threads for a pass over ``rows`` tokens."""
         if rows * self._flop_per_row < PARALLEL_FLOP:
             return 1
         return CPU_THREADS.current() if CPU_THREADS.adapts else self._all
@@ -37,6 +37,6 @@ class ThreadRule:
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Restore the full thread count, because threads started later inherit torch's current setting."""
+        """Restore the full thread count, because new threads inherit PyTorch's current setting."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

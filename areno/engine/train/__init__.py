@@ -1,10 +1,11 @@
-"""Optimizer steps: rows of tokens in, new weights and statistics out.
+"""Optimizer steps: update the weights from rows of tokens, and compute statistics.
 
-- ``step``: a training call, from rows to optimizer steps; ``microbatch``: which rows share a pass.
-- ``batch``: rows as one packed microbatch; ``outputs``: what a loss receives from policies, critics and reward models.
-- ``optimizer``: AdamW, and the interface of optimizers; ``sharded``: states sharded across replicas; ``fsdp``: under FSDP.
+- ``step``: a training call, from rows to optimizer steps; ``microbatch``: divides rows into passes.
+- ``batch``: packs rows into a microbatch; ``outputs``: what policies, critics and reward models compute for a loss.
+- ``optimizer``: AdamW, and the interface of optimizers; ``sharded``: AdamW with states sharded across replicas;
+  ``fsdp``: AdamW under FSDP.
 - ``adam_8bit`` and ``adam_bf16``: moments in 8 bits or bf16; ``state_files``: optimizer state on disk.
 - ``schedule``: learning rate; ``loss_scale``: scaling of the loss in fp16.
-- ``token_records``: log-probs and clipping of single rows, for recorded samples.
+- ``token_records``: per-token log-probs and clipping, for recorded samples.
 - ``recompute``: activation checkpointing; ``replay``: routing replay for MoE models.
 """

@@ -1,18 +1,20 @@
 """AdamW with moments of one byte each: block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-A block of 256 numbers shares one fp32 scale, the number of largest magnitude. Each number is stored as the code of the nearest
-of 256 multiples of the scale. The multiples are between -1 and 1 (0 and 1 for the second moment); their relative spacing is
-finest near 1, and the smallest positive one is below 1e-6. This implementation differs from others in three ways.
+A block of 256 numbers shares one fp32 scale, which is the number of largest magnitude. A table has 256 factors between
+-1 and 1 (0 and 1 for the second moment). Each number is stored as the code of the factor nearest to the number divided
+by the scale. The relative spacing of the factors is finest near 1, and the smallest positive factor is below 1e-6. This
+implementation differs from others in three ways.
 
-*The square root of the second moment is stored*, not the moment itself, and a positive root is never rounded to zero,
-because a nonzero first moment would then be divided by epsilon alone. The root spans half as many decades as the moment, so a
-weight whose gradients are a thousandth of the largest in its block still has a usable denominator.
+*The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero,
+because a nonzero first moment would then be divided by epsilon alone. The root spans half as many decades as the
+moment. A weight still has a usable denominator if its gradients are a thousandth of the largest gradients in the block.
 
-*Codes come from a table instead of a search*: the upper half of an fp32 number (sign, exponent and seven bits of mantissa) is
-the index into the table. That is several times faster than a binary search, and its resolution is finer than that of the codes.
+*A table lookup finds the code.* The upper half of an fp32 number (sign, exponent and seven bits of the mantissa) is the
+index into a second table. The lookup is several times faster than a binary search, and its resolution is finer than
+that of the codes.
 
-*Tensors are updated in chunks*, so that a step needs only a few MiB of working memory. Rounding uses no random numbers, so a
-resumed run continues bit for bit.
+*Tensors are updated in chunks*, so that a step needs only a few MiB of working memory. Rounding uses no random numbers,
+so a resumed run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_values(signed: bool) -> Tensor:
-    """The values of the 256 codes, ascending, fp32 [256].
+    """The factors of the 256 codes, fp32 [256], in ascending order.
 
-    The codes cover seven decades. Each decade has half as many values as the one above it, evenly spaced.
+    The factors cover seven decades. Within a decade, they are evenly spaced. Each decade has half as many factors as
+    the next higher decade.
     """
     levels = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -49,7 +52,7 @@ def dynamic_values(signed: bool) -> Tensor:
 
 @functools.cache
 def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values by code [256], and codes by the upper half of an fp32 number [65536]."""
+    """Factors by code [256], and codes by the upper half of an fp32 number [65536]."""
     values = dynamic_values(signed)
     halves = torch.arange(1 << 16, dtype=torch.int64)
     bits = (halves << 16) + (1 << 15)  # the middle of the numbers with this upper half
@@ -61,9 +64,10 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Quantised:
-    """Quantized numbers: codes uint8 [blocks, 256], see :func:`dynamic_values`, and scales fp32 [blocks].
+    """Quantized numbers: codes, uint8 [blocks, 256], and scales, fp32 [blocks]; see :func:`dynamic_values`.
 
-    A scale is the number of largest magnitude of its block, with its sign, because there is a code for 1 but none for -1.
+    A scale is the number of largest magnitude in its block. It is signed, because there is a code for the factor 1 but
+    none for -1.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -79,7 +83,7 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Quantize numbers [N], fp32. Numbers decoded from blocks with the same boundaries get the same codes again."""
+        """Quantize numbers, fp32 [N]. Numbers decoded from blocks with the same boundaries get the same codes."""
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
             part = numbers[begin : begin + size]
@@ -89,7 +93,7 @@ class Quantised:
         return made
 
     def numbers(self, count: int) -> Tensor:
-        """Decode the first ``count`` numbers, fp32 [count]."""
+        """Decode the first ``count`` numbers to fp32 [count]."""
         decoded, size = torch.empty(count, device=self.codes.device), _chunk(self.codes.device)
         for begin in range(0, count, size):
             part = decoded[begin : begin + size]
@@ -98,7 +102,7 @@ class Quantised:
         return decoded
 
     def read(self, first: int, last: int) -> Tensor:
-        """Decode the blocks from ``first`` to ``last - 1``, fp32 [blocks, 256]."""
+        """Decode the blocks from ``first`` to ``last - 1`` to fp32 [blocks, 256]."""
         values, _ = _tables(self.signed, self.codes.device)
         chosen = values.index_select(0, self.codes[first:last].view(-1).int())
         return chosen.view(-1, BLOCK).mul_(self.scales[first:last, None])
@@ -117,10 +121,10 @@ class Quantised:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments, to replace :class:`torch.optim.AdamW`; updates weights, fp32 masters, or flat shards of them.
+    """Replacement for :class:`torch.optim.AdamW` with 8-bit moments. Updates weights, fp32 masters, or flat shards of either.
 
-    ``params`` are contiguous fp32 tensors, or groups of them. ``quantised`` of a group says whether its moments are in 8 bits;
-    without it, the size of each tensor decides.
+    ``params`` are contiguous fp32 tensors or groups of tensors. A group's ``quantised`` determines whether its moments
+    have 8 bits. If it is None or missing, the size of each tensor decides.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class Adam8bit(torch.optim.Optimizer):
                     self._update(parameter, group, self.moments_of(parameter, group["quantised"]))
 
     def moments_of(self, parameter: nn.Parameter, quantised: bool | None) -> dict[str, Any]:
-        """Return the state of a tensor: its step count and both moments, zero before the first step."""
+        """Return a tensor's optimizer state: step count and both moments, which are zero before the first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -176,7 +180,7 @@ class Adam8bit(torch.optim.Optimizer):
             root.write(first, last, v.sqrt_().view(-1, BLOCK))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict()``; PyTorch's own method would convert the codes to floating point."""
+        """Load the result of ``state_dict()``. The method of PyTorch would convert the codes to floating point."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for index, saved in state_dict["state"].items():
@@ -186,7 +190,7 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
-    """One AdamW step of weights w with gradient g and moments m and v, all of one shape, in place."""
+    """Update weights w and moments m and v in place with one AdamW step for gradient g. All tensors have the same shape."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -196,24 +200,24 @@ def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step
 
 
 def is_quantised(count: int) -> bool:
-    """Whether the moments of a tensor of ``count`` numbers are in 8 bits."""
+    """Whether a tensor of ``count`` numbers has 8-bit moments."""
     return count >= LEAST_QUANTISED
 
 
 def state_bytes(count: int, quantised: bool | None = None) -> int:
-    """Size in bytes of both moments of ``count`` numbers, in 8 bits if ``quantised``; if None, ``count`` decides."""
+    """Size in bytes of both moments of ``count`` numbers. If ``quantised`` is None, :func:`is_quantised` decides the format."""
     if not (is_quantised(count) if quantised is None else quantised):
         return 8 * count
     return -(-count // BLOCK) * 2 * (BLOCK + 4)
 
 
 def moment_kinds(quantised: bool) -> tuple[str, str]:
-    """Names of both moments in a saved state: the second one is ``root`` in 8 bits, else ``square``."""
+    """Names of both moments in a saved state. The second moment is ``root`` if it is quantized, otherwise ``square``."""
     return ("mean", "root" if quantised else "square")
 
 
 def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
-    """Both moments of a tensor's state, fp32 [count]; of an 8-bit second moment, its square root."""
+    """Both moments of a tensor's state, fp32 [count]. For an 8-bit second moment, its square root is returned."""
     if "mean" in state:
         return state["mean"].reshape(-1), state["square"].reshape(-1)
     mean = Quantised(state["mean_codes"], state["mean_scales"], True)
@@ -222,7 +226,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """The state of a tensor with these moments, in the form of :func:`moments_in`; fp32 moments keep the shape of ``mean``."""
+    """The state of a tensor with moments as returned by :func:`moments_in`. fp32 moments keep the shape of ``mean``."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}

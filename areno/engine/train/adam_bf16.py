@@ -1,7 +1,7 @@
-"""AdamW with bf16 moments, which take half the memory of fp32 moments; weights or masters are fp32.
+"""AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or masters are in fp32.
 
-Each step computes in fp32 and rounds the moments to the nearest bf16 number. Weights are never rounded to bf16: an update of a
-thousandth of a weight would be lost.
+Each step computes in fp32 and rounds the moments to the nearest bf16 number. The updated weights are never rounded to
+bf16, because an update of a thousandth of a weight would be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKING_BYTES = 16 * _CHUNK
 
 
 class AdamBf16(torch.optim.Optimizer):
-    """AdamW with bf16 moments over contiguous fp32 tensors; its state has the keys of :class:`torch.optim.AdamW`."""
+    """AdamW with bf16 moments for contiguous fp32 tensors. Its state has the same keys as :class:`torch.optim.AdamW`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AdamBf16(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group, self.moments_of(parameter))
 
     def moments_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the state of a tensor: its step count and both moments, zero before the first step."""
+        """Return a tensor's optimizer state: step count and both moments, which are zero before the first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             zeros = (torch.zeros_like(parameter, dtype=torch.bfloat16) for _ in range(2))
@@ -58,7 +58,7 @@ class AdamBf16(torch.optim.Optimizer):
             square.copy_(v)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict()``; PyTorch's own method would convert the moments to fp32."""
+        """Load the result of ``state_dict()``. The method of PyTorch would convert the moments to fp32."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for index, saved in state_dict["state"].items():

@@ -1,4 +1,4 @@
-"""Pack rows into one microbatch: tokens, attention plan, and the tensors that a loss receives."""
+"""Pack rows into one microbatch with tokens, an attention plan and the tensors that a loss receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class PackedBatch:
     data: DataPack  # what the loss receives
 
     def on_action_axis(self, values: Tensor) -> Tensor:
-        """Scatter values of the scored actions to the whole action axis, 0 elsewhere."""
+        """Scatter values of the scored actions to the whole action axis. The other values are 0."""
         mask = self.data["packed_response_mask"]
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
 
@@ -45,10 +45,10 @@ def pack_rows(
     routers: Routers | None = None,
     count: RoutingCount | None = None,
 ) -> PackedBatch:
-    """Concatenate rows into a microbatch; with ``tree``, common prefixes are packed once if this saves a tenth of the tokens.
+    """Concatenate rows into a microbatch. With ``tree``, common prefixes are packed once if this saves a tenth of the tokens.
 
-    The loss receives the same data either way; see :mod:`areno.loss_fns.loss_interface` for the keys of ``data``. If given,
-    ``routers`` replay the rows' recorded expert choices, and ``count`` counts these.
+    The loss receives the same data with and without ``tree``; see :mod:`areno.loss_fns.loss_interface` for the keys of
+    ``data``. If set, ``routers`` replay the rows' recorded expert choices, and ``count`` counts the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
@@ -106,7 +106,7 @@ _STREAMS = (
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A per-token list of all rows on the action axis; None if no row has one."""
+    """The per-token lists ``name`` of all rows on the action axis; None if no row has this list."""
     lists = [getattr(row, name) for row in rows]
     if not any(lists):
         return None
@@ -115,15 +115,17 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """Raise ValueError unless all rows have the same per-token lists: training would use zeros for missing ones."""
+    """Raise ValueError unless all rows have the same per-token lists, because training would use zeros for missing lists."""
     for _, name, _ in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
-            raise ValueError(f"row {lacking[0]} has no {name}, but other rows have; set {name} in all rows or in none")
+            raise ValueError(
+                f"row {lacking[0]} has no {name}, but other rows have it; set {name} in all rows or in none"
+            )
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """Number of units in ``rows`` over which a loss averages: tokens, sequences or pairs."""
+    """Number of units in ``rows``. A loss averages over units: tokens, sequences or pairs."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

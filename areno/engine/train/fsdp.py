@@ -1,8 +1,8 @@
 """AdamW over fully sharded weights (FSDP2): each rank updates its shard of every tensor.
 
-The shards are the fp32 master weights. Each backward pass already reduces their gradients over the ranks; weights are not
-gathered after an update, because the next pass gathers them layer by layer. Each rank saves its shards, and any layout can
-resume from them.
+The shards are the fp32 master weights. Each backward pass reduces their gradients over the ranks. Weights are not
+gathered after an update, because the next pass gathers them layer by layer. Each rank saves its shards, and any layout
+can resume from the saved shards.
 """
 
 import math
@@ -30,7 +30,7 @@ from areno.engine.train.state_files import SavedState, StatePart
 
 
 class FullyShardedAdamW(Optimizer):
-    """AdamW over this rank's shards. Every rank must make the same calls, while no weights are gathered."""
+    """AdamW over this rank's shards. All ranks must make the same calls, and no weights may be gathered during a call."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FullyShardedAdamW(Optimizer):
         return own.to("cpu", copy=True) if self.config.offload else own
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups: shards with and without 8-bit moments, decided by the unsharded size."""
+        """Return parameter groups of shards with and without 8-bit moments. The size of the unsharded parameter decides."""
         if not self.config.adam_8bit:
             return [{"params": self._shares}]
         kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
@@ -74,7 +74,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Return the statistics of the gradient; every backward pass has already reduced it over the ranks."""
+        """Return the gradient's statistics. The backward passes have already reduced the gradient over the ranks."""
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)
@@ -94,7 +94,7 @@ class FullyShardedAdamW(Optimizer):
         return GradientStats(square**0.5, round(nonzero), round(total))
 
     def _copies(self, parameter: Tensor) -> int:
-        """Return how many ranks hold the entries of this rank's shard."""
+        """Return the number of ranks that hold the same shard as this rank."""
         assert isinstance(parameter, DTensor)
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         return self.peers.stage.size // math.prod(size for placement, size in sizes if not placement.is_replicate())
@@ -106,7 +106,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient; return the learning rate used."""
+        """Apply the collected gradient, and return the learning rate used."""
         rate = self._update()
         self._publish()
         return rate
@@ -128,19 +128,19 @@ class FullyShardedAdamW(Optimizer):
         return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's shards that have one."""
+        """Return the gradients of this rank's shards. Shards without a gradient are omitted."""
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:
-        """Return 0: a step updates the shards in place."""
+        """Return 0, because a step updates the shards in place."""
         return 0
 
     def state_head(self) -> dict[str, Any]:
-        """Return step counts and the description of the state."""
+        """Return step counts and a description of the optimizer state."""
         return self._head(self._names, self._counts(self._names, self._shares), self._rounded)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield moments, and masters unless the weights are fp32; skips shards that an earlier rank also holds."""
+        """Yield moments, and masters unless the weights are fp32. Shards that an earlier rank also holds are skipped."""
         for name, parameter, share, tied in zip(self._names, self._parameters, self._shares, self._tied, strict=True):
             if (tied and self.peers.place.stage) or not self._is_first_copy(parameter):
                 continue
@@ -156,7 +156,7 @@ class FullyShardedAdamW(Optimizer):
         return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
 
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a shard's moments by saved kind, decoded, because 8-bit blocks are specific to the shard."""
+        """Return a shard's moments by their names in a saved state, decoded because 8-bit blocks are specific to the shard."""
         moments = self._adam.state.get(share)
         if not moments:
             return {}
@@ -168,7 +168,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
-        """Load a state saved in any layout."""
+        """Load an optimizer state saved in any layout."""
         self._take_head(saved.head, self._names, self._rounded)
         self._adam.state.clear()
         for name, parameter, share in zip(self._names, self._parameters, self._shares, strict=True):

@@ -1,7 +1,8 @@
-"""The loss scale of fp16 training: as large as the gradients allow, so that small gradients do not underflow to zero.
+"""The loss scale of fp16 training. It is as large as the gradients allow, so that small gradients do not underflow to zero.
 
-An optimizer step whose gradient is not finite is skipped. The ``hysteresis``-th skipped step and every later one halve the
-scale; ``window`` consecutive steps with a finite gradient double it and reset the count of skipped steps, as in Megatron.
+An optimizer step whose gradient is not finite is skipped. The ``hysteresis``-th skipped step and every later skipped
+step halve the scale. After ``window`` consecutive steps with a finite gradient, the scale is doubled and the count of
+skipped steps is reset, as in Megatron.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor by which losses are multiplied before the backward pass, and gradients divided after it."""
+    """The factor by which losses are multiplied before the backward pass, and by which gradients are divided afterwards."""
 
     value: float = 2.0**32
     least: float = 1.0
@@ -22,11 +23,11 @@ class LossScale:
 
     @property
     def may_fall(self) -> bool:
-        """Whether the scale can still be reduced; only then may it be the cause of a non-finite gradient."""
+        """Whether the scale can still be reduced. If not, the scale is not the cause of a non-finite gradient."""
         return self.value > self.least
 
     def update(self, finite: bool) -> None:
-        """Adjust the scale after a step whose gradient was ``finite`` or not."""
+        """Adjust the scale after a step. ``finite`` is whether the step's gradient was finite."""
         if not finite:
             self.good, self.bad = 0, self.bad + 1
             if self.bad >= self.hysteresis:

@@ -1,8 +1,8 @@
-"""Decide which rows share a forward pass: bins of rows within a budget of tokens.
+"""Divide rows into forward passes: bins of rows within a token budget.
 
-There are two algorithms. ``ffd``, first fit decreasing, takes rows from long to short and puts each into the first bin with
-room, which gives few bins. ``kk``, Karmarkar and Karp's differencing, makes bins of nearly equal weight, which balances the
-work.
+There are two algorithms. ``ffd`` (first fit decreasing) takes rows from long to short and puts each row into the first
+bin with enough room, so that there are few bins. ``kk`` (the differencing method of Karmarkar and Karp) makes bins of
+nearly equal weight, which balances the work.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ Weights = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How the rows of an optimizer step are divided into microbatches. This changes time and memory, but not the result.
+    """How the rows of an optimizer step are divided into microbatches. The division affects time and memory, but not
+    the result.
 
     Raises:
         ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
@@ -44,11 +45,12 @@ class MicroBatching:
         """Raise ValueError if the number of rows is not a multiple of the granularity."""
         if rows % self.granularity:
             raise ValueError(
-                f"mb_spec.granularity {self.granularity} does not divide the number of rows, {rows}; use one that does"
+                f"mb_spec.granularity {self.granularity} does not divide the number of rows, {rows}; use "
+                "a granularity that divides this number"
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide rows of tokens into microbatches; see :meth:`split`."""
+        """Divide rows into microbatches of row indices; see :meth:`split`."""
         if not self.tree:
             return self.split([len(row) for row in rows])
         self.check(len(rows))
@@ -61,7 +63,7 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Add blocks, in the order of their first rows' tokens, each to the tree that grows least among those with room."""
+        """Sort blocks by their first rows' tokens. Add each block to the tree with enough room that grows least."""
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
         trees: list[TokenTree] = []
@@ -78,7 +80,7 @@ class MicroBatching:
         return bins
 
     def split(self, lengths: Weights) -> list[list[int]]:
-        """Row indices of each microbatch, ascending, never empty. Microbatches are in the order of their first rows."""
+        """Ascending row indices of each non-empty microbatch. Microbatches are in the order of their first rows."""
         self.check(len(lengths))
         blocks = range(0, len(lengths), self.granularity)
         weights = [sum(lengths[start : start + self.granularity]) for start in blocks]
@@ -88,7 +90,7 @@ class MicroBatching:
         )
 
     def _wanted(self, bins: int) -> int:
-        """The number of bins to make if ``bins`` are needed: at least ``n_mbs``, rounded up to a multiple of the divisor."""
+        """The larger of ``bins`` and ``n_mbs``, rounded up to a multiple of ``n_mbs_divisor``."""
         return -(-max(bins, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
     def _first_fit(self, weights: Weights) -> list[list[int]]:
@@ -107,7 +109,7 @@ class MicroBatching:
         return _split_to(bins, weights, min(self._wanted(len(bins)), len(weights)))
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Return the fewest bins, in steps of the divisor, that differencing keeps within the budget."""
+        """Divide by differencing, into the smallest multiple of ``n_mbs_divisor`` for which all bins fit the budget."""
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)
@@ -121,7 +123,7 @@ class MicroBatching:
 
 
 def _lightest_first(weights: Weights, order: Sequence[int], count: int) -> list[list[int]]:
-    """Assign each item, in ``order``, to the bin that is lightest so far."""
+    """Assign each item, in ``order``, to the bin that is currently lightest."""
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
     for item in order:
@@ -132,7 +134,7 @@ def _lightest_first(weights: Weights, order: Sequence[int], count: int) -> list[
 
 
 def _split_to(bins: list[list[int]], weights: Weights, count: int) -> list[list[int]]:
-    """Halve the heaviest bin of several items until there are ``count`` bins; no bin grows."""
+    """Split the heaviest bin with several items until there are ``count`` bins. No bin grows."""
     while len(bins) < count:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(weights[i] for i in b))
         halves = shares([weights[i] for i in heaviest], 2)

@@ -1,12 +1,12 @@
 """The interface of the engine's optimizers, and AdamW on one rank.
 
-Master weights are fp32. If the model computes in fp32, the master weights are the weights themselves. If it computes in bf16,
-they are a second copy: gradients of microbatches are summed in fp32, and each step updates the master weights and copies them
-to the model, rounded to bf16. So a learning rate of 1e-6 still changes the policy; with bf16 weights alone, rounding would
-undo the update.
+Master weights are in fp32. If the model computes in fp32, its weights are also the master weights. If the model
+computes in bf16, the master weights are a second copy. Gradients of microbatches are summed in fp32. Each step updates
+the master weights, rounds them to bf16, and copies them to the model. A learning rate of 1e-6 therefore still changes
+the policy. Without master weights, rounding to bf16 would undo the update.
 
-Moments are in fp32, bf16 or 8 bits, see :func:`make_adam`. Masters, moments and summed gradients may be in host memory instead
-of GPU memory.
+Moments are in fp32, bf16 or 8 bits; see :func:`make_adam`. Masters, moments and summed gradients may be in host memory
+instead of GPU memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from areno.errors import UsageError
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerOptions:
-    """Optimizer options of one trainable role; :class:`LrSchedule` explains the fields of the learning rate.
+    """Optimizer options of one trainable role. :class:`LrSchedule` explains the fields of the learning rate.
 
-    ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has no moments: it follows the gradient.
-    ``offload``, for a model on a GPU, keeps masters, moments and summed gradients in host memory, and updates masters there.
+    ``adam_8bit`` keeps the moments in 8 bits, and ``adam_bf16`` in bf16. ``sgd`` has no moments. For a model on a GPU,
+    ``offload`` keeps masters, moments and summed gradients in host memory, and updates the masters on the CPU.
     """
 
     lr: float = 1e-4
@@ -54,28 +54,28 @@ class OptimizerOptions:
 
     @property
     def moments(self) -> str:
-        """Name of the format of the moments; a saved state can be resumed only with the same format."""
+        """Format of the moments. A saved optimizer state can be resumed only with the same format."""
         return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
 
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
         """Size in bytes of both moments of ``count`` weights.
 
-        With ``adam_8bit`` small tensors keep fp32 moments. ``quantised`` says whether these weights have 8-bit moments; if
-        None, ``count`` decides, and must be the size of a whole tensor.
+        With ``adam_8bit``, small tensors keep fp32 moments. ``quantised`` is whether these weights have 8-bit moments.
+        If it is None, ``count`` decides, and must be the size of a whole tensor.
         """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
         return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
 
     def working_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory in bytes that an update needs on ``device``, in addition to states and gradients."""
+        """Estimate an update's working memory on ``device`` in bytes, in addition to optimizer states and gradients."""
         if self.adam_bf16:
             return adam_bf16.WORKING_BYTES
         return adam_8bit.working_bytes(device) if self.adam_8bit else 0
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
-        """Create options from a mapping. Raises UsageError, which names ``owner`` and the known keys, if a key is unknown."""
+        """Create options from a mapping. If a key is unknown, raises UsageError with ``owner`` and the known keys."""
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
@@ -99,7 +99,7 @@ class GradientStats:
     total: int  # entries of the parameters that received a gradient
 
     def metrics(self) -> dict[str, float]:
-        """The statistics by the names under which training reports them."""
+        """The statistics by their metric names."""
         share = self.nonzero / self.total if self.total else 0.0
         return {
             "grad_norm": self.norm,
@@ -114,7 +114,7 @@ class GradientStats:
 def make_adam(
     tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerOptions
 ) -> torch.optim.Optimizer:
-    """Create the update rule over fp32 tensors, or groups of them: weights, masters, or flat shards of them."""
+    """Create the update rule for fp32 tensors or groups of tensors: weights, masters, or flat shards of either."""
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
     rates: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
@@ -126,7 +126,7 @@ def make_adam(
 
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
-    """Allocate the moments of every tensor of an optimizer from :func:`make_adam`, initially zero."""
+    """Allocate zero moments for every tensor of an optimizer created by :func:`make_adam`."""
     for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
         if isinstance(adam, torch.optim.SGD):
             return
@@ -155,7 +155,7 @@ class Optimizer(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step; setting it replaces the schedule by a constant."""
+        """Learning rate of the next step. Setting this property replaces the schedule with a constant."""
         return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
 
     @learning_rate.setter
@@ -164,7 +164,7 @@ class Optimizer(ABC):
         self._constant_rate = value
 
     def allocate(self) -> None:
-        """Allocate the memory that the first step would allocate; nothing else changes."""
+        """Allocate the memory that the first step would allocate, without an update."""
         take_moments(self._adam)
 
     @abstractmethod
@@ -173,7 +173,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def collect(self) -> GradientStats:
-        """Reduce the gradient of the step over the ranks and return its statistics."""
+        """Reduce the step's gradient over the ranks, and return the gradient's statistics."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
@@ -185,34 +185,34 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step(self) -> float:
-        """Apply the collected gradient; return the learning rate used."""
+        """Apply the collected gradient, and return the learning rate used."""
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Return how many bytes of moments and master weights the ranks of this stage together write to a checkpoint."""
+        """Return the size in bytes of the moments and master weights that all ranks of this stage write to a checkpoint."""
 
     @abstractmethod
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's master weights and, with ``moments``, moments, even if not allocated yet."""
+        """Return the size in bytes of this rank's master weights and, with ``moments``, of its moments, allocated or not."""
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory in bytes of :meth:`collect` and :meth:`step`, in addition to states and gradients."""
+        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes, without optimizer states and gradients."""
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
-        """Return the JSON data that an exact resume needs in addition to tensors."""
+        """Return the JSON data that, besides tensors, an exact resume needs."""
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's parts of the tensors that an exact resume needs besides the model's weights.
+        """Yield this rank's shards of the tensors that, besides the model's weights, an exact resume needs.
 
-        Skips parts that an earlier rank also holds.
+        Shards that an earlier rank also holds are skipped.
         """
 
     @abstractmethod
     def load_state(self, saved: SavedState) -> None:
-        """Load a state saved in any layout.
+        """Load an optimizer state saved in any layout.
 
         Raises:
             ValueError: the state belongs to different parameters, a different compute dtype or a different optimizer type.
@@ -220,7 +220,7 @@ class Optimizer(ABC):
         """
 
     def _update(self) -> float:
-        """Apply the update rule at the scheduled learning rate; return the rate."""
+        """Apply the update rule at the current learning rate, and return this rate."""
         rate = self.learning_rate
         self.steps += 1
         for group in self._adam.param_groups:
@@ -229,12 +229,12 @@ class Optimizer(ABC):
         return rate
 
     def _counts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Return the number of updates of each parameter that has moments."""
+        """Return the number of updates of each parameter with moments."""
         states = zip(names, map(self._adam.state.get, tensors), strict=True)
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the fields that all saved states have; ``counts`` are the numbers of updates of parameters with moments."""
+        """Return the fields that all saved states have. ``counts`` are the update counts of the parameters with moments."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -253,21 +253,21 @@ class Optimizer(ABC):
         """
         current, saved = set(names), set(head["names"])
         if not (current <= saved if self.is_part else current == saved) or masters != head["masters"]:
-            raise ValueError("the saved optimizer belongs to another model or --dtype")
+            raise ValueError("the saved optimizer belongs to a different model or --dtype")
         if head["moments"] != self.config.moments:
             raise ValueError(
                 f"the saved optimizer has {head['moments']} moments, but this run has {self.config.moments} moments; use the "
                 "same --adam-8bit (optimizer.type) as the saved run"
             )
         if head["sgd"] != self.config.sgd:
-            raise ValueError("the saved optimizer has a different optimizer.type; use the type of the saved run")
+            raise ValueError("the saved optimizer has a different optimizer.type; use the saved run's optimizer.type")
         self.steps, self._constant_rate = int(head["steps"]), head["constant_rate"]
         if self.loss_scale is not None and head["loss_scale"]:
             self.loss_scale = LossScale(**head["loss_scale"])
 
 
 class MasterAdamW(Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters."""
+    """AdamW (Loshchilov & Hutter 2019) over fp32 master weights. Weight decay applies to all parameters."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerOptions) -> None:
         super().__init__(config)
@@ -277,7 +277,7 @@ class MasterAdamW(Optimizer):
         self._adam = make_adam(self._masters, config)
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter itself, or an fp32 copy that accumulates its gradients in every backward pass."""
+        """Return the parameter, or an fp32 copy that accumulates the parameter's gradients in every backward pass."""
         place = torch.device("cpu") if self.config.offload else parameter.device
         if parameter.dtype == torch.float32 and place == parameter.device:
             return parameter
@@ -297,7 +297,7 @@ class MasterAdamW(Optimizer):
         self._adam.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return the accumulated fp32 gradients, one per parameter that received any."""
+        """Return the accumulated fp32 gradients of all parameters that received a gradient."""
         return [master.grad for master in self._masters if master.grad is not None]
 
     @torch.no_grad()
@@ -314,7 +314,7 @@ class MasterAdamW(Optimizer):
             torch._foreach_mul_(gradients, factor)
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of master weights and, with ``moments``, moments, even if not allocated yet."""
+        """See :meth:`Optimizer.held_bytes`."""
         masters = sum(4 * m.numel() for p, m in zip(self._parameters, self._masters, strict=True) if p is not m)
         if not moments:
             return masters
@@ -330,7 +330,7 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the gradients and round the masters into the model; return the learning rate used."""
+        """Apply the gradients, copy the rounded masters to the model, and return the learning rate used."""
         rate = self._update()
         apart = [(p, m) for p, m in zip(self._parameters, self._masters, strict=True) if p is not m]
         if apart:
@@ -342,11 +342,11 @@ class MasterAdamW(Optimizer):
         return any(p is not master for p, master in zip(self._parameters, self._masters, strict=True))
 
     def state_head(self) -> dict[str, Any]:
-        """Return step counts and the description of the state."""
+        """Return step counts and a description of the optimizer state."""
         return self._head(self._names, self._counts(self._names, self._masters), self._has_masters)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield moments, and master weights unless they are the model's own weights, all unsharded."""
+        """Yield unsharded moments, and unsharded master weights unless they are the model's weights."""
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             for kind, values in self._adam.state.get(master, {}).items():
                 if kind != "step":
@@ -355,7 +355,7 @@ class MasterAdamW(Optimizer):
                 yield StatePart(master_key(name), master.detach(), full_index(master.shape))
 
     def load_state(self, saved: SavedState) -> None:
-        """Load a state saved in any layout."""
+        """Load an optimizer state saved in any layout."""
         self._take_head(saved.head, self._names, self._has_masters)
         counts, adam = saved.head["counts"], {}
         for index, (name, parameter, master) in enumerate(
@@ -369,19 +369,19 @@ class MasterAdamW(Optimizer):
 
 
 def moment_key(name: str, kind: str) -> str:
-    """Return the name of a parameter's moment in a saved state."""
+    """Return the key of a parameter's moment in a saved state."""
     return f"state.{name}.{kind}"
 
 
 def master_key(name: str) -> str:
-    """Return the name of a parameter's master weights in a saved state."""
+    """Return the key of a parameter's master weights in a saved state."""
     return f"master.{name}"
 
 
 def saved_moments(
     saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions
 ) -> dict[str, Any]:
-    """Load the optimizer state of the part of a parameter that ``index`` selects."""
+    """Load the optimizer state of the shard of a parameter that ``index`` selects."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
         return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
@@ -390,10 +390,10 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of the part that ``index`` selects, in the form of :func:`adam_8bit.moments_in`.
+    """Load both moments of the shard that ``index`` selects, in the form of :func:`adam_8bit.moments_in`.
 
-    The file has 8-bit codes if the quantization blocks of the rank that wrote it are those of the unsharded tensor;
-    otherwise it has decoded numbers.
+    The file has 8-bit codes if the rank that wrote it used the quantization blocks of the unsharded tensor. Otherwise
+    the file has decoded numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:
@@ -410,12 +410,12 @@ _CODED = ("codes", "scales")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the global L2 norm in fp32, a 0-d tensor; 0 without gradients."""
+    """Return the global L2 norm as a 0-d fp32 tensor; it is 0 without gradients."""
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return the factor that clips a gradient of this norm to ``max_norm``."""
+    """Return the factor that clips a gradient of norm ``norm`` to ``max_norm``."""
     return 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)

@@ -1,4 +1,4 @@
-"""What a loss receives from each kind of model for a packed batch, in addition to the batch's own data."""
+"""The inputs of a loss that each kind of model computes for a packed batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ModelKind = Literal["policy", "value", "reward"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank computes of a packed batch: everything, or some of its tokens if ranks divide them."""
+    """The tokens of a packed batch that this rank computes: all tokens, or some of them with context parallelism."""
 
     batch: PackedBatch
     tokens: Tensor  # token ids of this rank [T]
@@ -30,7 +30,7 @@ class Part:
 
     @classmethod
     def of(cls, batch: PackedBatch, context: Channel | None = None) -> Part:
-        """Create the part of this rank; the ranks of ``context`` divide the tokens."""
+        """Select this rank's tokens. The ranks of ``context`` divide the tokens."""
         if context is None or context.size == 1:
             return cls(batch, batch.tokens, batch.plan, batch)
         plan = ContextPlan(batch.plan, context)
@@ -63,11 +63,11 @@ def predict(
     bounds: bool,
     context: Channel | None = None,
 ) -> Tensor:
-    """Run a model over a batch and return the predictions for the loss; entries outside the mask are 0.
+    """Run a model over a batch, and return the predictions for the loss. Entries outside the mask are 0.
 
-    A policy returns the log-probs [A] of the actions taken, a critic the values [A] before each action, a reward model the
-    scores [sequences] at the last tokens. With ``entropy`` a policy adds ``packed_entropy`` to the data; with ``bounds`` it
-    adds ``packed_min_logits`` and ``packed_max_logits``. With ``context``, each of its ranks computes a part of the tokens.
+    A policy returns the log-probs [A] of the actions taken, a critic the values [A] before each action, and a reward model the
+    scores [sequences] at the last tokens. With ``entropy``, a policy adds ``packed_entropy`` to the data. With ``bounds``, a
+    policy adds ``packed_min_logits`` and ``packed_max_logits``. The ranks of ``context`` divide the tokens.
     """
     part = Part.of(batch, context)
     hidden = model.body(part.tokens, part.plan.position_ids, part.plan)
@@ -83,7 +83,7 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """Return the predictions from hidden states [T, C] under the name "", and further entries of the data under their names."""
+    """Return the predictions from hidden states [T, C] under the key "", and further entries of the data under their keys."""
     if kind == "reward":
         assert isinstance(model, ValueModel)
         return {"": _scores(model, last_tokens(batch.plan.starts, hidden.device), hidden, part)}
@@ -105,7 +105,7 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Scores [sequences] at packed ``positions``; 0 where a position belongs to another rank."""
+    """Scores [sequences] at packed ``positions``; 0 at positions of other ranks."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)
@@ -114,5 +114,5 @@ def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextP
 
 
 def last_tokens(starts: list[int], device: torch.device) -> Tensor:
-    """Packed position of the last token of each sequence, from the starts of all sequences and the total."""
+    """Packed position of each sequence's last token, computed from all starts and the total length."""
     return torch.tensor(starts[1:], device=device) - 1

@@ -1,4 +1,4 @@
-"""Activation checkpointing: when to recompute layers in the backward pass, and where to keep their inputs."""
+"""Activation checkpointing: estimates activation memory, enables recomputation, and offloads layer inputs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,14 +17,15 @@ KEPT_SHARE = 0.5
 _PROBE_TOKENS = 64
 
 Keeping = Callable[[], AbstractContextManager[Any]]
-"""Creates a context that controls how autograd keeps saved tensors; see ``torch.autograd.graph.saved_tensors_hooks``."""
+"""Creates a context manager that controls how autograd stores saved tensors; see ``torch.autograd.graph.saved_tensors_hooks``.
+"""
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """Size in bytes of what a forward pass keeps for the backward pass if no layer is recomputed."""
+    """Size in bytes of the tensors that a forward pass keeps for the backward pass if no layer is recomputed."""
 
     per_token: float
     per_pair: float  # per pair of tokens of a row; above 0 if attention keeps explicit scores
@@ -35,7 +36,7 @@ class KeptBytes:
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measure what a model keeps, on three short rows; weights, which do not grow with the length, are not counted."""
+    """Measure the kept tensors on three short rows. Weights are not counted, because they do not grow with the row length."""
     n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
     first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
     per_pair = (third - 2 * second + first) / (2 * n * n)
@@ -43,7 +44,7 @@ def kept_bytes(model: PackedModel) -> KeptBytes:
 
 
 def _kept_of_row(model: PackedModel, tokens: int) -> int:
-    """Size in bytes of what a forward pass over one row keeps, including weights."""
+    """Size in bytes of the tensors that a forward pass over one row keeps, including weights."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -59,9 +60,9 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps what autograd saves in the block in host memory, page-locked if it comes from a GPU.
+    """Keeps the tensors that autograd saves in the block in host memory. Tensors from a GPU are page-locked.
 
-    Copies are exact, and are ordered with the other work of the GPU, so that the next layer can reuse the memory at once.
+    Copies are exact. They are ordered with the other work of the GPU, so that the next layer can reuse the GPU memory.
     """
 
     def __init__(self) -> None:
@@ -86,10 +87,10 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 def recompute_layers(
     module: Any, enabled: bool, keeping: Keeping | None = None, contexts: Contexts | None = None
 ) -> None:
-    """Enable or disable activation checkpointing, under the name that this release of ``transformers`` gives it.
+    """Enable or disable activation checkpointing with the methods of the installed ``transformers`` release.
 
-    ``keeping``: how to store the inputs of layers, the only tensors kept; None leaves them where they are. ``contexts``
-    creates the contexts of a layer's forward pass and of its recomputation.
+    ``keeping`` determines how layer inputs, the only tensors kept, are stored; None leaves them in place. ``contexts``
+    creates the context managers of a layer's forward pass and of its recomputation.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
@@ -110,7 +111,7 @@ def recompute_layers(
 def _kept(keeping: Keeping, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Run a layer under activation checkpointing.
 
-    ``keeping`` stores only the layer's inputs, because inside the layer the hooks of activation checkpointing apply instead.
+    ``keeping`` applies only to the layer's inputs. Inside the layer, the hooks of activation checkpointing apply instead.
     """
     with keeping():
         return run(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Create the routing of a pass from the routing records of its rows."""
+"""Create the routing of a pass from its rows' routing records."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,9 +27,9 @@ def replay_of(
         lengths: number of tokens of each row.
         routers: the model's routers.
         device: device of the model.
-        places: packed position of each token of the concatenated rows, if rows share tokens; if several rows have a record for
-            a shared token, the first row's is used.
-        count: counter of the replayed choices.
+        places: packed position of each token of the concatenated rows, if rows share tokens. If several rows have a record
+            for a shared token, the record of the first of these rows is used.
+        count: counter of the replayed choices, or None.
 
     Raises:
         ValueError: a record comes from another model, or the numbers of records and rows differ.
@@ -56,7 +56,7 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
             f"a row's routed_experts have the dtype {record.dtype} and the shape {list(record.shape)}, but the model has "
-            f"{made.shape[1]} routers that choose {made.shape[2]} experts each, as {made.dtype}: the record comes from "
+            f"{made.shape[1]} routers that choose {made.shape[2]} experts each, as {made.dtype}; the record comes from "
             "another model"
         )
 

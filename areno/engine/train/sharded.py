@@ -1,16 +1,17 @@
-"""AdamW whose master weights and moments are sharded across the replicas (ZeRO, Rajbhandari et al. 2020, stage 1).
+"""AdamW with master weights and moments sharded across the replicas (ZeRO stage 1, Rajbhandari et al. 2020).
 
-Each replica holds the unsharded weights. All gradients lie in one flat fp32 buffer, which is reduce-scattered over the
-replicas; each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism
-each rank does this with its own shard of the model. Where possible, replicas on the CPUs of one Linux machine share one copy of
-the weights, and each updates its shard in place. Each rank saves its shard, and any layout can resume from the saved shards.
+Each replica holds the unsharded weights. All gradients are in one flat fp32 buffer, which is reduce-scattered over the
+replicas. Each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor
+parallelism, the ranks with the same shard of the model exchange gradients and weights. If possible, replicas on the
+CPUs of one Linux machine share one copy of the weights, and each replica updates its shard in place. Each rank saves
+its shard, and any layout can resume from the saved shards.
 
-With 8-bit moments, parameters and shards are aligned to blocks of the flat buffer. So the blocks are those of a single
-process, and any number of replicas computes the same result. Tensors sharded by tensor parallelism have their own blocks; a
-resume in another layout rounds their moments to codes once more.
+With 8-bit moments, parameters and shards are aligned to quantization blocks of the flat buffer. The blocks are therefore those
+of a single process, and the result does not depend on the number of replicas. Tensors sharded by tensor parallelism have
+different blocks. When a run resumes in another layout, the moments of these tensors are quantized again.
 
-Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then stage them through
-the GPU.
+Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy them
+through the GPU.
 """
 
 from bisect import bisect_right
@@ -60,15 +61,15 @@ class _Segment:
 
     @property
     def quantised(self) -> bool:
-        """Whether ``--adam-8bit`` quantizes its moments; decided by the unsharded size, so that all layouts agree."""
+        """Whether ``--adam-8bit`` quantizes the moments. The unsharded size decides, so that all layouts agree."""
         return adam_8bit.is_quantised(self.parameter.numel())
 
 
 class ZeroAdamW(Optimizer):
-    """AdamW over a shard of the parameters; every rank makes the same calls.
+    """AdamW over a shard of the parameters. All ranks must make the same calls.
 
-    Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0. The ``partial``
-    parameters are unsharded, but each rank of a replica computes a partial gradient of them.
+    Unlike :class:`MasterAdamW`, this optimizer cannot distinguish a missing gradient from a gradient of 0. The
+    ``partial`` parameters are unsharded, but each rank of a replica computes only a partial gradient of them.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class ZeroAdamW(Optimizer):
             self._watch(segment)
 
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
-        """Yield each tensor to update, whether its moments are in 8 bits, and its place in this rank's shard.
+        """Yield each tensor to update, whether its moments have 8 bits, and its place in this rank's shard.
 
-        With 8-bit moments there is one tensor per parameter, otherwise one for the whole shard.
+        With ``adam_8bit``, there is one tensor per parameter, otherwise one tensor for the whole shard.
         """
         if not self.config.adam_8bit:
             yield self._master, False, slice(0, self._share)
@@ -124,7 +125,7 @@ class ZeroAdamW(Optimizer):
         ]
 
     def _watch(self, segment: _Segment) -> None:
-        """Accumulate a parameter's gradients in the flat buffer; a step's first gradient overwrites the previous step's."""
+        """Accumulate a parameter's gradients in the flat buffer. A step's first gradient overwrites the old contents."""
 
         def accumulate(parameter: Tensor) -> None:
             gradient = local_gradient(parameter).reshape(-1).to(self._home)
@@ -140,7 +141,7 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def _share_weights(self) -> None:
-        """Move the model's weights to memory that all replicas share, where possible."""
+        """If possible, move the model's weights to memory that all replicas share."""
         dtype = self._weight_dtype
         # Only unsharded, contiguous parameters can be moved.
         movable = all(
@@ -175,29 +176,27 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
-        """Return this rank's fp32 shard of the flat tensor that ``value`` gives parameter by parameter."""
+        """Return this rank's fp32 shard of a flat tensor. ``value`` returns the values of the flat tensor for one parameter."""
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's shard of a flat tensor to ``part`` [share]; ``value`` returns the tensor's values for one
-        parameter.
-        """
+        """Write this rank's shard of a flat tensor to ``part`` [share]; see :meth:`_own_part` for ``value``."""
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
-        """Write ``values``, the entries ``start`` to ``stop`` of the flat tensor, to this rank's shard."""
+        """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``. ``values`` are the values of the parameter."""
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
-        """Yield the segments that overlap this rank's shard, with the overlap."""
+        """Yield each segment that overlaps this rank's shard, with the range of the overlap."""
         return self._between(self._first, self._first + self._share)
 
     def _between(self, first: int, last: int) -> Iterator[tuple[_Segment, int, int]]:
-        """Yield the segments that overlap a range of the flat buffer, with the overlap."""
+        """Yield each segment that overlaps a range of the flat buffer, with the range of the overlap."""
         for segment in self._segments[max(bisect_right(self._starts, first) - 1, 0) :]:
             if segment.start >= last:
                 return
@@ -206,19 +205,19 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients, and free their memory unless it is shared."""
+        """Discard accumulated gradients, and free their memory unless replicas share it."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
 
     def gradients(self) -> list[Tensor]:
-        """Return the flat gradient, if there is any, before its reduction over the ranks."""
+        """Return the flat gradient before its reduction over the ranks, or [] without a gradient."""
         return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Reduce the gradient over the ranks and return its statistics."""
+        """Reduce the gradient over the ranks, and return the gradient's statistics."""
         flat = self._buffer()
         for segment in self._segments:
             if segment.name not in self._filled:
@@ -244,7 +243,7 @@ class ZeroAdamW(Optimizer):
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
     def _sum_partial(self, flat: Tensor) -> None:
-        """Sum the partial gradients, all in one collective per group."""
+        """Sum the partial gradients, with one collective per group of ranks."""
         self._sum_over(self.peers.tensor, [flat[one.start : one.stop] for one in self._segments if one.partial])
         self._sum_over(self.peers.ends, [flat[one.start : one.stop] for one in self._segments if one.tied])
 
@@ -255,7 +254,7 @@ class ZeroAdamW(Optimizer):
                 part.copy_(values)
 
     def _windows(self) -> Iterator[slice]:
-        """Yield the windows of a shard that are communicated one after the other."""
+        """Yield the windows of a shard. Each collective communicates one window."""
         step = max(_EXCHANGED // self.peers.data.size, 1)
         for begin in range(0, self._share, step):
             yield slice(begin, min(begin + step, self._share))
@@ -273,7 +272,7 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _gathered(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """All-gather the ranks' shards; yield pieces of the flat buffer, on the model's device, with their offset."""
+        """All-gather the ranks' shards, and yield pieces of the flat buffer, on the model's device, with their offsets."""
         for window in self._windows():
             gathered = self.peers.data.all_gather_tensor(part[window].to(self._device).contiguous())
             for rank, piece in enumerate(gathered.view(self.peers.data.size, -1)):
@@ -286,7 +285,7 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient and publish the new weights; return the learning rate used."""
+        """Apply the collected gradient, copy the new weights to the model, and return the learning rate used."""
         for piece, _, place in self._pieces:
             piece.grad = self._gradient[place]
         rate = self._update()
@@ -296,7 +295,7 @@ class ZeroAdamW(Optimizer):
         return rate
 
     def _publish(self) -> None:
-        """Copy the masters to the model, on all replicas."""
+        """Copy the masters to the model on all replicas."""
         if self._shared_memory is None:
             self._put_weights()
             return
@@ -322,7 +321,7 @@ class ZeroAdamW(Optimizer):
         return masters + sum(self.config.moment_bytes(*one) for one in kept)
 
     def step_bytes(self, device: torch.device) -> int:
-        """See :meth:`Optimizer.step_bytes`: a shard, and buffers."""
+        """See :meth:`Optimizer.step_bytes`; counts a shard and buffers."""
         several = self.peers.data.size > 1
         shared = several and device.type == "cpu"  # in shared memory gradients are summed and weights updated in place
         exchanged = _COPIES * 4 * min(_EXCHANGED, self._share * self.peers.data.size)
@@ -344,15 +343,15 @@ class ZeroAdamW(Optimizer):
                 target[start - segment.start : stop - segment.start] = values[start - first : stop - first]
 
     def state_head(self) -> dict[str, Any]:
-        """Return step counts and the description of the state."""
+        """Return step counts and a description of the optimizer state."""
         names = [segment.name for segment in self._segments]
         counted = names if self.steps and not self.config.sgd else []
         return self._head(names, dict.fromkeys(counted, self.steps), self._weight_dtype != torch.float32)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's shard of moments, and of masters unless the weights are fp32.
+        """Yield this rank's shards of the moments, and of the masters unless the weights are fp32.
 
-        Skips what an earlier rank also holds.
+        Shards that an earlier rank also holds are skipped.
         """
         pieces = iter(self._pieces)
         for segment, start, stop in self._owned():
@@ -377,7 +376,7 @@ class ZeroAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Yield the moments of a piece, as codes if its blocks are blocks of the unsharded tensor, else decoded."""
+        """Yield the moments of a tensor: codes if its blocks are those of the unsharded tensor, otherwise decoded moments."""
         if not state:
             return
         if segment.quantised and is_unsharded(segment.parameter):
@@ -392,7 +391,7 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
-        """Load a state saved in any layout."""
+        """Load an optimizer state saved in any layout."""
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
         self._take_head(saved.head, names, rounded)
@@ -434,7 +433,7 @@ def _segments(
     tied: Collection[str],
     block: int,
 ) -> Iterator[_Segment]:
-    """Yield the places of parameters, aligned to blocks."""
+    """Yield the places of the parameters, aligned to blocks."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()

@@ -1,13 +1,13 @@
-"""Optimizer state on disk: every rank writes the shards that it holds, and reads those that its layout needs.
+"""Optimizer state on disk. Every rank writes the shards that it holds, and reads the shards that its layout needs.
 
-    state.json                                      step count, names of the parameters, format of their moments
+    state.json                                      step count, parameter names, format of the moments
     shard-00001-model-00001-of-00001.safetensors    shards of rank 0: ``state.<parameter>.exp_avg``, ``master.<parameter>``
 
-The files are PyTorch distributed checkpoints in safetensors format: ``torch.distributed.checkpoint`` reads them with its
-``HuggingFaceStorageReader``. A file's metadata has the offset of each shard in its tensor. A file holds one shard per tensor,
-so a rank with several shards of a tensor writes several files. PyTorch's own writer is not used: it needs one process group of
-all ranks, and mistakes strided shards for contiguous ones. Its default format is pickle, which can run code when it is read;
-safetensors cannot.
+The files are PyTorch distributed checkpoints in safetensors format, which the ``HuggingFaceStorageReader`` of
+``torch.distributed.checkpoint`` can read. A file's metadata has the offset of each shard in its tensor. A file holds
+one shard per tensor, so a rank with several shards of a tensor writes several files. PyTorch's writer is not used,
+because it needs one process group of all ranks and mistakes strided shards for contiguous shards. Its default format is
+pickle, which can run code when a file is read. Files in safetensors format cannot run code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD = "state.json"
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 Index = tuple[Tensor, ...]
-"""For each dimension, the indices that a shard's entries have in the unsharded tensor."""
+"""For each dimension, the indices of a shard's entries in the unsharded tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ def full_index(shape: Sequence[int]) -> Index:
 
 
 def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
-    """Split consecutive entries ``values`` [N] of a flattened tensor, from ``start`` on, into rectangular parts.
+    """Split the entries ``values`` [N] of a flattened tensor, which begin at ``start``, into rectangular shards.
 
-    ``index`` is the :data:`Index` of the tensor before it was flattened; that tensor may itself be a shard.
+    ``index`` is the :data:`Index` of the tensor before it was flattened. The tensor may be a shard.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]
@@ -70,7 +70,7 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
 
 
 def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
-    """Write the state of one optimizer, replacing the folder; every rank must call it, with the same folder."""
+    """Replace the folder with the state of one optimizer. All ranks must call this function with the same folder."""
     if peers.first and folder.exists():  # another layout's files have different names
         shutil.rmtree(folder)
     peers.all_reduce_min(0)  # barrier
@@ -93,13 +93,13 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the ``state.json`` fields of all pipeline stages: their parameters differ, but a tied one is on two stages."""
+    """Merge the ``state.json`` fields of all pipeline stages. Stages have different parameters, except for tied parameters."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     return stages[0] | {"names": list(dict.fromkeys(n for stage in stages for n in stage["names"])), "counts": counts}
 
 
 class SavedState:
-    """A saved state, written by :func:`save_state` in any layout.
+    """An optimizer state written by :func:`save_state` in any layout.
 
     Raises OSError or ValueError if the folder is missing or damaged.
     """
@@ -121,7 +121,7 @@ class SavedState:
         return key in self._chunks
 
     def tensor_names(self) -> list[str]:
-        """Return the names of all tensors."""
+        """Return the keys of all tensors."""
         return list(self._chunks)
 
     def read_full(self, key: str) -> Tensor:
@@ -130,9 +130,9 @@ class SavedState:
         return self.read(key, full_index([max(axis) for axis in zip(*ends, strict=True)]))
 
     def read(self, key: str, index: Index) -> Tensor:
-        """Read a part of a tensor into host memory.
+        """Read a shard of a tensor into host memory.
 
-        Raises KeyError if there is no such tensor, ValueError if some of its entries are in no file.
+        Raises KeyError if there is no tensor ``key``, and ValueError if some entries of the shard are missing in all files.
         """
         chunks = self._chunks[key]
         if not index:
@@ -154,7 +154,7 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the overlap of a box and a chunk, as slices of each; nothing if they are disjoint."""
+    """Yield the overlap of a box and a chunk, as slices of both. Yield nothing if they are disjoint."""
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
         first, last = max(offset, start), min(offset + own.stop - own.start, start + size)
@@ -166,13 +166,13 @@ def _overlap(
 
 
 def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Yield the rectangles that are contiguous in the unsharded tensor: slices of the part, and offsets in that tensor."""
+    """Yield boxes that are contiguous in the unsharded tensor: slices of the shard, and offsets in the unsharded tensor."""
     for runs in product(*map(_runs, index)):
         yield tuple(slice(first, last) for first, last, _ in runs), tuple(offset for *_, offset in runs)
 
 
 def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
-    """Return ranges of consecutive indices: start, stop, and the first index."""
+    """Return ranges of consecutive indices: start, stop and first index."""
     if not len(axis):
         return []
     breaks = (axis.diff() != 1).nonzero().flatten() + 1

@@ -1,7 +1,8 @@
-"""Training: microbatches in, optimizer steps out; includes gradient clipping and skipped updates.
+"""Training: accumulates gradients over microbatches, clips the gradient, and applies or skips the update.
 
-The gradient of an optimizer step is that of the loss over all rows of the step at once. Each microbatch's mean is weighted by
-its share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.
+The gradient of an optimizer step is the gradient of the loss over all rows of the step. Each microbatch's mean is
+weighted by the microbatch's share of the step's units (tokens, sequences or pairs). The result therefore does not
+depend on microbatch size or packing.
 """
 
 import math
@@ -46,7 +47,7 @@ MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
 def most_tokens(device_type: str) -> int:
-    """Return the maximum number of tokens of a pass on a type of device, for losses that declare their reduction."""
+    """Return the maximum number of tokens of a pass on a device type, for losses that declare their reduction."""
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
@@ -56,7 +57,7 @@ Sums = dict[str, tuple[str, Parts]]
 
 @dataclass(slots=True)
 class _Measured:
-    """Losses and statistics of passes, kept on the device, because reading them synchronizes."""
+    """Losses and statistics of passes. They stay on the device, because reading them synchronizes."""
 
     values: list[Tensor | float] = field(default_factory=list)
     passes: list[tuple[float, list[tuple[str, str, int]]]] = field(default_factory=list)
@@ -71,7 +72,7 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read all recorded tensors at once; return the weighted sum of the losses and the merged statistics."""
+        """Read all recorded tensors at once, and return the weighted sum of the losses and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
@@ -117,18 +118,19 @@ class TrainStep:
         """Train on rows in order.
 
         Args:
-            rows: at least one; with a pair loss, chosen and rejected alternate.
-            mini_bs: maximum rows of a forward and backward pass, or how each rank packs its rows into passes.
-            accumulation: microbatches per optimizer step; None makes one step of all rows. Needs an integer ``mini_bs``.
+            rows: at least one row; for a pair loss, chosen and rejected rows alternate.
+            mini_bs: maximum number of rows per forward and backward pass, or how each rank packs its rows into passes.
+            accumulation: number of microbatches per optimizer step, which needs an integer ``mini_bs``; None makes one step
+                of all rows.
 
         Returns:
-            Scalar statistics: means over the call's optimizer steps, except ``logp_*``, which are from the first step, and
-                ``lr``, which is from the last one.
+            Scalar statistics: means over the optimizer steps of this call. ``logp_*`` are from the first step, and ``lr``
+            is from the last step.
 
         Raises:
-            ValueError: no rows, rows with different per-token lists, a pair loss with an odd number of rows or an odd
-                granularity, or ``accumulation`` with packed passes.
-            EngineError: gradients were not finite ``max_skipped`` times in a row.
+            ValueError: there are no rows, rows have different per-token lists, the number of rows or the granularity is odd
+                for a pair loss, or ``accumulation`` is combined with packed passes.
+            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates.
         """
         unit = reduction_of(loss_fn)
         if not rows:
@@ -150,10 +152,10 @@ class TrainStep:
         return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute gradients over this replica's rows and discard the gradients, to see whether memory suffices.
+        """Compute and discard gradients over this replica's rows, to check whether memory suffices.
 
-        Rows may be synthetic, so prefixes are not shared. Without FSDP, does not communicate with other replicas: one may have
-        failed.
+        Prefixes are not shared, because rows may be synthetic. Without FSDP, this method does not communicate with
+        other replicas, because a replica may have failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -163,16 +165,16 @@ class TrainStep:
             self.optimizer.zero_grad()
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
-        """Return loss and statistics over all rows, without gradient and in evaluation mode."""
+        """Return loss and statistics over all rows, without gradients and in evaluation mode."""
         with torch.no_grad(), self.model.gathered():
             return self.accumulate(rows, loss_fn, mini_bs)
 
     def accumulate(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
     ) -> dict[str, float]:
-        """Accumulate the gradient of the loss over all rows, without an update; return statistics.
+        """Accumulate the gradient of the loss over all rows without an update, and return statistics.
 
-        Every rank receives all rows and selects its own; the statistics are those of all rows.
+        Every rank receives all rows, and selects the rows to compute. The statistics are over all rows.
         """
         together = 2 if reduction_of(loss_fn) == "pair" else 1
         if not isinstance(mini_bs, int):
@@ -198,7 +200,7 @@ class TrainStep:
         rows: Sequence[TrainSequence],
         tree: bool,
     ) -> tuple[float, Sums]:
-        """Accumulate loss, statistics and gradient over this replica's rows ``mine``, out of all ``rows``."""
+        """Accumulate loss, statistics and gradient over this replica's rows ``mine``. ``rows`` are the rows of all replicas."""
         if tree and self.kind == "reward":
             raise ValueError("reward models do not support tree training; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
@@ -250,7 +252,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all stages. Only the first ``weighing`` passes count; the last stage measures their loss."""
+        """Run the passes through all stages. The last stage measures the first ``weighing`` passes; others have weight 0."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -275,7 +277,7 @@ class TrainStep:
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Make passes of weight 0 while other ranks still have rows: each pass gathers every layer from all ranks."""
+        """Make passes of weight 0 while other ranks still have rows, because each pass gathers every layer from all ranks."""
         for rows in passes:
             HEARTBEAT.tick()
             predicted = self._predict(pack_rows(rows, self.model.device), loss_fn)
@@ -283,7 +285,7 @@ class TrainStep:
                 _backward_of_nothing(predicted)
 
     def _predict(self, batch: PackedBatch, loss_fn: LossFn) -> Tensor:
-        """Return the inputs of the loss, see :mod:`areno.engine.train.outputs`."""
+        """Return the predictions for the loss; see :mod:`areno.engine.train.outputs`."""
 
         def work() -> Tensor:
             entropy, bounds = reads_entropy(loss_fn), reads_bounds(loss_fn)
@@ -301,7 +303,7 @@ class TrainStep:
     def _loss_of(
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return loss and statistics of a pass over rows; note the token records of observed rows."""
+        """Return loss and statistics of a pass over rows, and keep the token records of observed rows."""
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
@@ -314,7 +316,7 @@ class TrainStep:
         return loss, metrics
 
     def apply(self) -> dict[str, float]:
-        """Clip and apply the accumulated gradient, unless it is not finite; return statistics."""
+        """Clip and apply the accumulated gradient if it is finite, and return statistics."""
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         gradient, scale = self.optimizer.collect(), self.optimizer.loss_scale
         gradient = replace(gradient, norm=gradient.norm / self._scale)
@@ -334,20 +336,20 @@ class TrainStep:
             scale.update(finite)
         if self._skipped >= self.max_skipped:
             raise EngineError(
-                f"the gradient was not finite in {self._skipped} updates in a row, which left the weights unchanged. "
+                f"the gradient was not finite in {self._skipped} updates in a row, so the weights did not change. "
                 "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
         return stats
 
     @property
     def _scale(self) -> float:
-        """The loss scale by which gradients are divided; 1 without one."""
+        """The loss scale by which gradients are divided; 1 without loss scaling."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
-        """Switch training mode, which enables recomputation, on or off; it is on only while gradients are computed.
+        """Turn training mode on or off. It enables recomputation, and is on only while gradients are computed.
 
-        ``recompute``: whether to recompute layers, if the configuration allows it.
+        ``recompute``: whether to recompute layers, if the configuration allows recomputation.
         """
         recompute = recompute and self.activation_checkpointing is not False
         if isinstance(self.model, CausalLM):
@@ -360,7 +362,7 @@ class TrainStep:
     def _recomputes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> bool:
-        """Whether to recompute layers; if not configured: yes, except on a CPU with enough free memory for the activations."""
+        """Whether to recompute layers. The default is True, except on a CPU with enough free memory for the activations."""
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
         if chosen is not None or self.model.device.type != "cpu" or not measurable:
@@ -376,7 +378,7 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Return the rows of each forward and backward pass; an integer ``mini_bs`` also bounds tokens, if the loss allows."""
+        """Return the rows of each pass. An integer ``mini_bs`` also limits tokens if the loss declares its reduction."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = (
@@ -393,7 +395,7 @@ def _backward_of_nothing(predicted: Tensor) -> None:
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average each statistic over the optimizer steps that have it; a step without clipped tokens lacks some."""
+    """Average each statistic over the optimizer steps that have it. Steps without clipped tokens lack some statistics."""
     by_name: dict[str, list[float]] = {}
     for name, value in ((name, value) for result in results for name, value in result.items()):
         by_name.setdefault(name, []).append(value)
@@ -401,7 +403,7 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
-    """Return the number of rows per optimizer step. Raises ValueError if they cannot be cut as requested."""
+    """Return the number of rows per optimizer step. Raises ValueError if the rows cannot be divided as requested."""
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
@@ -419,9 +421,9 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
 def _chunks(
     rows: Sequence[TrainSequence], size: int, most_tokens: float, together: int = 1, tree: bool = False
 ) -> Iterator[Sequence[TrainSequence]]:
-    """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
+    """Divide rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
 
-    Blocks of ``together`` adjacent rows are never split, and a single block may exceed ``most_tokens``. With ``tree``
+    Blocks of ``together`` adjacent rows are never split. A single block may exceed ``most_tokens``. With ``tree``,
     common prefixes of a chunk count once.
     """
     start, tokens, prefixes = 0, 0, TokenTree()

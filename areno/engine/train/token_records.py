@@ -1,6 +1,7 @@
-"""Per-token values that an update computes, kept for the samples that a run records.
+"""Per-token values that an update computes, kept for recorded samples.
 
-Values are kept only for rows whose ``observed`` is not -1, so other rows cost nothing. They stay on the device until taken.
+Values are kept only for observed rows, that is, rows for which ``observed`` is not -1. The values stay on the device
+until they are taken.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,13 @@ from areno.types import TokenRecord, TrainSequence
 
 
 class TokenRecords:
-    """The records of this rank's observed rows since they were last taken."""
+    """The records of this rank's observed rows since the last :meth:`take`."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
-        """Keep the log-probs and flags [A] of a pass over ``rows``, for observed rows that had no pass before."""
+        """Keep the log-probs and flags [A] of a pass over ``rows``, for observed rows that have no record yet."""
         start = 0
         for row in rows:
             end = start + len(row.tokens) - 1  # the action axis has no entry for a row's first token
@@ -28,7 +29,7 @@ class TokenRecords:
             start = end
 
     def take(self) -> dict[int, TokenRecord]:
-        """Return the records by row number, and forget them."""
+        """Return the records by ``observed`` number, and discard them."""
         parts, self._parts = self._parts, {}
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])

@@ -247,7 +247,7 @@ def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
-    """A device per rollout rank: the devices after the actor's, or with ``colocation`` the actor's devices; None: the CPU."""
+    """A device per rollout rank: those after the actor's devices, or the actor's own with ``colocation``; None on a CPU."""
     if not gpus:
         return None
     first = ModelAllocation.from_str(config.actor.backend).world_size

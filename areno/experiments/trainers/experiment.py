@@ -69,7 +69,7 @@ class ExperimentTrainer(TrainingLoop):
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
-    """What a row must have: a prompt, a prompt with a response, or a pair; None if the workflow decides."""
+    """Kind of rows: a prompt, a prompt with a response, or a pair; None if the workflow decides."""
     section: ClassVar[str] = "ppo_actor"
     """Prefix of the names of the update's statistics."""
     logger = _log
@@ -127,7 +127,7 @@ class ExperimentTrainer(TrainingLoop):
         """The training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Maps the statistics' names in the health monitor and the display to their names in the experiment."""
+        """Map from a statistic's name in the health monitor and the display to its name in the experiment."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
@@ -331,7 +331,7 @@ class ExperimentTrainer(TrainingLoop):
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Finish pending saves, and save the models of the last step unless they exist or saving is disabled."""
+        """Finish pending saves, then save the models of the last step unless they are saved already or saving is disabled."""
         self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)

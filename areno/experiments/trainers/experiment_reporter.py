@@ -62,7 +62,7 @@ class ExperimentReporter(Reporter):
         return {known: outcome.stats[name] for known, name in self._known_names.items() if name in outcome.stats}
 
     def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The known statistics, those that only the display uses, and the trained tokens per second of the whole step."""
+        """The known statistics, the statistics that only the display uses, and the trained tokens per second of the step."""
         stats = outcome.stats
         shown = {known: stats[name] for known, name in _SHOWN.items() if name in stats}
         tokens = next((value for name, value in stats.items() if name.endswith("/n_valid_tokens")), None)
@@ -71,7 +71,7 @@ class ExperimentReporter(Reporter):
         return {**self.known_stats(outcome), **shown}
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Record the statistics of a step, including those collected by the tracker."""
+        """Record the statistics of a step, including the tracker's."""
         outcome.stats |= self._tracker.export() | outcome.memory
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
@@ -80,7 +80,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """On a terminal, show the step; elsewhere, the table in the log shows it."""
+        """Show the step on a terminal; elsewhere do nothing, because the log has a table."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 

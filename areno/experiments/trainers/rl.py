@@ -1,4 +1,4 @@
-"""PPO, GRPO and related algorithms. Separate processes generate while this process trains, unless its engine does both.
+"""PPO, GRPO and related algorithms. Separate processes generate while this process trains, unless one engine does both.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
@@ -122,7 +122,7 @@ class PPOTrainer(ExperimentTrainer):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Check that the first row has a prompt, if the workflow is built in; custom workflows have their own requirements."""
+        """If the workflow is built in, check that the first row has a prompt."""
         if config.rollout.agent.agent_cls_path or config.workflow_section.path not in BUILT_IN_WORKFLOWS:
             return
         try:
@@ -288,7 +288,7 @@ class PPOTrainer(ExperimentTrainer):
         self.fit()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
-        """One batch, one update, new weights for the replicas."""
+        """Train on one batch: roll out, update, and send the new weights to the replicas."""
         self.display.phase("rollout")
         assert self.fleet is not None
         with self.timed("rollout"), self.fleet.generating():
@@ -363,7 +363,7 @@ class PPOTrainer(ExperimentTrainer):
     ) -> dict[str, float]:
         """Run the update of a step and record samples; return the documented statistics.
 
-        ``prompts`` has the prompt index of each group, ``data`` its data row, if it is known.
+        ``prompts`` has the prompt index of each group, ``data`` the data row of each group, if known.
         """
         self.display.phase("train")
         observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])

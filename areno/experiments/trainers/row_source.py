@@ -65,7 +65,7 @@ class RowSource:
         return row
 
     def batch(self, rows_in_it: int | None = None) -> list[Any]:
-        """The next rows, at most until the end of the epoch."""
+        """Return the next rows; fewer at the end of an epoch."""
         size = min(rows_in_it or self.batch_size, self._used - self.position or self.batch_size)
         return [next(self) for _ in range(size)]
 

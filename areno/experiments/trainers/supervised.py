@@ -119,7 +119,7 @@ class RWTrainer(SupervisedExperimentTrainer):
 
 
 class DPOTrainer(SupervisedExperimentTrainer):
-    """DPO and IPO against a frozen reference, which scores all rows once; ``batch_size`` counts pairs."""
+    """DPO and IPO with a frozen reference model that scores all rows once; ``batch_size`` counts pairs."""
 
     config: DPOConfig
     objective = DPO

@@ -46,7 +46,7 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """How rows are scored and shaped before the optimizer steps.
+    """Return how rows are scored, and how their rewards are shaped, before the optimizer steps.
 
     Raises:
         UsageError: a teacher's server does not answer.
@@ -126,7 +126,7 @@ def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Number of model turns in the episode of each row, for workflows that report it."""
+    """Number of model turns in the episode of each row; only from workflows that report it."""
     return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
 
 

@@ -1,4 +1,4 @@
-"""The tokens of conversations as they were sampled, and their conversion to training rows.
+"""Records conversations with the exact sampled tokens, and converts them to training rows.
 
 - ``agent_server``: the server for agents; ``recorder``: records the tokens of every turn.
 - ``continuation``: continues a conversation from recorded tokens; ``history``: compares message lists.

@@ -1,4 +1,4 @@
-"""The server for agents: ``areno serve`` in a thread, on the rollout engine."""
+"""The HTTP server for agents: ``areno serve`` in a thread, with the rollout engine."""
 
 import secrets
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MAX_QUEUE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """An agent's access to the server, with an API key of its own; ``url`` has no ``/v1``."""
+    """An agent's access to the server, with its own API key. ``url`` does not include ``/v1``."""
 
     api_key: str
     recorder: ConversationRecorder
@@ -22,7 +22,7 @@ class AgentSession:
 
     @property
     def base_url(self) -> str:
-        """``base_url`` for OpenAI clients."""
+        """The ``base_url`` for OpenAI clients."""
         return f"{self.url}/v1"
 
     @property
@@ -32,7 +32,7 @@ class AgentSession:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables from which clients read the address and the key."""
+        """The environment variables from which clients read the server's address and the API key."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -44,14 +44,14 @@ class AgentSession:
 
 
 class AgentServer:
-    """A running server on a free loopback port, and the recorders of its API keys (:class:`areno.serving.recording.Recorder`).
+    """A running server on a free loopback port. Implements :class:`areno.serving.recording.Recorder`.
 
     Args:
         engine: generates the answers.
         sampling: default sampling parameters of requests.
-        context_limit: maximum tokens of a conversation.
+        context_limit: maximum number of tokens in a conversation.
         seed: base seed, from which the seeds of requests are derived.
-        max_running_prompts: maximum number of samples decoded at once; agents can query it.
+        max_running_prompts: maximum number of samples decoded at once; agents can query this number.
         serving: further fields of :class:`areno.serving.service.ServingConfig`.
     """
 
@@ -77,21 +77,21 @@ class AgentServer:
         self.url = self._server.url
 
     def of_key(self, key: str) -> ConversationRecorder | None:
-        """The recorder of an API key; None if the key is unknown or revoked."""
+        """The recorder of an API key. None if the key is unknown or revoked."""
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:
-        """Create an API key with an empty recorder; the seeds of the key's requests are derived from ``seed``."""
+        """Create an API key with an empty recorder. The seeds of requests with this key are derived from ``seed``."""
         key = f"areno-agentic-{secrets.token_hex(12)}"
         self._tapes[key] = ConversationRecorder(self._engine.tokenizer, seed)
         return AgentSession(key, self._tapes[key], self.url)
 
     def end(self, session: AgentSession) -> None:
-        """Revoke the session's key; the session keeps its recorded turns."""
+        """Revoke the session's API key. The session keeps its recorded turns."""
         self._tapes.pop(session.api_key, None)
 
     def stop(self) -> None:
-        """Cancel running requests, and end the server's thread."""
+        """Cancel running requests, and stop the server's thread."""
         self._server.stop()
         self._keep_contexts(False)
 

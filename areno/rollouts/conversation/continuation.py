@@ -1,10 +1,9 @@
-"""Continues a conversation from its recorded tokens, tokenizing only what is new in a request.
+"""Continues a conversation from its recorded tokens, and tokenizes only the new text of a request.
 
-The chat template renders the conversation up to and including the model's answer, and once more with the messages added since.
-If the first text is a prefix of the second, the rest of the second is tokenized and appended to the sampled tokens, which are
-never tokenized again. Otherwise the template now renders the history differently, most often without the reasoning. Continuing
-from the recorded tokens would then train on a context that a deployed model never sees, so the request starts a new row
-(:class:`Forked`).
+The chat template renders the conversation up to and including the model's answer, and then the conversation with the new
+messages. If the first text is a prefix of the second text, only the rest of the second text is tokenized. Its tokens are
+appended to the recorded tokens. Otherwise the template renders the history differently, usually without the reasoning. A
+deployed model would never see the recorded tokens as its context, so the request starts a new row (:class:`Forked`).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from areno.types import FinishReason
 from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
-"""Why a request cannot continue from recorded tokens: the template rewrites earlier turns, or drops their reasoning; the
-answer did not end as the template ends answers; or the client edited the history."""
+"""Why a request cannot continue from recorded tokens. The reasons: the template rewrites earlier turns, the template drops
+their reasoning, the answer does not end as the template ends answers, or the client edited the history."""
 
 _MARK = "\u241fareno\u241f"
 _LETTER = "a"
 
 
 class Forked(Exception):  # noqa: N818  (an expected outcome, not an error)
-    """Raised if a request cannot continue from recorded tokens, for the given ``reason``."""
+    """Raised if a request cannot continue from recorded tokens. ``reason`` says why."""
 
     def __init__(self, reason: ForkReason) -> None:
         super().__init__(reason)
@@ -69,7 +68,7 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """The turns from the first one to this one."""
+        """All turns from the first turn of the conversation to this turn."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -85,15 +84,15 @@ class Turn:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and answer together."""
+        """Total number of tokens of the prompt and the answer."""
         return sum(len(turn.context_tokens) + len(turn.tokens) for turn in self.path)
 
 
 def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], render: Render) -> Turn:
-    """Continue an answered turn with zero or more messages; the new turn has no answer yet.
+    """Continue an answered turn with zero or more messages. The returned turn has no answer yet.
 
     Raises:
-        Forked: the template no longer renders the history as it was recorded.
+        Forked: the template renders the history differently than it was recorded.
         UsageError: the template rejects the messages.
     """
     history = [dict(message) for message in (*past.messages, past.answer)]
@@ -113,7 +112,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of ``text`` where it follows ``anchor``; some tokenizers treat the start of a text specially."""
+    """Token ids of ``text`` after ``anchor``, which matters because some tokenizers treat the start of a text specially."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -129,7 +128,7 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """The text after the sampled tokens, and the anchor for its tokenization."""
+    """Return the text after the sampled tokens, and the ``anchor`` with which :func:`tokens_after` tokenizes this text."""
     if past.by_token and past.tokens:
         return _after_stop_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)
     if past.finish != "length":  # a stop string is in the tokens, but not in the text
@@ -142,9 +141,9 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """:func:`_after_answer` for an answer that ended at a stop token, which the template must also write.
+    """Implement :func:`_after_answer` for an answer that ended at a stop token. The template must also render this token.
 
-    The stop token ends the turn or, in formats without an end token, starts the next one.
+    The stop token ends the turn. In formats without an end token, the stop token starts the next turn.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

@@ -1,7 +1,7 @@
-"""Compares message lists as conversations, ignoring reformatting by clients.
+"""Compares message lists, and ignores how clients reformat messages.
 
-Clients split content into parts, reserialize call arguments, drop reasoning for which they have no field, and add empty
-fields. None of that counts as an edit: only what the model can see of a message is compared.
+Clients split content into parts, reserialize the arguments of tool calls, drop reasoning, and add empty fields. These changes
+do not count as edits. Only the content that the model sees is compared.
 """
 
 import itertools
@@ -18,17 +18,17 @@ _FORM = frozenset(
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[int]:
-    """One key per prefix of a conversation: equal keys mean equal messages, up to hash collisions."""
+    """One key per prefix of a conversation. Except for hash collisions, equal keys mean equal messages."""
     return list(itertools.accumulate(messages, next_key, initial=0))[1:]
 
 
 def next_key(before: int, message: Message) -> int:
-    """The key of a conversation with one more message, given the key ``before`` it."""
+    """The key of a conversation after one more message. ``before`` is the key without this message."""
     return hash((before, _canonical(message)))
 
 
 def same_answer(original: Message, returned: Message) -> bool:
-    """Whether a client returned an assistant message unchanged; dropped ids or reasoning do not count as a change."""
+    """Whether a client returned an assistant message unchanged. Dropped ids or dropped reasoning do not count as changes."""
     if _canonical(original) != _canonical(returned):
         return False
     reasoning = returned.get("reasoning_content")
@@ -39,12 +39,12 @@ def same_answer(original: Message, returned: Message) -> bool:
 
 
 def call_ids(message: Message) -> list[str]:
-    """Ids of a message's tool calls; calls without an id are left out."""
+    """Ids of a message's tool calls. Tool calls without an id are omitted."""
     return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
 
 
 def text_of(content: Any) -> str:
-    """Join content parts into one text."""
+    """Join the parts of a message's content into one text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else []

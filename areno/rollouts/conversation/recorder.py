@@ -1,8 +1,8 @@
 """Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
 
-A recorder belongs to one API key. Its turns form trees: a request that extends an answered turn becomes a child of that turn
-and adds only its new tokens; any other request starts a new tree. Each path becomes a training row, see
-:mod:`areno.rollouts.conversation.trajectory_rows`. Requests come from several threads of the server, so a lock guards changes.
+A recorder belongs to one API key, and its turns form trees. A request that extends an answered turn becomes a child of that
+turn and adds only its new tokens. Any other request starts a new tree. Each path from a root to a leaf becomes a training row,
+see :mod:`areno.rollouts.conversation.trajectory_rows`. A lock guards changes, because several server threads use a recorder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HASH_BITS = (1 << 63) - 1
 class ConversationRecorder:
     """The conversations of one API key; implements :class:`areno.serving.recording.SessionRecorder`.
 
-    The seeds of requests are derived from ``seed``; ``session`` is the traced session in which the recorder was created.
+    The seeds of requests are derived from ``seed``. ``session`` is the traced session in which the recorder was created.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
@@ -42,7 +42,7 @@ class ConversationRecorder:
         self._draws: Counter[int] = Counter()  # number of requests per prompt
 
     def open(self, prompt: ChatPrompt) -> _OpenTurn:
-        """Start a request: find the turn that it continues, and determine its tokens."""
+        """Start a request: find the turn that the request continues, and determine its prompt tokens."""
         with self._lock:
             return _OpenTurn(self, self._begin(prompt))
 
@@ -65,7 +65,7 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """The longest answered turns that a request extends, most likely first, each with its length in messages."""
+        """The longest answered turns that a request extends, and their number of messages. The most likely turn comes first."""
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
@@ -77,14 +77,14 @@ class ConversationRecorder:
         return []
 
     def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
-        """Return ``edited`` if a request has changed the history of a recorded conversation."""
+        """Return ``edited`` if a request has changed the history of a recorded conversation, and None otherwise."""
         pairs = zip(keys[known:], messages[known:], strict=True)
         answers = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
         return "edited" if began and not self._prefixes.issuperset(answers) else None
 
     def seeds(self, prompt: Sequence[int], samples: int) -> list[int]:
-        """Seeds for the samples of a prompt; the k-th request with the same prompt gets the same seeds in every run."""
+        """Seeds for the samples of a prompt. The k-th request with a given prompt gets the same seeds in every run."""
         with self._lock:
             key = hash(tuple(prompt)) & _HASH_BITS
             first = self._draws[key]
@@ -96,10 +96,10 @@ class ConversationRecorder:
         return self._by_id.get(turn_id or "")
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of the latest answer, or of the answer with this response id or turn id.
+        """Set the reward of the latest answer, or of the answers with this response id or turn id.
 
         Raises:
-            ValueError: there is no such answer.
+            ValueError: the session has no answer with this id, or no answer at all.
         """
         with self._lock:
             name = (response_id or "").removeprefix("chatcmpl-").removeprefix("resp_").removeprefix("msg_")
@@ -111,7 +111,7 @@ class ConversationRecorder:
                 turn.reward = reward
 
     def keep(self, begun: Turn, answer: RecordedSample) -> Turn:
-        """Record a complete answer."""
+        """Record the complete answer of a started turn, and return the recorded turn."""
         turn = replace(
             begun,
             id=secrets.token_hex(12),
@@ -159,7 +159,7 @@ class _OpenTurn:
         return self._recorder.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:
-        """Record a sample, and return its token data for the response."""
+        """Record a sample, and return the token data for the response."""
         turn = self._recorder.keep(self._begun, answer)
         return {
             "turn": turn.id,

@@ -1,7 +1,7 @@
-"""The role of each token of a turn, and which tokens count in the loss.
+"""Determines the role of each token of a turn, and which tokens are trained on.
 
-Sampled tokens are text (including reasoning) or part of a tool call. Prompt tokens belong to the message whose content they
-render. The template's markup around contents belongs to no message and is never trained on.
+Sampled tokens belong to text (including reasoning) or to a tool call. Prompt tokens belong to the message that they render.
+The chat template's markup belongs to no message and is never trained on.
 """
 
 import json
@@ -18,10 +18,10 @@ from areno.text.tool_calls import ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class LossMaskPolicy:
-    """Selects the spans of a trajectory that count in the policy loss.
+    """Selects the tokens of a trajectory that count in the policy loss.
 
-    Each sampled token counts once, even if it is in several rows. Tokens that were not sampled (tool results, prompts) have
-    no rollout log-prob; areno computes the policy's log-prob of these tokens before the update.
+    Each sampled token counts once, even if the token is in several rows. Tokens that were not sampled (tool results and
+    prompts) have no rollout log-probs. If such tokens are trained on, areno computes their log-probs first.
     """
 
     assistant_text: bool = True  # text of the model, including reasoning, except in the last answer
@@ -34,13 +34,14 @@ class LossMaskPolicy:
 
 
 Role = Literal["system", "user", "assistant", "tool", "template", "text", "call"]
-"""``text`` and ``call`` are sampled, all others are prompt tokens; ``assistant`` is an earlier answer in a new prompt."""
+"""Sampled tokens have the role ``text`` or ``call``, and prompt tokens have the other roles. ``assistant`` is an earlier answer
+in a new prompt."""
 
 _RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
-    """Which sampled tokens of a turn are trained on; ``final`` marks the last turn of a conversation."""
+    """Whether each sampled token of a turn is trained on. ``final`` marks the last turn of a conversation."""
     text = policy.final_assistant_text if final else policy.assistant_text
     if text == policy.assistant_tool_calls:
         mask = [text] * len(turn.tokens)
@@ -52,7 +53,7 @@ def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
 
 
 def sampled_roles(turn: Turn) -> list[Role]:
-    """``text`` or ``call`` for each sampled token; an end token has the role of the token before it."""
+    """``text`` or ``call`` for each sampled token. A stop token has the role of the previous token."""
     if not any(isinstance(piece, ToolCallDelta) for piece in turn.pieces):
         return ["text"] * len(turn.tokens)
     spans = _call_spans(turn)
@@ -67,7 +68,7 @@ def sampled_roles(turn: Turn) -> list[Role]:
 
 
 def _call_spans(turn: Turn) -> list[tuple[int, int]]:
-    """Spans of tool calls in a turn's text, including their markers: everything between pieces of text."""
+    """Spans of tool calls in a turn's text, including the markers of tool calls. They are the gaps between pieces of text."""
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []
@@ -94,7 +95,7 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 
 
 def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]:
-    """Which prompt tokens of a turn are trained on; UsageError as for :func:`context_roles`."""
+    """Whether each new prompt token of a turn is trained on. Raises the UsageError of :func:`context_roles`."""
     trained = {"system": policy.system_prompt, "user": policy.user_prompt, "tool": policy.tool_results}
     if not any(trained.values()):
         return [False] * len(turn.context_tokens)
@@ -102,7 +103,7 @@ def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[boo
 
 
 def context_roles(turn: Turn, tokenizer: Any) -> list[Role]:
-    """The role of each prompt token of a turn; UsageError if the tokenizer cannot map tokens to text."""
+    """The role of each new prompt token of a turn. Raises UsageError if the tokenizer cannot map tokens to text."""
     if not turn.context_tokens:
         return []
     if not tokenizer.is_fast:
@@ -121,7 +122,7 @@ def context_roles(turn: Turn, tokenizer: Any) -> list[Role]:
 
 
 def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> Role:
-    """The role of the content that contains a token; a token that is partly markup counts as markup."""
+    """The role of the message content that contains a token. A token that is partly markup counts as markup."""
     for begin, end, role in spans:
         if begin <= start and stop <= end and start < stop:
             return role

@@ -1,7 +1,7 @@
-"""Converts recorded turns to training rows: one row of context and sampled tokens per branch of a conversation.
+"""Converts recorded turns to training rows: one row of prompt and sampled tokens per branch of a conversation.
 
-Turns that continue one another share a row. Where a conversation forks, each branch is a separate row, and only the first
-one trains on the common prefix. A row has one temperature; turns sampled at a different temperature go into a separate row.
+Consecutive turns share a row. If a conversation forks, each branch is a separate row, and only the first branch trains on the
+common prefix. Turns that were sampled at different temperatures are trained on in separate rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from areno.types.routing import RoutingRecord, continued
 
 @dataclass(slots=True)
 class TrajectoryRow:
-    """One row; all lists have one entry per token."""
+    """One row. All lists have one entry per token."""
 
     tokens: list[int]
     sampled: list[bool]  # whether the policy sampled the token
@@ -45,7 +45,7 @@ class TrajectoryRow:
         return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """Convert to a training row without advantages; UsageError if trained tokens lack log-probs."""
+        """Convert to a training row without advantages. Raises UsageError if trained tokens lack log-probs."""
         if self.lacks_logprobs:
             raise UsageError(
                 "a row trains on tokens that were not sampled (LossMaskPolicy) and have no log-probs yet; take samples from "
@@ -69,10 +69,10 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """The rows of one sample's turns; rows without trained tokens are left out.
+    """The rows of one sample's turns. Rows without trained tokens are omitted.
 
     Raises:
-        UsageError: ``policy`` selects context tokens, but the tokenizer cannot map tokens to text.
+        UsageError: ``policy`` selects prompt tokens, but the tokenizer cannot map tokens to text.
     """
     places = {turn: place for place, turn in enumerate(turns)}
     rows: list[TrajectoryRow] = []
@@ -89,14 +89,14 @@ def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) ->
 
 
 def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """The conversations of a sample, each from its first turn to its last."""
+    """The branches of a sample's conversations. Each branch lists its turns from the first to the last."""
     paths = [_own_path(turn, turns) for turn in turns]
     inner = {turn for path in paths for turn in path[:-1]}
     return [path for path in paths if path[-1] not in inner]
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """The path to a turn; turns of another sample with the same API key are replaced by identical ones of this sample."""
+    """The path to a turn. Turns of another sample are replaced by identical turns of this sample, if there are any."""
     own_turns = set(turns)
     path: list[Turn] = []
     for step in turn.path:
@@ -156,7 +156,7 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> Trajecto
 
 
 def known_roles(row: TrajectoryRow) -> Sequence[str] | None:
-    """The role of each token; None if the tokenizer cannot map prompt tokens to text."""
+    """The role of each token of a row. None if the tokenizer cannot map prompt tokens to text."""
     try:
         return row.roles()
     except UsageError:

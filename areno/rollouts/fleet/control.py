@@ -1,7 +1,7 @@
-"""Changes the number of replicas of a running experiment: both ends of ``areno scale``.
+"""Changes the number of replicas of a running experiment: both sides of ``areno scale``.
 
-A running fleet keeps ``replicas.json`` in its run directory, with the number of replicas and the state of the last request.
-``areno scale`` writes a request to ``replicas.wanted.json``; requests are handled one at a time.
+A running fleet writes the number of replicas and the state of the last request to ``replicas.json`` in its run directory.
+``areno scale`` writes a request to ``replicas.wanted.json``. The fleet handles one request at a time.
 """
 
 import json
@@ -92,7 +92,7 @@ class ReplicaControl:
 
 
 def replicas_of(folder: Path) -> int:
-    """Number of replicas of a running experiment; UsageError if no resizable experiment runs there."""
+    """Number of replicas of the running experiment in ``folder``. Raises UsageError if the run has ended or has no replicas."""
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(
@@ -108,7 +108,8 @@ def request(
     """Request a different number of replicas from a running experiment, wait, and return the new number.
 
     Raises:
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` (resizing then continues).
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. In the last case,
+            the run continues resizing.
     """
     before = replicas_of(folder)
     request_id = uuid.uuid4().hex
@@ -124,7 +125,7 @@ def request(
         if not accepted and state.get("begun") == request_id:
             accepted = True
             say(
-                f"resizing from {before} replicas; new replicas load the model, replicas to be removed finish their samples"
+                f"resizing from {before} replicas; new replicas load the model, and replicas to be removed finish their samples"
             )
         now, beat = time.monotonic(), _last_heartbeat(folder)
         if beat != last:  # compare the time only with itself, because the clocks of machines differ
@@ -135,7 +136,7 @@ def request(
                 f"the run in {folder} did not respond within {_ANSWER_S:g} s; check that it is still running"
             )
         if now - began > timeout_s:
-            raise EngineError(f"not done within {timeout_s:g} s; the run continues resizing, see its log")
+            raise EngineError(f"resizing was not done within {timeout_s:g} s; the run continues resizing, see its log")
         time.sleep(_POLL_S)
 
 

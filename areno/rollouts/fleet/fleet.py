@@ -1,7 +1,7 @@
 """A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine.
 
-Each replica is an engine in separate processes, without optimizer or gradients, and fails independently. A request goes to
-the least loaded replica. If that replica dies, the request is restarted on another one.
+Each replica is an engine in separate processes, without an optimizer or gradients. Replicas fail independently. A request goes
+to the least loaded replica. If this replica dies, the request restarts on another replica, unless its answer was streamed.
 """
 
 import os
@@ -45,7 +45,7 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Size and supervision of a fleet; for further fields see :class:`ReplicaJob`."""
+    """Size and supervision of a fleet. :class:`ReplicaJob` describes the other fields."""
 
     replicas: int = 1  # engines of ``tp_size`` ranks each
     tp_size: int = 1
@@ -70,7 +70,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """One replica: the state of its processes, and its number of unfinished requests."""
+    """The state of a replica, and the number of its unfinished requests."""
 
     worker: Worker
     unfinished: int
@@ -94,7 +94,7 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine; its training options are ignored.
         weights: default options of weight updates.
-        devices: one per rank, replica by replica; None: the CPU, or consecutive GPUs from 0 on.
+        devices: one device per rank, replica by replica; None: the CPU, or consecutive GPUs starting at GPU 0.
 
     Attributes:
         threads: PyTorch threads per process. The trainer should use the same number, so that all processes get an equal share
@@ -151,16 +151,16 @@ class RolloutFleet:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future each. If no replica is up, requests wait for one.
+        """Queue requests, and return one future per request. If no replica is up, requests wait for a replica.
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
-            WorkerFailedError: replicas exceeded their allowed restarts.
+            WorkerFailedError: a replica has used up its restarts, or no replica is left.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; its future returns the partial answer."""
+        """Abort one request. The request's future returns the partial answer."""
         self._router.cancel(future)
 
     def load(self) -> EngineLoad:
@@ -172,11 +172,11 @@ class RolloutFleet:
         return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
-        """Do nothing: unlike a :class:`SharedEngine`, replicas generate at any time."""
+        """Do nothing, because replicas generate at any time, unlike a :class:`SharedEngine`."""
         return nullcontext()
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """See :meth:`Engine.enable_prefix_cache`; also applies to replicas that start later."""
+        """See :meth:`Engine.enable_prefix_cache`. Also applies to replicas that start later."""
         with self._updating:
             self._keeps = enabled
             for replica in self._up().values():
@@ -188,15 +188,15 @@ class RolloutFleet:
     def update_weights(
         self, engine: Backend, version: int, mode: Mode | None = None, verify: bool | None = None
     ) -> UpdateReport:
-        """Transfer the weights of a trainer to all replicas; the trainer must not train during the transfer.
+        """Transfer the weights of a trainer to all replicas. The trainer must not train during the transfer.
 
-        Generation continues, except for a pause of each replica between two tokens. Every token after the pause has
-        ``version``. ``mode`` and ``verify`` override the :class:`WeightOptions`.
+        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``.
+        ``mode`` and ``verify`` override the :class:`WeightOptions`.
 
         Raises:
-            UsageError: the mode is unknown, or trainer and replicas have different models.
-            EngineError: the trainer failed, the fleet is closed, or a replica could not load the weights and is not
-                restarted.
+            UsageError: the mode is unknown, or the trainer and the replicas have different models.
+            EngineError: the trainer failed, the fleet is closed, or a replica that is not restarted could not load the
+                weights.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)
@@ -209,7 +209,7 @@ class RolloutFleet:
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """If the replicas run on the CPU, limit this process to ``threads`` PyTorch threads; None: as many as a rank has."""
+        """If replicas run on the CPU, limit this process to ``threads`` PyTorch threads, by default as many as a rank has."""
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
@@ -222,9 +222,9 @@ class RolloutFleet:
         return len(self._supervisor.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
-        """Add replicas, or remove the last ones after their requests have been answered; blocks until done.
+        """Add replicas, or remove the last replicas after their requests have been answered. Blocks until this is done.
 
-        ``addresses``: further servers to join. A new replica gets the newest weights before its first request.
+        ``addresses`` lists further servers to join. A new replica gets the newest weights before its first request.
 
         Raises:
             UsageError: there are no resources for that many replicas, or an address cannot be joined.
@@ -250,7 +250,9 @@ class RolloutFleet:
         """Return the server options with further addresses. Raises UsageError if these servers cannot be joined."""
         server = self._server
         if server is None or not server.addresses:
-            raise UsageError("this run starts its replicas itself; only a run that has joined servers can join more")
+            raise UsageError(
+                "this run starts its replicas itself; only a run that has joined servers can join more servers"
+            )
         added = tuple(address.strip().rstrip("/") for address in addresses)
         for address in added:
             if not address.startswith(("http://", "https://")):
@@ -289,7 +291,7 @@ class RolloutFleet:
         )
 
     def close(self) -> None:
-        """End all replicas; a second call does nothing. Waiting requests fail; running ones return partial answers or fail."""
+        """Stop all replicas. Waiting requests fail, and running requests return partial answers or fail."""
         if self._closed:
             return
         self._closed = True
@@ -355,7 +357,7 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """The broadcast channel; None if the servers were joined, receive only an adapter, or cannot receive broadcasts."""
+        """Return the broadcast channel, or None if servers were joined, get only an adapter, or cannot receive broadcasts."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None
@@ -363,6 +365,6 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """End the fleet if a replica has used up its restarts or, with restarts disabled, if no replica is left."""
+        """Reject requests if a replica has used up its restarts. Without restarts, reject requests if no replica is left."""
         if self.options.restart or not self._up():
             self._router.end(error)

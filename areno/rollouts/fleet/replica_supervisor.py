@@ -1,7 +1,7 @@
 """Starts, supervises, restarts and resizes replicas in worker processes.
 
-Each replica is a group of processes with its own log file, and fails independently. A replica that dies, is stopped or makes
-no progress is restarted with exponential backoff until its restarts are used up.
+Each replica is a group of processes with a log file. Replicas fail independently. A replica that dies or makes no progress is
+restarted with exponential backoff, until its restarts are used up.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ _LONGEST_BACKOFF_S = 60.0
 
 
 class WorkerCreationError(ArenoError):
-    """A replica could not be started; the message ends with the last lines of its log."""
+    """A replica could not be started. The message ends with the last lines of the replica's log."""
 
 
 class WorkerFailedError(ArenoError):
-    """A replica failed and used up its restarts; the message ends with the last lines of its log."""
+    """A replica failed and is not restarted. The message ends with the last lines of the replica's log."""
 
 
 class Workers(Protocol):
@@ -43,14 +43,14 @@ class Workers(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether they have failed."""
+        """Whether the processes have failed."""
 
     @property
     def pids(self) -> Sequence[int]:
         """Ids of the running processes."""
 
     def abandon(self, reason: str) -> None:
-        """End the processes and mark them as failed."""
+        """Stop the processes, and mark them as failed."""
 
 
 class Replica(Protocol):
@@ -58,10 +58,10 @@ class Replica(Protocol):
 
     @property
     def workers(self) -> Workers:
-        """The processes."""
+        """The processes of the replica."""
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class ReplicaJob:
     """How to start and supervise the replicas of one role.
 
     Attributes:
-        make: starts a replica, given its number, its process options, and a failure callback.
-        on_start: called with number and replica before the replica is ready; if it raises, the start has failed.
-        on_given_up: called with the number of a replica that is not restarted, and the error.
+        make: starts a replica, given its number, its process options and a failure callback.
+        on_start: called with the number and the replica before the replica is ready. An exception makes the start fail.
+        on_given_up: called with the number and the error of a replica that is not restarted.
     """
 
     role: str  # for log file names (``{role}-{number}.log``) and messages
@@ -95,7 +95,7 @@ class ReplicaJob:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """State of one replica. ``id`` is ``role/number``; ``error`` is its last failure, or empty."""
+    """State of one replica. ``id`` is ``role/number``. ``error`` is the last failure; empty if there was no failure."""
 
     id: str
     state: State
@@ -107,7 +107,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A replica and the replicas that replace it after failures."""
+    """The state of a replica number, which stays the same when the replica is replaced after a failure."""
 
     number: int
     name: str
@@ -122,13 +122,13 @@ class _Slot:
 
 
 class ReplicaSupervisor:
-    """Supervises the replicas of a job; must be closed.
+    """Supervises the replicas of a job. A supervisor must be closed.
 
-    The constructor starts all replicas concurrently, and returns when all are ready.
+    The constructor starts all replicas concurrently, and returns when all replicas are ready.
 
     Raises:
         UsageError: a replica's arguments are invalid.
-        WorkerCreationError: a replica could not be started; the others are ended.
+        WorkerCreationError: a replica could not be started; the other replicas are stopped.
     """
 
     def __init__(self, job: ReplicaJob) -> None:
@@ -140,10 +140,10 @@ class ReplicaSupervisor:
         self.resize(job.replicas)
 
     def resize(self, replicas: int) -> None:
-        """Start further replicas, or end the last ones once they are unused; one call at a time.
+        """Start further replicas, or stop the last replicas as soon as they are unused. Calls must not overlap.
 
         Raises:
-            UsageError, WorkerCreationError: as in the constructor; replicas started by this call are ended.
+            UsageError, WorkerCreationError: as in the constructor. Replicas that this call started are stopped.
         """
         with self._changed:
             if self._closed:
@@ -190,7 +190,7 @@ class ReplicaSupervisor:
             return [_describe(slot) for slot in self._slots]
 
     def close(self) -> None:
-        """End all replicas; a second call does nothing."""
+        """Stop all replicas. A second call does nothing."""
         self._closed = True
         self._end(self._slots)
 
@@ -210,7 +210,7 @@ class ReplicaSupervisor:
     # -- one replica -----------------------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> Exception | None:
-        """Start a replica; return the error if this failed."""
+        """Start a replica. Return None, or the error if the start failed."""
         job = self._job
         with open(slot.log_file, "a", encoding="utf-8") as log:
             log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")
@@ -245,11 +245,11 @@ class ReplicaSupervisor:
             job.on_leaving(slot.number)
             replica.close()
         elif replica.workers.failed:  # it failed before it was ready, so the callback was ignored
-            self._lost(slot, EngineError("it failed as soon as it was ready"))
+            self._lost(slot, EngineError("the replica failed as soon as it was ready"))
         return None
 
     def _lost(self, slot: _Slot, error: EngineError) -> None:
-        """Handle the failure of a replica that was ready; called in a thread of the replica."""
+        """Handle the failure of a replica that was ready. Called in a thread of the replica."""
         with self._changed:
             if slot.state != "ready" or slot.replica is None:
                 return
@@ -261,7 +261,7 @@ class ReplicaSupervisor:
             slot.thread.start()
 
     def _revive(self, slot: _Slot, dead: Replica) -> None:
-        """Restart a replica until it is ready, or its restarts are used up."""
+        """Restart a replica until the replica is ready, or until its restarts are used up."""
         job = self._job
         logger.warning("%s failed: %s", slot.name, slot.error)
         job.on_lost(slot.number)

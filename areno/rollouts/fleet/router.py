@@ -1,4 +1,4 @@
-"""Routes requests to replicas; if a replica dies, its requests are resubmitted to others."""
+"""Routes requests to replicas. If a replica dies, its requests are resubmitted to other replicas."""
 
 import functools
 import threading
@@ -30,7 +30,7 @@ class RolloutReplica(Replica, Protocol):
 
 @dataclass(slots=True, eq=False)
 class _RoutedRequest:
-    """A request and the replica that processes it; ``inner`` is the future that the replica returned."""
+    """A request and the replica that processes the request. ``inner`` is the future that the replica returned."""
 
     request: Request
     future: Future[RolloutResult]
@@ -45,7 +45,7 @@ class RequestRouter:
     """Routes each request to the least loaded replica.
 
     Attributes:
-        resubmitted: number of requests restarted because their replica died; their partial output is discarded.
+        resubmitted: number of requests that were restarted because their replica died. Their partial output is discarded.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class RequestRouter:
             time.sleep(_DRAIN_POLL_S)
 
     def end(self, error: ArenoError) -> None:
-        """Reject requests from now on, and fail those that wait for a replica."""
+        """Reject new requests, and fail the requests that wait for a replica."""
         with self._lock:
             self._error = self._error or error
             parked, self._parked = self._parked, []
@@ -85,7 +85,7 @@ class RequestRouter:
             self._finish(routed, error)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
-        """Route requests, and return one future each. Raises ArenoError after :meth:`end`."""
+        """Route requests, and return one future per request. After :meth:`end`, raises the error that it was called with."""
         opened = {}
         for request in requests:
             future: Future[RolloutResult] = Future()
@@ -99,7 +99,7 @@ class RequestRouter:
         return list(opened)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort a request; its future returns the partial answer."""
+        """Abort a request. The request's future returns the partial answer."""
         with self._lock:
             routed = self._open.get(future)
             if routed is None:

@@ -1,7 +1,7 @@
-"""Transfers new weights from a trainer to inference servers: by a broadcast, or as a folder on disk or in shared memory.
+"""Transfers new weights from a trainer to inference servers, by a broadcast or as a folder on disk or in shared memory.
 
-A transfer is verified by its result: for a fixed prompt, a server must return the trainer's log-probs. Neither a "success"
-response nor changed output proves that the weights are right.
+To verify a transfer, the log-probs of a fixed prompt are compared: a server must return the trainer's log-probs. A "success"
+response or changed output would not prove that the weights are right.
 """
 
 import logging
@@ -29,9 +29,9 @@ _MAX_GAP = {True: 0.01, False: 0.3}
 
 
 class ServerWeightTransfer:
-    """Transfers weights to servers, one update at a time, and keeps the newest for servers that start later.
+    """Transfers weights to servers, one update at a time, and keeps the newest weights for servers that start later.
 
-    ``channel`` broadcasts to servers that support it; None sends folders only.
+    ``channel`` broadcasts to servers that support broadcasts. Without a channel, weights are sent as folders.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class ServerWeightTransfer:
     def deliver(
         self, engine: Backend, replicas: Mapping[int, Any], version: int, mode: Mode, verify: bool
     ) -> UpdateReport:
-        """Transfer the trainer's weights to all servers; verify the first transfer, or with ``verify`` every one.
+        """Transfer the trainer's weights to all servers. Verify the first transfer or, with ``verify``, every transfer.
 
         Raises:
-            EngineError: the weights did not arrive, or cannot be written.
+            EngineError: the weights did not arrive, or could not be written.
         """
         began = time.perf_counter()
         previous, self.newest, self._torn = self.newest, None, True
@@ -75,7 +75,7 @@ class ServerWeightTransfer:
         return UpdateReport(version, mode, size, time.perf_counter() - began, pauses, gap)
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Transfer the newest weights to a server, and return the seconds taken; EngineError on failure."""
+        """Transfer the newest weights to a server, and return the seconds taken. Raises EngineError on failure."""
         if self._torn:
             raise EngineError(
                 "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
@@ -85,7 +85,7 @@ class ServerWeightTransfer:
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
 
     def _load(self, replicas: Mapping[int, Any], folder: Path, version: int) -> dict[int, float]:
-        """Let servers load a folder; servers that fail are abandoned."""
+        """Let servers load a folder, and abandon servers that fail. Return the seconds taken by each server."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(one.take_over, folder, version, self.server.adapter) for n, one in replicas.items()}
         for number, answer in asked.items():
@@ -94,7 +94,7 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """Return the largest ``logprob_gap`` of all servers, see :class:`UpdateReport`."""
+        """Return the largest ``logprob_gap`` of all servers (see :class:`UpdateReport`)."""
         if not replicas:
             return None
         probes = {number: replica.probe(self._probe, version) for number, replica in replicas.items()}
@@ -115,7 +115,7 @@ class ServerWeightTransfer:
         return gaps[worst]
 
     def close(self) -> None:
-        """Delete weight folders, and end the broadcast."""
+        """Delete weight folders, and leave the broadcast group."""
         if self._channel is not None:
             self._channel.leave()
         if self.newest is not None:

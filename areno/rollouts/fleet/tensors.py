@@ -1,8 +1,8 @@
 """The weights of an engine as named full tensors, independent of the layout of its ranks.
 
 The receiver specifies names, dtypes and shapes. A tied weight has one name. If the receiver has an adapter, only the adapter
-is transferred; if only the sender has one, it sends the merged weights. ``Tensor.copy_`` rounds the values to the receiver's
-dtype.
+is transferred. If only the sender has an adapter, the merged weights are transferred. ``Tensor.copy_`` rounds the values to
+the receiver's dtype.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Raise a UsageError, on every rank, if the trainer lacks a tensor, has it in another shape, or cannot merge it exactly."""
+    """Raise a UsageError on every rank if the trainer lacks a tensor, has another shape, or cannot merge an adapter exactly."""
     model = engine.actor.model
     trainer_shapes = shapes(engine)
     for spec in specs:
@@ -85,11 +85,10 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
 
 
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``; the trainer must not be generating.
+    """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``. The trainer must not be generating.
 
-    Every rank that holds a part of the model must consume all tensors, in this order, because the ranks that share a tensor
-    gather it together. The first rank receives the tensors of all pipeline stages; on other ranks, tensors of other stages are
-    empty.
+    Ranks gather each tensor from shards. Every rank with a shard of the model must therefore consume all tensors in this
+    order. The first rank receives the tensors of all pipeline stages. On other ranks, tensors of other stages are empty.
     """
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
@@ -115,21 +114,21 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
 
 
 def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a trainer's tensors, including those of other pipeline stages; all ranks must call it."""
+    """Names and shapes of a trainer's tensors on all pipeline stages. All ranks must call this function."""
     own = {name: tuple(p.shape) for name, p in engine.actor.model.module.named_parameters()}
     return {name: shape for each in engine.config.peers.pipeline.all_gather(own) for name, shape in each.items()}
 
 
 def _base_name(name: str) -> str:
-    """Name that a layer's own tensor has when the layer has an adapter."""
+    """The name of a layer's base tensor if the layer has an adapter."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 
 
 def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:
-    """Copy full tensors by name into the parameters of a paused rollout engine; each rank copies its part.
+    """Copy full tensors by name into the parameters of a paused rollout engine. Each rank copies its shard.
 
-    With ``check`` the parameters are then compared with the tensors bit by bit; raises EngineError if they differ.
+    With ``check``, compare the parameters with the tensors bit by bit, and raise EngineError if they differ.
     """
     parameters = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():
@@ -143,7 +142,7 @@ def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> No
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, uint8."""
+    """The bytes of a tensor as a uint8 tensor."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

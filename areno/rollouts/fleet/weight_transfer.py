@@ -1,4 +1,4 @@
-"""Transfers new weights from a trainer to rollout replicas: by shared memory, a collective, or a checkpoint on disk."""
+"""Transfers new weights from a trainer to rollout replicas by shared memory, a collective, or a checkpoint on disk."""
 
 import os
 import shutil
@@ -25,17 +25,17 @@ from areno.rollouts.fleet.weight_update import BrokenChannelError, Update
 Mode = Literal["shm", "xccl", "disk"]
 Replicas = Mapping[int, EngineGroup]
 Answers = Mapping[int, Future[list[float]]]
-"""Seconds that each rank of a replica paused, by replica."""
+"""The seconds for which each rank of a replica paused generation, by replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOptions:
-    """How weights are transferred.
+    """Options of weight transfers.
 
     Attributes:
         mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast with gloo between CPUs and with NCCL between GPUs;
             ``disk``, a checkpoint folder.
-        verify: compare the checksums of sent and received tensors, then installed and received tensors bit by bit.
+        verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit.
     """
 
     mode: Mode = "shm"
@@ -57,10 +57,10 @@ def refuse_unknown(mode: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Result of a weight update: bytes transferred, seconds taken, and for how long generation paused on each replica.
+    """Result of a weight update: the bytes transferred, the seconds taken, and the pause of generation on each replica.
 
-    ``logprob_gap`` is the mean absolute difference, in nats, between the log-probs of inference servers and of the trainer
-    for a fixed prompt with these weights; None if it was not measured.
+    ``logprob_gap`` compares the log-probs of a fixed prompt on inference servers and on the trainer. The gap is the mean
+    absolute difference in nats on the server with the largest difference. None if the gap was not measured.
     """
 
     version: int
@@ -72,7 +72,7 @@ class UpdateReport:
 
 
 def save_weights(engine: Backend, root: Path, version: int) -> Path:
-    """Write a trainer's checkpoint below ``root``, and rename it when it is complete."""
+    """Write a trainer's checkpoint to a temporary folder below ``root``, and rename the folder when it is complete."""
     folder = root / f"weight_update_v{version}"
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -86,8 +86,8 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives;
-    None: a private folder; the trainer and all replicas must then share the memory of one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives. If
+    ``where`` is None, the rendezvous is a temporary folder, and the trainer and all replicas must be on one machine.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class WeightTransfer:
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
 
     def _store(self, update: Update) -> None:
-        """Mark these weights as complete, for replicas that start later."""
+        """Mark the weights of ``update`` as complete, so that replicas that start later can get them."""
         self.newest, self._torn = update if self._keeps else None, False
 
     def catch_up(self, replica: EngineGroup) -> None:
-        """Transfer the newest weights to a newly started replica; EngineError if the last update failed."""
+        """Transfer the newest weights to a newly started replica. Raises EngineError if the last update failed."""
         if self._torn:
             raise EngineError(
                 "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
@@ -148,7 +148,7 @@ class WeightTransfer:
             replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """Transfer the weights kept by rank 0 of the trainer, through a collective with only this replica."""
+        """Transfer the weights that rank 0 of the trainer has kept, in a collective with only this replica."""
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
@@ -172,7 +172,7 @@ class WeightTransfer:
         return channel
 
     def close(self) -> None:
-        """Free shared memory and folders."""
+        """Free shared memory, delete folders, and leave the collective."""
         if self._segment is not None:
             self._segment.close()
         if self.newest is not None and self.newest.folder:
@@ -200,7 +200,7 @@ class WeightTransfer:
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """Seconds that each replica paused. Dead replicas are skipped; others that fail to update are ended and restarted."""
+        """Seconds for which each replica paused. Dead replicas are skipped. Replicas that could not update are abandoned."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -216,7 +216,7 @@ class WeightTransfer:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """Broadcast to all replicas; those that the broadcast did not reach get the kept weights, if any."""
+        """Broadcast to all replicas. Replicas that the broadcast did not reach get the kept weights, if there are any."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""
@@ -248,7 +248,7 @@ class WeightTransfer:
         return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
-        """Return the name of the collective of the trainer and these replicas; a new one if a member has changed."""
+        """Return the name of the collective of the trainer and the replicas. Form a new one if a member has changed."""
         members: list[Backend] = [engine, *replicas.values()]
         if self._channel and members == self._members:
             return self._channel

@@ -1,7 +1,7 @@
-"""The steps of a weight update on each rank: the trainer's ranks send, the replicas' ranks receive.
+"""The steps of a weight update on each rank. The trainer's ranks send weights, and the replicas' ranks receive them.
 
-A replica collects the new weights while it continues to generate, and swaps them in between two tokens. Only the swap pauses
-generation; if the transfer fails before the swap, the old weights stay in place.
+A replica receives the new weights while it continues to generate, and installs them between two tokens. Only the installation
+pauses generation. If the transfer fails before the installation, the old weights stay in place.
 """
 
 import logging
@@ -50,7 +50,7 @@ _kept: dict[int, Tensor] = {}
 
 
 class BrokenChannelError(EngineError):
-    """A collective transfer failed; nothing was installed."""
+    """A collective transfer failed, and no weights were installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,10 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory or broadcast them, or both; return the broadcast's error, or an empty string."""
+    """Write the weights to shared memory, keep a copy, or broadcast them, as ``update`` specifies.
+
+    Returns an empty string, or the error of a failed broadcast.
+    """
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
     first = engine.config.peers.first
@@ -110,13 +113,13 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on the ranks that assemble them; other data-parallel replicas of the weights yield nothing."""
+    """Yield the full tensors on data-parallel replica 0 (with FSDP on all ranks). Other ranks yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast the trainer's values as bytes, in place."""
+    """Broadcast the trainer's bytes into ``memory``, in place."""
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a collective")
     try:
@@ -126,7 +129,7 @@ def _broadcast(channel: str, memory: Tensor) -> None:
 
 
 def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
-    """Yield buckets of consecutive tensors, each of at most ``limit`` bytes unless a single tensor is larger."""
+    """Yield buckets of consecutive tensors. A bucket has at most ``limit`` bytes, unless a single tensor is larger."""
     bucket: list[TensorSpec] = []
     for spec in specs:
         if bucket and sum(s.nbytes for s in bucket) + spec.nbytes > limit:
@@ -138,7 +141,7 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
-    """Send the kept weights to the members of a new collective, in a thread that does not block other calls."""
+    """Send the kept weights to the members of a new collective. A thread does this, so that other calls are not blocked."""
 
     def send_kept() -> None:
         memory = _kept.get(update.version)
@@ -164,11 +167,11 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
 
 
 def receive(engine: Engine, update: Update) -> float:
-    """Receive and install new weights; return the seconds for which generation paused.
+    """Receive and install new weights. Return the seconds for which generation paused.
 
     Raises:
-        BrokenChannelError: the weights did not arrive; the old ones remain.
-        EngineError: the received tensors differ from the sent ones.
+        BrokenChannelError: the new weights did not arrive; the old weights remain.
+        EngineError: the received tensors differ from the sent tensors.
     """
     tensors = _arrived(engine, update)
     if update.digests is not None:
@@ -187,7 +190,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Received full tensors by name, in the dtypes of the specs."""
+    """The received full tensors by name, in the dtypes of the specs."""
     if update.channel:
         return _from_channel(engine, update)
     if update.folder:
@@ -234,13 +237,13 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
-    """Join a collective of ``size`` members. Returns an empty string if all have joined, else the reason why not.
+    """Join a collective of ``size`` members. Returns an empty string if all members have joined, otherwise the error.
 
     Args:
-        engine: engine of a trainer, of which only rank 0 joins, or of a replica.
-        where: the members' rendezvous.
-        channel: the collective's name.
-        first: rank of this engine's first member in the collective; the trainer has rank 0.
+        engine: engine of a trainer or a replica. Of a trainer, only rank 0 joins.
+        where: rendezvous of the members.
+        channel: name of the collective.
+        first: rank in the collective of this engine's rank 0; the trainer has rank 0.
         size: number of members.
     """
     peers = engine.config.peers
@@ -256,7 +259,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
 
 
 def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> None:
-    """Wait until all members have joined, or the collective is cancelled because a member died."""
+    """Wait until all members have joined, or until the collective is cancelled because a member died."""
     where.come(channel, rank)
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
@@ -267,7 +270,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class DialledStore:
-    """A rendezvous at an existing TCP store, which programs other than areno can join; see :class:`Rendezvous`."""
+    """A :class:`Rendezvous` at an existing TCP store, which programs other than areno can join."""
 
     host: str
     port: int
@@ -277,17 +280,17 @@ class DialledStore:
         return dist.TCPStore(self.host, self.port, size, False, patience)
 
     def open(self, name: str) -> None:
-        """Do nothing: the store exists already."""
+        """Do nothing, because the store exists already."""
 
     def come(self, name: str, member: int) -> None:
-        """Do nothing: members are not announced."""
+        """Do nothing, because members are not announced."""
 
     def members(self, name: str) -> int:
-        """Return a number above any group size, because creating the group waits for the members."""
+        """Return a number above any group size, because the members wait when they create the group."""
         return 2**31
 
     def call_off(self, name: str) -> None:
-        """Do nothing: members cannot be notified, and time out after :data:`PATIENCE_S` seconds."""
+        """Do nothing, because members cannot be notified. They time out after :data:`PATIENCE_S` seconds."""
 
 
 def own_specs(engine: Engine) -> list[TensorSpec]:

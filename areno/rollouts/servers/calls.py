@@ -1,4 +1,4 @@
-"""The HTTP calls of a rollout replica to an inference server, independent of the product."""
+"""The HTTP calls of a rollout replica to an inference server. They do not depend on the product (vLLM or SGLang)."""
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A request for one answer; ``rid`` identifies it for aborting."""
+    """A request for one answer. ``rid`` identifies the request when it is aborted."""
 
     rid: str
     prompt: list[int]
@@ -64,24 +64,24 @@ class ServerAnswer:
 
 
 class ServerCalls(Protocol):
-    """The calls of one product. Each raises EngineError if the server rejects the call or is unreachable."""
+    """The HTTP calls of one product. Raises EngineError if the server rejects a call or is unreachable."""
 
     product: str
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Query the limits of the server. Called first, as soon as the server is healthy."""
+        """Query the limits of the server. This is the first call after the server is healthy."""
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """Generate one answer, with the log-prob and weight version of each token."""
 
     async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
-        """Abort samples; ``generate`` then returns partial answers. A sample that the server has queued may still start."""
+        """Abort samples, so that ``generate`` returns partial answers. Samples in the server's queue may still start."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint between two tokens of all running samples, and drop the caches of the old weights."""
+        """Load a checkpoint between two tokens of all running samples, and drop caches that the old weights computed."""
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
-        """Load an adapter under a name, and unload the adapter ``outdated``, if any."""
+        """Load an adapter under a name, and unload the adapter ``outdated`` if it is not empty."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Log-prob of each prompt token except the first, at temperature 1."""
@@ -89,7 +89,7 @@ class ServerCalls(Protocol):
 
 @runtime_checkable
 class TransferCalls(Protocol):
-    """The calls of a product that can receive weights by a broadcast; ``transfers`` tells whether this server can."""
+    """The HTTP calls of a product that can receive broadcast weights. ``transfers`` is whether this server supports it."""
 
     transfers: bool
 
@@ -99,21 +99,21 @@ class TransferCalls(Protocol):
     async def join_group(
         self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
     ) -> None:
-        """Let the workers join a group of ``size`` members at a store, as members ``first``, ``first`` + 1 and so on."""
+        """Let the workers join a group of ``size`` members at a store. The workers have the ranks from ``first`` on."""
 
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """Like :meth:`ServerCalls.load_weights`, with weights that the group's first member broadcasts."""
+        """Load weights as :meth:`ServerCalls.load_weights` does. The group's first member broadcasts the weights."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The version of each token, from spans with ``version``, ``start`` and ``end``."""
+    """Convert spans with ``version``, ``start`` and ``end`` to the version of each token."""
     return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 
 def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
-    """The ``sampling_params`` of a request that have the same names in both products."""
+    """The ``sampling_params`` of a request that have the same names in vLLM and SGLang."""
     names = ("top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     chosen = {name: getattr(sampling, name) for name in (*names, *penalties)}
@@ -127,12 +127,12 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 
 
 async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
-    """POST, and return the response's JSON, or None if the response is not JSON; EngineError as in :class:`ServerCalls`."""
+    """POST, and return the JSON of the response, or None without JSON. Raises EngineError as :class:`ServerCalls` does."""
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 
 
 async def get_json(http: httpx.AsyncClient, path: str) -> Any:
-    """GET, and return the JSON of the response; retries once if the server closed the connection."""
+    """GET, and return the JSON of the response. Retries once if the server closed the connection."""
     return await _answered(http, path, _got(http, path))
 
 

@@ -1,7 +1,6 @@
-"""Broadcasts weights from a trainer to vLLM servers through vLLM's weight transfer calls, with areno's transfer engine.
+"""Broadcasts weights from a trainer to vLLM servers. It uses vLLM's weight transfer calls and areno's transfer engine.
 
-vLLM expects tensors under the names of the checkpoint. If the trainer's parameters have other names, weights are sent as
-folders instead.
+vLLM expects the tensor names of the checkpoint. If the trainer's parameters have other names, weights are sent as folders.
 """
 
 import logging
@@ -31,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class ServerChannel:
-    """A process group of the trainer's rank 0 and the workers of all servers, recreated when a member changes.
+    """A process group of the trainer's rank 0 and the workers of all servers. It is recreated when a member changes.
 
-    Its members meet at a store in this process, reachable at ``host``.
+    The members of the group connect to a store in this process, which listens at ``host``.
     """
 
     def __init__(self, path: str, host: str, bucket_bytes: int) -> None:
@@ -46,7 +45,7 @@ class ServerChannel:
         self._sender: Backend | None = None
 
     def fits(self, engine: Backend) -> bool:
-        """Whether weights can be broadcast, that is, the checkpoint files use the tensor names of the trainer's model."""
+        """Whether weights can be broadcast, because the checkpoint files use the tensor names of the trainer's model."""
         if self._fits is None:
             self.specs = tuple(engine.run_on_all_ranks(weight_update.own_specs)[0])
             stored = _stored_names(self._path)
@@ -57,7 +56,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights to the servers, and keep them for later servers; return the seconds taken, by server reached."""
+        """Send the weights, and keep them for later servers. Return the seconds taken by each server that got them."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
@@ -78,7 +77,7 @@ class ServerChannel:
         return arrived | self._one_by_one({n: replica for n, replica in replicas.items() if n not in arrived})
 
     def _one_by_one(self, replicas: Mapping[int, ServerReplica]) -> dict[int, float]:
-        """Send the kept weights to servers that the broadcast did not reach."""
+        """Send the kept weights to servers that the broadcast did not reach. Return the seconds taken by each server."""
         arrived: dict[int, float] = {}
         for number, replica in replicas.items():
             if not self._fits or replica.workers.failed:
@@ -90,7 +89,7 @@ class ServerChannel:
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Send the weights kept by the trainer's rank 0 to one server, even during training."""
+        """Send the weights that the trainer's rank 0 has kept to one server, even during training."""
         engine, sent = self._sender, self._sent
         if engine is None or sent is None:
             return 0.0
@@ -104,7 +103,7 @@ class ServerChannel:
         return replica.receive(update)
 
     def _open_store(self, size: int) -> DialledStore:
-        """Open a store, which lasts until the next one is opened."""
+        """Open a store. It stays open until the next store is opened."""
         self._store, port = serve_store(self._host, size, timedelta(seconds=PATIENCE_S))
         return DialledStore(self._host, port)
 
@@ -116,9 +115,9 @@ class ServerChannel:
                 self._sender.run_on_all_ranks(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """Return the name of the group of all members; empty if they could not connect.
+        """Return the name of the group of all members. Return an empty string if the members could not connect.
 
-        If they could not connect although no server has failed, broadcasts are disabled: weights are sent as folders.
+        If no server has failed, a failure to connect disables broadcasts, so that weights are sent as folders.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
@@ -146,13 +145,13 @@ class ServerChannel:
         return self._name
 
     def _call_off(self, answer: Future[None]) -> None:
-        """Close the store after a failure, so that no member keeps waiting."""
+        """Close the store after a failure, so that members stop waiting."""
         if answer.exception() is not None:
             self._store = None
 
 
 def _stored_names(path: str) -> set[str]:
-    """Tensor names in a checkpoint folder or a cached hub snapshot; empty if there are no safetensors files."""
+    """Tensor names in a checkpoint folder or a cached hub snapshot. Empty if there are no safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
         with suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
-"""The vLLM or SGLang servers of a fleet, and the command line and environment variables that start one.
+"""The vLLM or SGLang servers of a fleet, and the command line and environment variables of a server.
 
-The options that come from a section of an experiment are built by :mod:`areno.config.experiment.server_arguments`.
+:mod:`areno.config.experiment.server_arguments` converts settings of an experiment to command-line arguments.
 """
 
 import importlib.util
@@ -35,9 +35,9 @@ class ServerOptions:
 
     Attributes:
         arguments: command-line arguments, from the settings section of the product.
-        command: starts a server; empty: ``vllm`` from this Python's folder or PATH, or this Python's ``sglang`` module.
+        command: command that starts a server; empty: ``vllm`` from this Python's folder or PATH, or the ``sglang`` module.
         addresses: running servers to join, one per replica, instead of starting servers.
-        adapter: name of the trainer's adapter; empty without one.
+        adapter: name of the trainer's adapter; empty without an adapter.
     """
 
     product: Product
@@ -51,18 +51,18 @@ class ServerOptions:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether a joined server may be on another machine, with which folders can be shared, but not memory."""
+        """Whether a joined server may be on another machine, which can share folders but not memory."""
         hosts = {urlsplit(address).hostname for address in self.addresses}
         return bool(hosts - {"localhost", "127.0.0.1", "::1"})
 
 
 def context_length_of(path: str) -> int | None:
-    """Context length of a checkpoint's model in tokens, if stated."""
+    """Context length of a checkpoint's model in tokens, or None if its configuration has no context length."""
     return context_length(AutoConfig.from_pretrained(base_of(path)))
 
 
 def command_of(options: ServerOptions) -> list[str]:
-    """The command that starts a server, without arguments; UsageError if the product is not installed."""
+    """The command that starts a server, without arguments. Raises UsageError if the product is not installed."""
     if options.command:
         return list(options.command)
     if options.product == "sglang":
@@ -84,7 +84,7 @@ def command_of(options: ServerOptions) -> list[str]:
 
 
 def has_custom_worker(options: ServerOptions) -> bool:
-    """Whether the arguments name a vLLM worker extension other than areno's."""
+    """Whether the arguments specify a vLLM worker extension, which replaces areno's extension."""
     return any(word.partition("=")[0] == _WORKER_OPTION for word in options.arguments)
 
 
@@ -101,7 +101,7 @@ def arguments_of(path: str, options: ServerOptions) -> list[str]:
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Default environment variables of a server; ``devices`` is None if a launcher assigns them."""
+    """Default environment variables of a server. ``devices`` is None if a launcher assigns the devices."""
     chosen = {}
     if devices is not None:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)

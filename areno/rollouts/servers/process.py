@@ -1,4 +1,4 @@
-"""The server process of a replica: started with its own log file, watched, and ended with all its child processes."""
+"""Starts the server process of a replica, watches it, and stops it with all its child processes."""
 
 import shlex
 import signal
@@ -20,17 +20,17 @@ _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 
 class InferenceServerProcess:
-    """A server process, on this machine or on one that the launcher of ``processes`` chooses.
+    """A server process on this machine, or on a machine that the launcher of ``processes`` chooses.
 
     Args:
         command: the command with arguments; ``{host}`` and ``{port}`` stand for the address on which the server listens.
         environment: additional environment variables.
         processes: launcher, log file and startup timeout.
-        on_failure: called once, in a thread of this object, when the server ends by itself or is abandoned.
+        on_failure: called once, in a thread of this object, when the server exits unexpectedly or is abandoned.
 
     Attributes:
         url: URL of the server.
-        failed: whether the server has ended or was abandoned.
+        failed: whether the server process has exited.
     """
 
     def __init__(
@@ -63,24 +63,24 @@ class InferenceServerProcess:
             self._process.kill()
             self._cut()
             self._lifeline.close()
-            raise EngineError("the server process ended during startup; see its log") from error
+            raise EngineError("the server process exited during startup; see its log") from error
         self.url = f"http://{host}:{port}"
         threading.Thread(target=self._watch, name="areno-server", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
-        """Ids of running processes: the supervisor and, if they are on this machine, the server and its child processes."""
+        """Ids of running processes: the supervisor and, on this machine, the server and its child processes."""
         if self._process.poll() is not None:
             return []
         return [self._process.pid, *(sorted(descendants(self._process.pid)) if not self._process.node else ())]
 
     def abandon(self, reason: str) -> None:
-        """End the server and report it as failed."""
+        """Stop the server, and report a failure with this reason."""
         self._reason = self._reason or reason
         self._cut()
 
     def close(self) -> None:
-        """End the server; a second call does nothing."""
+        """Stop the server. A second call does nothing."""
         if self._closing:
             return
         self._closing = True

@@ -1,6 +1,6 @@
-"""An inference server as a rollout replica: one HTTP call per sample; weights are sent as folders or by a broadcast.
+"""An inference server as a rollout replica. Each sample is one HTTP call, and weights are sent as folders or by a broadcast.
 
-All calls run in one thread with an event loop. The server is either a process that areno has started, or an external one.
+All calls run in one thread with an event loop. The server is a process that areno has started, or an external server.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _PROBE_ANSWER = 16
 
 
 class ExternalServer:
-    """A server that was started externally. Its failure can be detected, but it cannot be ended."""
+    """A server that areno has not started. areno can detect its failure, but cannot stop it."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()
@@ -51,12 +51,12 @@ class ExternalServer:
             threading.Thread(target=self._on_failure, args=[EngineError(reason)], daemon=True).start()
 
     def close(self) -> None:
-        """Do nothing: areno does not end external servers."""
+        """Do nothing, because areno does not stop external servers."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request in progress; ``rids`` are the request ids of its samples."""
+    """A request in progress. ``rids`` are the request ids of its samples."""
 
     request: Request
     rids: list[str]
@@ -68,15 +68,15 @@ class ServerReplica:
     """A rollout replica on an inference server.
 
     Args:
-        path: checkpoint that the server has loaded; its tokenizer is used.
+        path: checkpoint that the server has loaded, with the tokenizer.
         url: URL of the server.
-        calls: calls of the server's product.
+        calls: the HTTP calls of the server's product.
         server: the server's process, or :class:`ExternalServer`.
         startup_s: time limit in seconds until the server is healthy.
         vocab_size: width of the model's logits.
 
     Raises:
-        EngineError: the server ended, or was not healthy in time.
+        EngineError: the server exited, or was not healthy in time.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ServerReplica:
         return opened
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; its future returns the partial answer."""
+        """Abort one request. The request's future returns the partial answer."""
         with self._lock:
             entry = self._open.get(future)
         if entry is not None and not entry.cancelled:
@@ -146,20 +146,20 @@ class ServerReplica:
             self._begin(self._abort(entry))
 
     async def _abort(self, entry: _Open) -> None:
-        """Repeat the abort until the request ends, because the server may start a queued sample after an abort."""
+        """Repeat the abort until the request has ended, because the server may start a queued sample after an abort."""
         while not entry.future.done():
             with suppress(EngineError):  # an unreachable server no longer processes the request
                 await self.calls.abort(self._http, entry.rids)
             await asyncio.sleep(_ABORT_S)
 
     def load(self) -> EngineLoad:
-        """Running samples and generated tokens, as counted by this class."""
+        """The numbers of running samples and generated tokens, as counted by this class."""
         with self._lock:
             running = sum(entry.request.n for entry in self._open.values())
             return EngineLoad(running=running, generated_total=self._load.generated_total)
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Do nothing: the server's prefix cache is configured at its start."""
+        """Do nothing, because the server's prefix cache is configured when the server starts."""
 
     async def _answer(self, entry: _Open) -> None:
         request, adapter, version = entry.request, self._adapter, self._version
@@ -180,7 +180,7 @@ class ServerReplica:
             self._end(entry, RolloutResult(sequences))
 
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
-        """Abandon an unhealthy server before the request fails, so that the request is resubmitted to another replica."""
+        """Abandon an unhealthy server before the request fails, so that the router resubmits the request."""
         if self.workers.failed or await self._healthy():
             return
         self.workers.abandon(str(error))
@@ -189,7 +189,7 @@ class ServerReplica:
             await asyncio.sleep(0.05)
 
     def _sequence(self, entry: _Open, index: int, answer: ServerAnswer) -> RolloutSequence:
-        """Convert an answer, and pass all its tokens to the listener together, because answers are not streamed."""
+        """Convert an answer, and pass all its tokens to the listener at once, because answers are not streamed."""
         sampling, listener = entry.request.sampling, entry.request.listener
         checker = StopChecker(self.tokenizer, sampling.stop or [], sampling.skip_special_tokens)
         for token in answer.tokens:
@@ -216,7 +216,7 @@ class ServerReplica:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def take_over(self, folder: Path, version: int, adapter: str = "") -> float:
-        """Load the weights of a checkpoint into the server, and return the seconds taken; EngineError on failure."""
+        """Load the weights of a checkpoint into the server. Return the seconds taken. Raises EngineError on failure."""
         began = time.perf_counter()
         if adapter:
             name = f"{adapter}-v{version}"
@@ -232,15 +232,15 @@ class ServerReplica:
         return isinstance(self.calls, TransferCalls) and self.calls.transfers
 
     def world_size(self) -> int:
-        """Number of workers of the server; EngineError on failure."""
+        """Number of workers of the server. Raises EngineError on failure."""
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` up; EngineError on failure."""
+        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` on. Raises EngineError."""
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
-        """Receive broadcast weights; return the seconds taken. After an EngineError the server must reload its weights."""
+        """Receive broadcast weights, and return the seconds taken. After an EngineError, the server must reload weights."""
         began = time.perf_counter()
         self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))
         return time.perf_counter() - began
@@ -251,10 +251,10 @@ class ServerReplica:
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        """Return token ids, and the server's log-probs of the last of them.
+        """Return token ids, and the server's log-probs of the last of these tokens.
 
-        Scores the prompt; with an adapter, scores a generated answer instead, because vLLM 0.32 on CPUs crashes when it
-        computes prompt log-probs concurrently with other requests of an adapter.
+        Without an adapter, the prompt is scored. With an adapter, a generated answer is scored, because vLLM 0.32 on CPUs
+        crashes when it computes prompt log-probs concurrently with other requests of an adapter.
         """
         if not self._adapter:
             return prompt, self.call(self.calls.logprobs(self._http, prompt))
@@ -268,7 +268,7 @@ class ServerReplica:
     # -- the server ------------------------------------------------------------------------------------------------
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a call and wait for it; must not be used in the thread of the event loop."""
+        """Run a call and wait for its result. Must not be used in the thread of the event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -278,7 +278,7 @@ class ServerReplica:
         deadline = time.monotonic() + limit_s
         while not self.call(self._healthy()):
             if self.workers.failed:
-                raise EngineError(f"the {self.calls.product} server ended during startup")
+                raise EngineError(f"the {self.calls.product} server exited during startup")
             if time.monotonic() > deadline:
                 where = f"the {self.calls.product} server at {self._http.base_url}"
                 raise EngineError(f"{where} was not healthy within {limit_s:g} s; see its log")
@@ -290,7 +290,7 @@ class ServerReplica:
         return False
 
     async def _watch_health(self) -> None:
-        """Abandon a server that is unhealthy three times in a row, such as one whose engine died."""
+        """Abandon a server that is unhealthy three times in a row, for example after its engine died."""
         sick = 0
         while not self.workers.failed:
             await asyncio.sleep(_HEALTH_S)
@@ -299,7 +299,7 @@ class ServerReplica:
                 self.workers.abandon(f"{self._http.base_url}/health failed three times in a row")
 
     def close(self) -> None:
-        """End the server unless it is external, and fail open requests. A second call does nothing."""
+        """Stop the server unless it is external, and fail open requests. A second call does nothing."""
         if self._loop.is_closed():
             return
         self.workers.close()

@@ -1,9 +1,9 @@
-"""Runs a server under a supervisor, which ends it and its child processes when the trainer ends for any reason.
+"""Runs a server under a supervisor. When the trainer exits, the supervisor kills the server and its child processes.
 
     python -m areno.rollouts.servers.run_supervised COMMAND...
 
-Connects back to the launching process and reports the server's address: this machine's reachable address and a free port,
-which replace ``{host}`` and ``{port}`` in the command.
+Connects to the launching process, and reports the address of this machine and a free port. They replace ``{host}`` and
+``{port}`` in the command.
 """
 
 import os
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def free_port(host: str) -> int:
-    """Return a free port. If another program takes it before the server does, the server exits and is restarted."""
+    """Return a free port. If another program takes the port before the server does, the server exits and is restarted."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
-A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``; vLLM and SGLang support
-this. The model must have the vocabulary of the policy; areno does not check this.
+A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``. vLLM and SGLang support
+such requests. The model must have the vocabulary of the policy, but areno does not check the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class ServerScorer:
         option: name of the setting that holds ``url``, for error messages.
         timeout_s: time limit per row.
 
-    The API key is taken from ``OPENAI_API_KEY``.
+    ``OPENAI_API_KEY`` is the API key.
 
     Raises:
         UsageError: the server does not respond.
@@ -33,7 +33,7 @@ class ServerScorer:
         self._client.check(f"{option}={url}")
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it, at temperature 1; entry 0 is 0.0.
+        """Log-probs of the tokens of each row, given the previous tokens, at temperature 1. Entry 0 of a row is 0.0.
 
         Raises:
             EngineError: the server rejected the request, is unreachable, or returns no prompt log-probs.

@@ -1,6 +1,6 @@
-"""The calls of an SGLang server, based on the documentation and source of version 0.5.23; untested with a real server.
+"""The HTTP calls of an SGLang server, written for version 0.5.23. They are untested with a real server.
 
-Log-probs are those of the temperature-scaled distribution before top-k and top-p. Weights are sent as checkpoint folders.
+Log-probs refer to the temperature-scaled distribution before top-k and top-p. Weights are sent as checkpoint folders.
 """
 
 from pathlib import Path
@@ -21,12 +21,12 @@ from areno.rollouts.servers.calls import (
 
 
 class SglangCalls:
-    """The calls of SGLang."""
+    """The HTTP calls of SGLang."""
 
     product = "SGLang"
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Limits of the model; the server was started with weight version 0."""
+        """Query the limits of the model. The server was started with weight version 0."""
         info = await get_json(http, "/server_info")
         limit = info.get("context_length") or info.get("max_total_num_tokens")
         return ServerInfo(context_length=int(limit))

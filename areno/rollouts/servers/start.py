@@ -1,4 +1,4 @@
-"""Starts the inference server of a replica, or joins a running one."""
+"""Starts the inference server of a replica, or joins a running server."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,11 +30,11 @@ def open_server(
     processes: Processes,
     on_failure: Callable[[EngineError], None],
 ) -> ServerReplica:
-    """Start or join the server of replica ``number``, and wait until it is healthy, with ``path`` as weight version 0.
+    """Start or join the server of replica ``number``, and wait until the server is healthy. ``path`` has weight version 0.
 
     Raises:
         UsageError: the product is not installed.
-        EngineError: the server ended, or was not healthy in time.
+        EngineError: the server exited, or was not healthy in time.
     """
     extended = not has_custom_worker(options)
     calls: ServerCalls = VllmCalls(extended=extended) if options.product == "vllm" else SglangCalls()

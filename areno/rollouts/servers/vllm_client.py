@@ -1,6 +1,6 @@
-"""The calls of a vLLM server (0.32 and later), started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
+"""The HTTP calls of a vLLM server (0.32 and later), started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
 
-Log-probs are those of ``--logprobs-mode processed_logprobs``: of the temperature-scaled distribution after top-k and top-p.
+With ``--logprobs-mode processed_logprobs``, log-probs refer to the temperature-scaled distribution after top-k and top-p.
 Weights are sent as checkpoint folders, or by a broadcast.
 """
 
@@ -28,7 +28,7 @@ _PREFIX = "generate-tokens-"
 
 
 class VllmCalls:
-    """The calls of vLLM. ``extended``: whether the server has areno's worker extension and transfer engine."""
+    """The HTTP calls of vLLM. ``extended`` is whether the server has areno's worker extension and transfer engine."""
 
     product = "vLLM"
 
@@ -36,7 +36,7 @@ class VllmCalls:
         self.transfers = extended
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Limits of the model; sets its weight version to 0."""
+        """Query the limits of the model, and set its weight version to 0."""
         models = (await get_json(http, "/v1/models"))["data"]
         await post_json(http, "/update_weight_version", {"new_version": "0"})
         return ServerInfo(context_length=int(models[0]["max_model_len"]))
@@ -91,7 +91,7 @@ class VllmCalls:
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """See :class:`TransferCalls`. The model cannot compute between start and finish, so a failure requires a reload."""
+        """See :class:`TransferCalls`. After a failure, the server must reload its weights before it can compute."""
         await post_json(http, "/pause", mode="keep")
         await post_json(http, "/start_weight_update")
         weights = {

@@ -1,7 +1,7 @@
-"""Runs any agent as a workflow: an object with ``async run(data, **extra)`` that uses an OpenAI or Anthropic client.
+"""Runs any agent as a workflow. An agent has a method ``async run(data, **extra)``, and uses an OpenAI or Anthropic client.
 
-The agent only needs another server address for its client. The server records the exact tokens, which become training rows
-when the run returns a reward.
+Only the server address of the client changes. The server records the exact tokens of all turns. They become training rows
+when ``run`` returns a reward.
 """
 
 import asyncio
@@ -29,25 +29,25 @@ from areno.rollouts.workflows.processes import AgentProcesses, returned_value
 logger = logging.getLogger(__name__)
 
 DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
-"""Options of agents outside of experiments."""
+"""Options of agents that are used outside of experiments."""
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """One run of an agent per sample.
+    """Runs an agent once per sample.
 
-    The run returns a number as the reward of the last answer, a dictionary from response ids to rewards, or None if it sent
-    rewards to ``/rl/set_reward``. A run without any reward is an error.
+    ``run`` returns a number as the reward of the last answer, or a dictionary from response ids to rewards. It may return
+    None if the agent has sent rewards to ``/rl/set_reward``. A run without any reward is an error.
 
     Args:
-        agent: has ``async run(data, **extra)``. ``extra`` contains ``base_url``, ``api_key`` and, in mode ``inline``,
-            ``http_client``. A ``run`` without ``**extra`` gets only the arguments that it declares.
+        agent: has a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode
+            ``inline`` also ``http_client``. A ``run`` without ``**extra`` gets only the arguments that it declares.
         gconfig: default sampling settings of the agent's requests.
-        options: how the agent is run. In mode ``subproc``, address and key are also in the agent's environment
-            (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
+        options: how the agent is run. In mode ``subproc``, the address and the key are also in the agent's environment (see
+            :attr:`AgentSession.environment`).
         model_name: the model's name in requests.
 
     Raises:
-        UsageError: the object is not an agent, an option is unknown, or the server's packages are not installed.
+        UsageError: the object is not an agent, an option is unsupported, or the server's packages are not installed.
     """
 
     def __init__(
@@ -168,9 +168,10 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
     """Return the training rows of a session's turns, in chronological order.
 
-    ``individual`` makes one row per answer, with its prompt. ``concat`` makes one row per conversation, with all its answers
-    and the return of the last one. A conversation that forks has a row per branch; the common prefix is trained on once. The
-    return of an answer is its reward (0 without one) plus ``turn_discount`` times the return of the next answer.
+    The export style ``individual`` makes one row per answer, including the prompt. ``concat`` makes one row per conversation,
+    with all answers and the return of the last answer. A conversation that forks has one row per branch, and the common
+    prefix is trained on once. The return of an answer is its reward plus ``turn_discount`` times the return of the next
+    answer. An answer without a reward has the reward 0.
     """
     answered = [turn for turn in turns if turn.tokens]
     discounted = discounted_returns([turn.reward or 0.0 for turn in answered], options.turn_discount)

@@ -1,4 +1,4 @@
-"""The interface of workflows, groups of samples of one row, and a runner for ``--workflow``."""
+"""The interface of workflows, groups of samples of one data row, and a runner for ``--workflow``."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 SampleRows = list[dict[str, Any]]
-"""The rows of a sample as plain lists (:func:`areno.rollouts.trajectory.samples_of`); empty if the sample was rejected."""
+"""The rows of a sample as plain lists (:func:`areno.rollouts.trajectory.samples_of`). Empty if the sample was rejected."""
 
 
 @dataclass(slots=True)
@@ -37,26 +37,26 @@ class Interaction:
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""Result of an episode: tensors as in :mod:`areno.rollouts.trajectory`, interactions by name, or None to reject the episode."""
+"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`), interactions by name, or None to reject the episode."""
 
 
 class RolloutWorkflow(ABC):
-    """Runs episodes as coroutines that share an event loop, so they must not block. If one raises, it is logged and dropped."""
+    """Runs episodes as coroutines in a shared event loop. Episodes must not block. Failed episodes are logged and dropped."""
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run one sample of a data row. The row must not be modified; ``engine`` generates tokens."""
+        """Run one sample of a data row with ``engine``. The row must not be modified."""
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
-        """Run several samples of a row; override to share work between them."""
+        """Run several samples of a data row. A subclass may override this method to share work between samples."""
         return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
 
     async def aclose(self) -> None:  # noqa: B027  (most start nothing)
-        """Release the workflow's resources; called once, after its last episode."""
+        """Release the workflow's resources. Called once, after the last episode."""
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
-    """Run copies of an episode concurrently with different seeds; raises the first error after all have ended."""
+    """Run an episode several times concurrently, with different seeds. Raises the first error after all runs have ended."""
     group = EPISODE.get() or Episode(-1)
 
     async def run(index: int) -> EpisodeResult:
@@ -76,10 +76,10 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs several samples of each row as one group.
+    """Runs several samples of each data row as one group.
 
-    With ``drop_incomplete`` a group is rejected if any of its samples was rejected (returned None); otherwise the group
-    continues with the remaining samples.
+    With ``drop_incomplete``, a group is rejected if any sample of the group was rejected (returned None). Without
+    ``drop_incomplete``, the group continues with the remaining samples.
     """
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int, drop_incomplete: bool = False) -> None:
@@ -88,7 +88,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.workflow, self.group_size, self.drop_incomplete = workflow, group_size, drop_incomplete
 
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run all samples of a row, as the rows of one trajectory."""
+        """Run all samples of a data row, and return one trajectory with their rows."""
         results = await self.workflow.arun_group(engine, data, self.group_size)
         accepted = [trajectory for result in results if (trajectory := as_trajectory(result)) is not None]
         dropped = len(results) - len(accepted)
@@ -105,7 +105,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors; None for a rejected episode (a result of None or an empty dictionary).
+    """Convert the result of a workflow to tensors. Returns None for a rejected episode (None or an empty dictionary).
 
     With ``check``, all keys, shapes and numbers are checked.
 
@@ -124,14 +124,14 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
 
 
 class Episodes:
-    """Runs groups of episodes of one workflow for ``--workflow``, each group as a future. The caller must close it."""
+    """Runs groups of episodes for ``--workflow``. Each group has a future. The caller must call :meth:`close`."""
 
     def __init__(self, workflow: RolloutWorkflow, client: EngineClient) -> None:
         self._workflow, self._client = workflow, client
         self._loop = EpisodeLoop()
 
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
-        """Run several samples of a data row; the future has one entry per sample, or the exception of an episode.
+        """Run several samples of a data row. The future returns one entry per sample, or raises the error of an episode.
 
         Seeds are derived from the group's ``number``.
         """

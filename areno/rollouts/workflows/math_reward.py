@@ -4,7 +4,7 @@ from typing import Any
 
 
 def math_reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """1.0 if the completion's answer equals the row's ``solutions`` or ``answer``, else 0.0; see :mod:`areno.rewards.math`."""
+    """1.0 if the completion's answer equals the row's ``solutions`` or ``answer``, otherwise 0.0."""
     from areno.rewards.math import math_verify_reward
 
     return math_verify_reward(completions, data.get("solutions", data.get("answer")))

@@ -1,6 +1,7 @@
-"""Several attempts at one task: after a wrong answer, the model is asked to try again. No tools.
+"""Several attempts at one task. After a wrong answer, the model is told to try again.
 
-For tools see :mod:`areno.rollouts.workflows.agents`, and :mod:`areno.api.agentic` for ``areno train``.
+This workflow has no tools. See :mod:`areno.rollouts.workflows.agents` for tools in ``areno run``, and
+:mod:`areno.api.agentic` for tools in ``areno train``.
 """
 
 from dataclasses import replace
@@ -29,16 +30,16 @@ TRY_AGAIN = (
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Up to ``max_turns`` answers, until one has a reward other than 0.
+    """Generates up to ``max_turns`` answers, until an answer has a reward other than 0.
 
-    The conversation continues from the sampled tokens and becomes one training row with all answers. If the chat template
+    The conversation continues from the sampled tokens, and becomes one training row with all answers. If the chat template
     rewrites the history, there are several rows. Each row has the last reward times ``turn_discount ** (turns - 1)``.
+    :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` documents the other arguments.
 
     Args:
-        reward_fn: scores every answer, and gets the latest one as ``completions``. For its signature, and for the arguments
-            not listed here, see :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow`.
+        reward_fn: function that scores every answer; the argument ``completions`` is the latest answer.
         max_turns: maximum number of answers.
-        turn_discount: factor on the reward per further attempt, in (0, 1].
+        turn_discount: factor in (0, 1] by which each further attempt reduces the reward.
         retry_message: user message after a wrong answer.
 
     Raises:

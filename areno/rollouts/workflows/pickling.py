@@ -1,4 +1,4 @@
-"""Pickles users' functions and agents for other processes, wherever they are defined; imports neither torch nor a model."""
+"""Pickles users' functions and agents for other processes. Imports neither torch nor a model."""
 
 import asyncio
 import inspect
@@ -20,10 +20,10 @@ def name_of(thing: Any) -> str:
 
 
 def pickled(thing: Any, option: str) -> bytes:
-    """Pickle an object for another process; ``option`` names it in errors.
+    """Pickle an object for another process. Error messages mention ``option``.
 
-    Objects defined in a user's own file are pickled by value, because the other process may be unable to import the file, or
-    would load a whole trainer with it. Objects of installed packages are pickled by reference.
+    Objects that are defined in a user's file are pickled by value. The other process may be unable to import the file, or the
+    import would load a whole trainer. Objects of installed packages are pickled by reference.
     """
     function = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -50,14 +50,14 @@ def _is_packaged(module: ModuleType) -> bool:
 
 
 class RewardCall:
-    """Calls a workflow's reward function, pickled or given by name, with the data of a reward record."""
+    """Calls a workflow's reward function with the data of a reward record. The function is pickled or given by name."""
 
     def __init__(self, sent: bytes | str) -> None:
         # Error messages find the function's file through the attribute ``func``.
         self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
 
     def __call__(self, record: RewardRecord) -> Any:
-        """Call the function; if it returns a coroutine, run the coroutine to completion."""
+        """Call the function. If the function returns a coroutine, run the coroutine and return its result."""
         ids = record.metadata["prompt_ids"], record.tokens
         returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
         return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned

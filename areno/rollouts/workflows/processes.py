@@ -1,6 +1,6 @@
-"""Runs agents in separate processes, so that an agent that blocks or crashes costs only its own episode.
+"""Runs agents in separate processes, so that an agent that blocks or crashes affects only its own episode.
 
-A process runs one agent at a time, with the session's variables in its environment. It imports torch or a model only if the
+A process runs one agent at a time, with the session's environment variables. A process imports torch or a model only if the
 agent does.
 """
 
@@ -24,7 +24,7 @@ _MAX_ERROR_CHARS = 20_000
 
 
 class AgentProcesses:
-    """A pool of processes, started on demand; each runs one agent at a time."""
+    """A pool of processes that are started on demand. Each process runs one agent at a time."""
 
     def __init__(self, workers: int) -> None:
         self._slots = asyncio.Semaphore(workers)
@@ -35,9 +35,9 @@ class AgentProcesses:
     async def run(
         self, agent: bytes, data: dict[str, Any], extra: dict[str, Any], environment: dict[str, str], timeout_s: float
     ) -> float | dict[str, float] | None:
-        """Run a pickled agent; on a timeout or cancellation its process is killed with all child processes.
+        """Run a pickled agent. On a timeout or cancellation, the agent's process and all child processes are killed.
 
-        ``timeout_s`` starts to run when a process is free.
+        The time limit ``timeout_s`` starts when a process is free.
 
         Raises:
             AgentError: the agent raised, timed out, died, or returned something other than rewards.
@@ -61,7 +61,7 @@ class AgentProcesses:
         raise AgentError(f"the agent's process failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
-        """Return a process to the pool if it has answered, else kill it."""
+        """Return a process to the pool if the process has answered. Otherwise kill the process."""
         self._busy.discard(worker)
         if asked.done() and not asked.cancelled() and asked.result()[0] != "died":
             self._idle.append(worker)
@@ -70,7 +70,7 @@ class AgentProcesses:
         asked.add_done_callback(lambda _: worker.close())
 
     def close(self) -> None:
-        """End all processes, including busy ones."""
+        """Kill all processes, including busy processes."""
         for worker in self._busy:
             worker.stop()  # the call of `run` that waits for the worker closes it
         for worker in self._idle:
@@ -80,7 +80,7 @@ class AgentProcesses:
 
 
 def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
-    """Return the kind and value of the process's answer, or ``died`` and the reason if the process failed."""
+    """Return the kind and the value of the process's answer. If the process failed, return ``died`` and the reason."""
     try:
         worker.frames.send(job)
         kind, value = json.loads(worker.frames.receive())
@@ -91,12 +91,12 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
     except (EOFError, OSError):
         return ["died", worker.exit_reason()]
     except (FrameError, ValueError, TypeError, RecursionError) as error:
-        return ["died", f"it violated the protocol and was stopped: {error}"]
-    return ["died", f"it sent an unknown answer {kind!r:.80} and was stopped"]
+        return ["died", f"the process violated the protocol and was stopped: {error}"]
+    return ["died", f"the process sent an unknown answer {kind!r:.80} and was stopped"]
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection; ``settings`` has file descriptors (``connection``, ``lifeline``)."""
+    """Run agents until the parent closes the connection. ``settings`` has the file descriptors ``connection``, ``lifeline``."""
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:
@@ -107,7 +107,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Return ``["value", returned]`` or ``["error", text]``, which is sent as JSON, so that answers are never unpickled."""
+    """Return ``["value", returned]`` or ``["error", text]``. The list is sent as JSON, so the trainer never unpickles."""
     try:
         job = pickle.loads(sent)
         os.environ.update(job["environment"])
@@ -118,7 +118,7 @@ def _run(sent: bytes) -> list[Any]:
 
 
 def returned_value(returned: Any) -> float | dict[str, float] | None:
-    """Validate an agent's return value: one reward, rewards by response id, or None if the agent set them itself."""
+    """Validate an agent's return value: a reward, rewards by response id, or None if the agent has set rewards itself."""
     if returned is None:
         return None
     if isinstance(returned, dict):

@@ -1,4 +1,7 @@
-"""Resolves workflows and functions given as an object, a class, ``package.module.Name`` or ``file.py:Name``."""
+"""Resolves workflows and functions that are given as an object, a class or a name.
+
+Names have the form ``package.module.Name`` or ``file.py:Name``.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -24,13 +27,13 @@ def resolve_workflow(
     n_samples: int = 1,
     drop_incomplete: bool = False,
 ) -> RolloutWorkflow:
-    """The workflow of an experiment, with ``n_samples`` samples of each row as a group (:class:`GroupedRolloutWorkflow`).
+    """Return a :class:`GroupedRolloutWorkflow`, which runs ``n_samples`` samples of each data row as a group.
 
     Args:
-        workflow: a workflow or an agent: an object, a class, or the name of either.
-        gconfig: sampling settings of agents; other workflows get settings through ``workflow_kwargs``.
+        workflow: a workflow or an agent, as an object, a class, or the name of an object or class.
+        gconfig: sampling settings of agents. Workflows get settings through ``workflow_kwargs`` and ``offered``.
         workflow_kwargs: keyword arguments of a class.
-        offered: further arguments, passed if the class accepts them.
+        offered: further arguments, which are passed if the class accepts them.
         agent: agent options.
         model_name: model name in an agent's requests.
 
@@ -62,7 +65,7 @@ def resolve_workflow(
 
 
 def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
-    """Return a function, such as a filter, given directly or by name; None stays None.
+    """Return a function that is given directly or by name, such as a filter. Returns None for None.
 
     Raises:
         UsageError: the value of ``option`` cannot be found, or is not callable.

@@ -1,4 +1,4 @@
-"""Awaitable reward functions for workflows. They run in worker processes, with a timeout."""
+"""Awaitable reward functions for workflows. The functions run in worker processes, with a timeout."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,16 +27,17 @@ reward_fn = RewardCall({sent!r})
 class AsyncReward:
     """A reward function with a timeout.
 
-    A worker process runs one call at a time, and is killed and replaced if the call times out. A call that times out or whose
-    process dies is retried; a call that raises is not. If no attempt succeeds, an error is raised; the reward is not set to 0.
+    A worker process runs one call at a time. The process is killed and replaced if the call times out. A call is retried if it
+    times out or if its process dies, but not if the function raises. If no attempt succeeds, an error is raised.
 
     Args:
         reward_fn: a function or coroutine function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns
-            a number or a dictionary of named parts; or its name (``package.module.fn`` or ``file.py:fn``).
+            a number or a dictionary of named parts. The function may be given by name (``package.module.fn`` or
+            ``file.py:fn``).
         timeout_seconds: timeout of a call.
         max_workers: number of concurrent calls; None: half of the CPUs.
-        max_retries: number of retries of a call that times out or whose process dies.
-        weights: weights of named reward parts; None weights each by 1.
+        max_retries: number of retries of a call that times out, or that loses its process.
+        weights: weights of named reward parts; None: all weights are 1.
 
     Raises:
         UsageError: the function cannot be found or pickled, or ``max_workers`` is below 1.
@@ -72,10 +73,10 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """Compute the reward and its parts, if any. Fields of ``data`` that have the name of another argument are ignored.
+        """Compute the reward, with its parts. Fields of ``data`` with the name of another argument are ignored.
 
         Raises:
-            RewardError: the function raised, returned no finite number, or timed out or died in every attempt.
+            RewardError: the function raised, did not return finite numbers, or timed out or died in every attempt.
         """
         record = RewardRecord(
             prompt=prompt,
@@ -112,7 +113,7 @@ class AsyncReward:
                 self._idle.append(runner)
 
     def close(self) -> None:
-        """Close idle workers now, and busy ones after their call."""
+        """Close idle workers now, and busy workers after their call."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         while self._idle:
@@ -121,5 +122,5 @@ class AsyncReward:
 
 
 def as_reward_call(reward_fn: RewardFn | AsyncReward) -> AsyncReward:
-    """Wrap a reward function in :class:`AsyncReward`, unless it is one already."""
+    """Wrap a reward function in an :class:`AsyncReward`. An :class:`AsyncReward` is returned unchanged."""
     return reward_fn if isinstance(reward_fn, AsyncReward) else AsyncReward(reward_fn)

@@ -1,4 +1,4 @@
-"""One prompt, one answer, one verifiable reward."""
+"""A workflow with one prompt, one answer and one verifiable reward."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
-    """Return the messages of a row (``messages``) or its text (``prompt``, ``question``); DataError if it has neither."""
+    """Return the ``messages``, ``prompt`` or ``question`` of a data row. Raises DataError if the row has no such field."""
     for name in PROMPT_FIELDS:
         if data.get(name):
             return data[name]
     raise DataError(
-        f"a row has neither messages nor prompt nor question, only {', '.join(data)}; set data_extract_prompt_fn, or convert "
+        f"a row has no messages, prompt or question, only {', '.join(data)}; set data_extract_prompt_fn, or convert "
         "rows with a loader (train_dataset.dataset_kwargs.loader)"
     )
 
@@ -36,16 +36,16 @@ def input_ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """One answer per episode.
+    """Generates one answer per episode.
 
     Args:
-        reward_fn: a function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns a number; or its name;
-            or an :class:`AsyncReward`. None leaves rewards at 0, for a reward model to set.
+        reward_fn: a reward function or its name (see :class:`AsyncReward`), or an :class:`AsyncReward`. With None, all
+            rewards are 0 until a reward model sets them.
         gconfig: sampling settings.
         tokenizer: tokenizer of the model.
-        enable_thinking: passed to the chat template.
-        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking)`` -> prompt tokens.
-        data_extract_prompt_fn: row -> prompt for ``get_input_ids_fn``.
+        enable_thinking: argument of the chat template.
+        get_input_ids_fn: function ``(prompt, tokenizer, enable_thinking)`` that returns prompt tokens.
+        data_extract_prompt_fn: function that returns the prompt of a data row.
     """
 
     def __init__(

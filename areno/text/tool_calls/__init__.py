@@ -1,7 +1,7 @@
 """Parses tool calls in complete or streamed messages: the formats, and detection of a model's format.
 
-``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls; ``.stream(tools)`` does so incrementally.
-A custom format is a :class:`ToolCallParser` registered under a name.
+``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. ``.stream(tools)`` parses
+incrementally. A custom format is a :class:`ToolCallParser` registered under a name.
 
 - ``registry``: the formats by name, and detection of a model's format; ``parser``: the parser that all formats share.
 - ``hermes``, ``qwen``, ``deepseek``, ``kimi``, ``harmony`` (gpt-oss), ``mistral``, ``gemma``, ``json_calls`` (Llama 3 and bare

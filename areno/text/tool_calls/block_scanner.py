@@ -1,7 +1,7 @@
-"""Finds tool calls between an opening and a closing marker; also the base of such formats whose body is JSON.
+"""Finds tool calls between an opening and a closing marker, and parses calls whose body is JSON.
 
-A closing marker counts only after a complete body, so it may also occur in an argument. A malformed body ends at the first
-closing marker, so that it does not include the next call.
+A closing marker is recognized only after a complete body, so an argument may contain the marker. A malformed body ends
+at the first closing marker, so that the body does not include the next call.
 """
 
 import re
@@ -15,7 +15,7 @@ from areno.text.tool_calls.json_span import JsonSpan, ValueSpan, Verdict, call_o
 from areno.text.tool_calls.parser import CallFormat, Malformed, RawCall, ScanResult
 
 MAX_HEADER = 256
-"""Maximum characters before the arguments of a call, such as its name."""
+"""Maximum number of characters before the arguments of a call, including the tool's name."""
 
 Item = RawCall | Malformed
 
@@ -32,15 +32,15 @@ class BlockBody(ABC):
 
     @abstractmethod
     def read(self, source: GrowingText) -> Verdict:
-        """Continue parsing the text, which may have grown; the verdict depends only on the text."""
+        """Continue parsing the text, which may have grown. The verdict depends only on the text."""
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """The calls of the closed body, at least one; ``source`` is the block's part of ``text``."""
+        """The calls of the closed body, at least one. ``source`` is the block within ``text``."""
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], BlockBody]) -> CallFormat:
-    """A format of blocks that end with any of ``closers``; without closers, the body determines its end."""
+    """A format of blocks that end with any of ``closers``. Without closers, a block ends with its body."""
     return CallFormat(
         (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan
     )
@@ -99,7 +99,7 @@ class _BlockScanner:
 
 @dataclass(slots=True)
 class HeaderJson(BlockBody):
-    """A short header followed by a JSON object; the tool's name is in the header or in the object."""
+    """A short header followed by a JSON object. The header or the object contains the tool's name."""
 
     header: re.Pattern[str]  # matches the text before the brace; the first group that matches is the tool's name
     make_span: Callable[[int], ValueSpan] = JsonSpan
@@ -133,7 +133,7 @@ class HeaderJson(BlockBody):
 
 
 def raw_call(source: str, value: Any, name: str | None = None) -> Item:
-    """The call described by a JSON value: its arguments if ``name`` is passed, otherwise name and arguments."""
+    """The call described by a JSON value. The value contains the arguments and, unless ``name`` is passed, the name."""
     if name is not None:
         arguments = load_arguments(value)
         return Malformed(source) if arguments is None else RawCall(name, arguments, source)
@@ -142,6 +142,6 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
 
 
 def headed_json(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
-    """Blocks whose body is a header that matches a regular expression, and a JSON object; see :class:`HeaderJson`."""
+    """Blocks whose body is a header and a JSON object; see :class:`HeaderJson`. ``header`` is a regular expression."""
     pattern = re.compile(header)
     return block(opener, closers, lambda start: HeaderJson(start, pattern))

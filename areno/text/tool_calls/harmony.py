@@ -1,4 +1,4 @@
-"""gpt-oss's format: a message part addressed to a tool, normalized to this form by the reasoning parser."""
+"""gpt-oss's format: a message part addressed to a tool. The reasoning parser normalizes such parts."""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import ToolCallParser

@@ -1,7 +1,7 @@
 """Finds the end of a JSON object or array in streamed text, and parses calls in JSON.
 
-The scanner resumes where it stopped, so a long argument takes linear time. It is strict about structure, which separates
-prose with a brace from a call after a few characters, but lenient about line breaks in strings.
+The scanner resumes where it stopped, so a long argument takes linear time. Strict checks of the structure distinguish
+text with a brace from a call after a few characters. Line breaks in strings are allowed.
 """
 
 import json
@@ -23,7 +23,7 @@ _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
 
 
 class ValueSpan(Protocol):
-    """Scans to the end of a value; ``at`` is the current position, and the end once it is closed."""
+    """Scans to the end of a value. ``at`` is the current position, which is the end of a closed value."""
 
     at: int
 
@@ -43,7 +43,7 @@ class JsonSpan:
     _verdict: Verdict = "open"
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning the text, which may have grown. Returns ``broken`` as soon as it cannot become valid JSON."""
+        """Continue scanning the text, which may have grown. Returns ``broken`` as soon as valid JSON is impossible."""
         text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
@@ -76,7 +76,7 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Whether the string ends within the text so far. A trailing backslash needs more text: it starts an escape."""
+        """Whether the string ends within the text so far. A trailing backslash starts an escape and needs more text."""
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
@@ -110,7 +110,7 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON leniently, allowing line breaks in strings. Raises ValueError if the text is not JSON."""
+    """Parse JSON, and allow line breaks in strings. Raises ValueError if the text is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except RecursionError as error:
@@ -122,7 +122,7 @@ def _refuse(name: str) -> Any:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments as a dict. They may be an object, JSON text or null; for anything else, return None."""
+    """Return arguments (an object, JSON text or null) as a dict; None if the arguments have another type."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}
@@ -134,7 +134,7 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of ``{"name", "arguments"}``; also accepts the key ``parameters``, and ``{"function": {...}}``."""
+    """Name and arguments of a call: ``{"name", "arguments"}``, ``{"name", "parameters"}`` or ``{"function": {...}}``."""
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):

@@ -1,4 +1,4 @@
-"""Mistral: ``[TOOL_CALLS][{"name", "arguments"}, ...]``, and the newer ``[TOOL_CALLS]name[ARGS]{...}`` per call."""
+"""Mistral: ``[TOOL_CALLS][{"name", "arguments"}, ...]``, and the newer ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
 import re
 from collections.abc import Sequence

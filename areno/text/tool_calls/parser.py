@@ -1,8 +1,8 @@
 """Shared parts of all tool-call formats: the parsed message, and the incremental parser.
 
 A :class:`CallFormat` describes a call, starting at its opening marker. The parser of this module finds the markers, emits
-the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed call can
-remain text. A complete text is parsed as a stream of one piece, so that both ways give the same result.
+the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed
+call can remain text. A complete message is parsed as a stream of one piece, so streaming gives the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areno.text.tool_calls.schema import typed_arguments
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call; ``arguments`` is a JSON object as compact text, as OpenAI clients expect."""
+    """A tool call. As OpenAI clients expect, ``arguments`` is the compact text of a JSON object."""
 
     id: str
     name: str
@@ -46,7 +46,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of call ``index``; only the first piece has ``id`` and ``name``."""
+    """A piece of the call number ``index``. Only the first piece has ``id`` and ``name``."""
 
     index: int
     id: str | None
@@ -71,7 +71,7 @@ class RawCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Text that was meant to be a call; it remains text, and is counted as malformed."""
+    """A malformed call, which remains text and is counted."""
 
     source: str
 
@@ -85,9 +85,10 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """The result of a scanner: the text from its opening marker up to ``end`` consists of ``items``.
+    """The result of a scanner. The text from the opening marker up to ``end`` consists of ``items``.
 
-    If ``items`` is empty, the text is only a wrapper around calls: it is emitted if text follows, and dropped next to a call.
+    If ``items`` is empty, the text is only a wrapper around calls. A wrapper is emitted if text follows, and dropped
+    next to a call.
     """
 
     end: int
@@ -95,12 +96,12 @@ class ScanResult:
 
 
 Scan = Callable[[GrowingText, bool], ScanResult | None]
-"""Scans one call, or one block of calls, from its opening marker on.
+"""Scans one call, or one block of calls, starting at the opening marker.
 
-It is called with the message so far, which may have grown, and whether the message is final. It returns None if it needs
-more text (never if the message is final); the result depends only on the text, not on how it arrived. A message may have any
-number of opening markers, and the scan after a marker may find no call. So a scanner must run in linear time, resume where it
-stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the end of its result.
+The arguments are the message so far, which may have grown, and whether the message is final. A scanner returns None if
+it needs more text, but never for a final message. The result must not depend on how the text was split into pieces. A
+message may have any number of opening markers without a call. A scanner must therefore run in linear time, resume where
+it stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the end of its result.
 """
 
 
@@ -114,12 +115,13 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    r"""The serialization of calls, from which grammars that force a call are built.
+    r"""The serialization of calls, used to build grammars that force a call.
 
-    The text is ``begin``, calls separated by ``separator``, and ``end``. A call is ``before`` (where ``{name}`` is the tool
-    as a JSON string and ``{bare_name}`` its plain name), the arguments, and ``after``. The arguments are one JSON object,
-    unless ``argument_before`` (where ``{key}`` is the argument's name) and ``argument_after`` enclose each argument: strings
-    verbatim, other values as JSON.
+    The text is ``begin``, calls separated by ``separator``, and ``end``. A call is ``before``, the arguments, and
+    ``after``. In ``before``, ``{name}`` is the tool's name as a JSON string, and ``{bare_name}`` is the plain name. By
+    default the arguments are one JSON object. If set, ``argument_before`` and ``argument_after`` enclose each argument.
+    Strings are then written verbatim, and other values as JSON. In ``argument_before``, ``{key}`` is the argument's
+    name.
     """
 
     before: str
@@ -143,15 +145,15 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of the format; special tokens among them must be kept when decoding."""
+        """All markers of the format. Decoding must keep the special tokens among these markers."""
         return tuple(opener for form in self.formats for opener in form.openers) + self.wrappers
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:
         """Split a complete message into text and calls.
 
-        ``tools`` are in OpenAI's format or flat (``{"name", "parameters"}``); ``tool_choice`` is ``auto``, ``none`` (nothing
-        is parsed), ``required``, or the one tool that may be called. Raises UsageError, which names the entry, if they are
-        invalid.
+        ``tools`` are in OpenAI's format or flat (``{"name", "parameters"}``). ``tool_choice`` is ``auto``, ``none``
+        (nothing is parsed), ``required``, or the only tool that may be called. Raises UsageError if a tool or the
+        choice is invalid.
         """
         stream = self.stream(tools, tool_choice)
         content, calls = "", []
@@ -163,12 +165,12 @@ class ToolCallParser:
         return ParsedMessage(content if content or not calls else None, calls, stream.malformed)
 
     def stream(self, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> StreamingParser:
-        """Create an incremental parser for one message; arguments and errors as in :meth:`parse`."""
+        """Create an incremental parser for one message. See :meth:`parse` for arguments and errors."""
         return StreamingParser(self, selectable_tools(tools, tool_choice))
 
 
 def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
-    """The function of a tool in OpenAI's or the flat format. Raises UsageError if it is not a function or has no name."""
+    """The function of a tool in OpenAI's or the flat format. Raises UsageError if ``tool`` is not a named function."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(
@@ -179,7 +181,7 @@ def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, A
 
 
 def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
-    """The functions that may be called, by name. Raises UsageError if a tool is not a function, or the choice is invalid."""
+    """The functions that may be called, by name. Raises UsageError if a tool or the choice is invalid."""
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
     by_name = {function["name"]: function for function in functions}
     if tool_choice is None or tool_choice in ("auto", "required"):
@@ -214,7 +216,7 @@ class StreamingParser:
     _out: list[Delta] = field(default_factory=list)
 
     def push(self, text_piece: str) -> list[Delta]:
-        """Add text; return the deltas that became final."""
+        """Add text. Returns the deltas that became final."""
         if not self.functions:
             return [ContentDelta(text_piece)] if text_piece else []
         self._source.append(text_piece)
@@ -222,7 +224,7 @@ class StreamingParser:
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """Return the rest at the end of the message, including complete calls without a closing marker."""
+        """Return the remaining deltas of the message, including complete calls without a closing marker."""
         self._parse(final=True)
         if not self._after_call:
             self._emit_text(self._at)
@@ -273,7 +275,7 @@ class StreamingParser:
             self._calls += 1
 
     def _arguments(self, call: RawCall | Malformed | PlainText) -> str | None:
-        """The arguments as JSON text; None if the item is not a valid call of an available tool."""
+        """The arguments as JSON text; None if ``call`` is not a valid call of an available tool."""
         function = self.functions.get(call.name) if isinstance(call, RawCall) else None
         if function is None or not isinstance(call, RawCall):
             return None

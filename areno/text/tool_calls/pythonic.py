@@ -1,4 +1,4 @@
-"""Calls as a Python list, ``[get_weather(city="Rome"), now()]``, as Llama 3.2, Llama 4 and some other models write them."""
+"""Calls as a Python list, ``[get_weather(city="Rome"), now()]``, the format of Llama 3.2, Llama 4 and other models."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ def _items(text: str) -> Sequence[RawCall | Malformed]:
 
 
 def _sources(text: str, nodes: Sequence[ast.expr]) -> list[str]:
-    """The text of each node, in linear time; ``ast.get_source_segment`` splits the whole text into lines per call."""
+    """The text of each node, in linear time. ``ast.get_source_segment`` would split the whole text once per node."""
     data = text.encode()
     lines = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", data))]
     return [

@@ -1,7 +1,7 @@
 """Qwen and MiniCPM: Hermes blocks, one per call.
 
-Qwen3-Coder and Qwen 3.5 write tags inside the block; smaller models mix both, so Qwen's parsers accept both. MiniCPM
-writes its own tags without a block, or Qwen's if it is based on Qwen.
+Qwen3-Coder and Qwen 3.5 write tags instead of JSON inside the block. Qwen's parsers accept tags and JSON, because
+smaller models mix the formats. MiniCPM writes its own tags without a block; variants based on Qwen write Qwen's tags.
 """
 
 import re
@@ -17,7 +17,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _tag_or_json(*tags: str) -> CallFormat:
-    """A ``<tool_call>`` block with JSON. If one of ``tags`` follows instead of JSON, the block is only a wrapper."""
+    """A ``<tool_call>`` block with JSON. A block with one of ``tags`` instead of JSON is only a wrapper."""
     (json_block,) = HERMES.formats
 
     def scanner(start: int) -> Scan:

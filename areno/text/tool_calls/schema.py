@@ -1,4 +1,4 @@
-"""Converts the arguments of formats that write all values as text to the types of the tool's JSON schema."""
+"""Converts text arguments to the types of the tool's JSON schema, for formats that write all values as text."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +11,8 @@ _FLAGS = {"true": True, "false": False}
 def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
     """Convert each argument to the type declared by the tool's parameter schema.
 
-    Text that does not match the type stays text, so that nothing is lost; an argument without a declared type is parsed as
-    JSON if possible.
+    Text that does not match the type stays text, so that nothing is lost. An argument without a declared type is parsed
+    as JSON if possible.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     properties = properties if isinstance(properties, Mapping) else {}
@@ -20,7 +20,7 @@ def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]
 
 
 def types_of(schema: Any) -> list[str]:
-    """The types that a schema allows; [] if it specifies none."""
+    """The types that a schema allows; [] if the schema specifies no type."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")

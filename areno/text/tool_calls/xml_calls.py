@@ -1,7 +1,7 @@
 """Formats with a tag pair per argument: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``) Qwen3-Coder and MiniCPM.
 
-All values are text; the tool's schema determines their types. A value ends only at its closing tag, so it may contain any
-other tag.
+All values are text, and the tool's schema determines their types. A value ends only at its closing tag, so it may
+contain any other tag.
 """
 
 import re
@@ -19,7 +19,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format. A marker of ``name_ends`` ends the name; if it is also in ``kept``, it is not consumed."""
+    """The tags of one format. A marker of ``name_ends`` ends the name. Markers in ``kept`` are not consumed."""
 
     name_ends: tuple[str, ...]
     argument: str

@@ -19,7 +19,7 @@ Example = list[TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBounds:
-    """Length limits of usable rows, and the names of data and settings in error messages."""
+    """Length limits of usable rows, and the names of the data and the settings in error messages."""
 
     max_prompt_tokens: int  # maximum prompt length in tokens
     max_new_tokens: int  # maximum answer length in tokens, including EOS
@@ -34,19 +34,19 @@ class RowBounds:
         """Return the error for a dataset without usable rows."""
         flags = f"--max-prompt-tokens {self.max_prompt_tokens} and --max-new-tokens {self.max_new_tokens}{flags_note}"
         if self.context_limit is not None:
-            flags += f" in a context of {self.context_limit} tokens (the model's, or --max-context-len)"
+            flags += f" in a context of {self.context_limit} tokens (limit of the model or of --max-context-len)"
         used = f"none of {rows} rows can be used with {self.limits or flags}"
         return DataError(f"{named_row(self.source)}{used}: {shortest}")
 
 
 class Examples(Sequence[Example]):
-    """Rows grouped into examples of ``size`` adjacent rows: single rows, or the two sides of a pair.
+    """Rows grouped into examples of ``size`` adjacent rows. An example is a single row or the two rows of a pair.
 
     Args:
         rows: the sequences of all examples, without ``ref_logprobs``.
-        size: sequences per example.
-        ref_logprobs: reference log-probs of all trained tokens, in order [trained tokens], or None. They are kept as one
-            tensor; only rows that are accessed are converted to lists.
+        size: number of sequences per example.
+        ref_logprobs: reference log-probs of all trained tokens, in order [trained tokens], or None. To save memory, only
+            accessed rows are converted to lists.
     """
 
     def __init__(self, rows: Sequence[TrainSequence], size: int, ref_logprobs: Tensor | None = None) -> None:
@@ -72,18 +72,18 @@ class Examples(Sequence[Example]):
 
 
 def sequences(examples: Iterable[Sequence[TrainSequence]]) -> list[TrainSequence]:
-    """Flatten examples into their rows."""
+    """Return the rows of all examples as one list."""
     return [row for example in examples for row in example]
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A supervised objective: how rows become sequences, and the loss on them.
+    """A supervised objective: the conversion of rows to sequences, and the loss on the sequences.
 
     Attributes:
-        build: returns the sequences of each usable example, and the number of dropped rows.
-        held_out: further statistics that ``areno train`` reports for held-out rows; maps a short name to the name of a
-            statistic of the loss.
+        build: function that returns the sequences of each usable example, and the number of dropped rows.
+        held_out: additional statistics that ``areno train`` reports for held-out rows. Maps a short name to the name of a
+            loss statistic.
     """
 
     needs: Needs  # what a row must have: a prompt, a prompt with a response, or a pair
@@ -94,22 +94,22 @@ class Objective:
     sequences: int = 1  # number of sequences per example, which are adjacent and never split
 
     def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
-        """Tokenize the usable rows, in order, and count the dropped ones. Raises DataError for a malformed row."""
+        """Tokenize the usable rows, in order, and count the dropped rows. Raises DataError for a malformed row."""
         built, dropped = self.build(rows, tokenizer, bounds)
         return Examples(list(built) if self.sequences == 1 else sequences(built), self.sequences), dropped
 
     @property
     def unit(self) -> str:
-        """Name of examples in log lines."""
+        """The name for examples in log lines."""
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
-        """Return the loss with the statistics of experiments; ``options`` are passed to the loss."""
+        """Return the loss with the statistics of experiments. ``options`` are passed to the loss."""
         return with_names(self.loss_fn, self.names, **options)
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Return the problem of the first row of ``source``, or an empty string. ``loader`` names the option for a loader."""
+    """Return the problem of the first row of ``source``, or an empty string. ``loader`` is the name of the loader option."""
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

@@ -1,8 +1,8 @@
 """Preference data: a row with a chosen and a rejected answer becomes two adjacent training sequences.
 
-A row has ``prompt``, ``chosen`` and ``rejected``. Texts are answers to the prompt; message lists are complete conversations
-(``prompt`` may then be absent), or continuations of the prompt that begin with an assistant turn. Transcripts in the format of
-hh-rlhf count as conversations too (see :mod:`areno.text.data_rows`).
+A row has the keys ``prompt``, ``chosen`` and ``rejected``. A text in ``chosen`` or ``rejected`` is an answer to the prompt. A
+message list is a complete conversation, for which ``prompt`` may be absent, or a continuation of the prompt that begins with
+an assistant turn. Transcripts in the format of hh-rlhf count as conversations (see :mod:`areno.text.data_rows`).
 """
 
 import sys
@@ -34,12 +34,12 @@ Tokens = tuple[list[int], list[int]]
 def build_preference_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
-    """Tokenize preference rows into pairs (chosen, rejected), in order; ``group`` numbers them. Also count the dropped rows.
+    """Tokenize preference rows into pairs (chosen, rejected), numbered by ``group``. Also return the number of dropped rows.
 
-    A text answer becomes the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations are rendered
-    by the chat template; their common token prefix is context, the rest is trained on. Pairs that are too long, have an empty
-    answer, or have two equal answers are dropped. The length limit is the sum of the prompt and answer limits, or the context
-    limit if that is lower.
+    For a text answer, the sequence is the encoded prompt, the answer, and an EOS token unless the answer ends with EOS.
+    Conversations are rendered by the chat template. The common token prefix of the two conversations is context, and the
+    remaining tokens are trained on. Pairs that are too long, have an empty answer, or have two equal answers are dropped. The
+    length limit is the sum of the prompt limit and the answer limit, or the context limit if the context limit is lower.
 
     Raises:
         DataError: a row is malformed, or all rows were dropped.
@@ -64,14 +64,14 @@ def build_preference_rows(
     longest = min(bounds.max_prompt_tokens + bounds.max_new_tokens, bounds.context_limit or sys.maxsize)
     pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos) or 0))
     if not pairs:
-        raise bounds.none_left(len(rows), _shortest(candidates), ", whose sum limits a prompt and its answer together")
+        raise bounds.none_left(len(rows), _shortest(candidates), " (their sum limits the prompt and answer together)")
     return pairs, len(rows) - len(pairs)
 
 
 def _conversations(
     row: Mapping[str, Any], chosen: str | Messages, rejected: str | Messages, tokenizer: Any, source: str, index: int
 ) -> tuple[Tokens, Tokens]:
-    """Return (context, answer) tokens of the chosen and of the rejected conversation."""
+    """Return the (context, answer) tokens of the chosen conversation and of the rejected conversation."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"{named_row(source, index)}`chosen` and `rejected` must both be texts or both lists of messages, got "
@@ -120,7 +120,7 @@ def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) ->
 
 
 def _usable(candidates: Sequence[tuple[Tokens, Tokens]], longest: int, eos: int) -> Iterator[Pair]:
-    """Yield the training rows of pairs that fit the limit and whose answers differ."""
+    """Yield the training rows of all pairs that fit the limit and have different answers."""
     group = 0
     for tokens in candidates:
         fits = all(len(context) + len(answer) <= longest for context, answer in tokens)
@@ -143,7 +143,7 @@ def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
         return "every pair has an empty answer"
     lengths = [[len(context) + len(answer) for context, answer in tokens] for tokens in candidates]
     chosen, rejected = min(lengths, key=max)
-    return f"the shortest pair has {chosen} chosen and {rejected} rejected tokens; pairs with equal answers are dropped too"
+    return f"the shortest pair has {chosen} chosen and {rejected} rejected tokens; pairs with equal answers are also dropped"
 
 
 PAIR_STATISTICS = ("pair_accuracy", "pair_reward_margin", "pair_chosen_reward", "pair_rejected_reward")
@@ -159,7 +159,7 @@ DPO = Objective(
     sequences=2,
 )
 PAIRS = replace(DPO, held_out={name.removeprefix("pair_"): name for name in PAIR_STATISTICS})
-"""The objective for pairs and an algorithm's own loss, which may report ``PAIR_STATISTICS``."""
+"""The objective for pairs with a custom loss, which may report ``PAIR_STATISTICS``."""
 REWARD_MODEL = Objective(
     needs="pair",
     build=build_preference_rows,

@@ -1,4 +1,4 @@
-"""Several optimizer steps on the rows of one rollout: divides rows into minibatches, and merges statistics."""
+"""Several optimizer steps on the rows of one rollout: divide rows into minibatches, and merge statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,11 @@ from areno.engine.rollout.counter_rng import derive_seed, epoch_order
 from areno.types import TrainSequence
 
 Order = Literal["prompts", "rows"]
-"""Order of minibatches. ``prompts``: each pass shuffles the prompts and keeps the rows of a prompt together. ``rows``: the
-first pass keeps the order of the rows, later passes shuffle them."""
+"""Order of minibatches.
+
+``prompts``: each pass shuffles the prompts and keeps the rows of a prompt together. ``rows``: the first pass keeps the order
+of the rows, and later passes shuffle the rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,11 @@ class Learner:
 def plan_passes(
     groups: Sequence[int], *, passes: int, minibatches: int, seed: int, step: int, order: Order = "prompts"
 ) -> list[list[int]]:
-    """Return the row indices of each train call of one step, in call order.
+    """Return the row indices of each minibatch of a step, in order.
 
-    Each pass visits the groups in an order determined by ``seed``, ``step`` and the pass, and splits them into minibatches of
-    about equal numbers of rows, at most as many as there are groups. Rows of one group stay together. A single pass with a
-    single minibatch keeps the order of the rows.
+    Each pass visits the groups in an order that depends on ``seed``, ``step`` and the pass. The pass splits the groups into
+    minibatches with about equal numbers of rows. There are at most as many minibatches as groups. Rows of one group stay
+    together. A single pass with a single minibatch keeps the order of the rows.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
@@ -54,7 +57,7 @@ def plan_passes(
 
 
 def _split(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Join adjacent groups into ``count`` non-empty lists of nearly equal numbers of rows."""
+    """Join adjacent groups into ``count`` non-empty lists with nearly equal numbers of rows."""
     ends = list(accumulate(map(len, groups), initial=0))
     cuts = [0]
     for part in range(1, count):
@@ -66,11 +69,11 @@ def _split(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 
 
 def merge_stats(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the statistics of a step's train calls.
+    """Merge the statistics of a step's minibatches.
 
-    Times (``*_time_s``) are summed. The gap between rollout and training (``logp_*``) is taken from the first call, before the
-    policy changes, and the learning rate (``lr``) from the last one. ``*/min`` and ``*/max`` are the minimum and maximum over
-    the calls. All others are the mean over the calls that report them.
+    Times (``*_time_s``) are summed. The gap between rollout and training (``logp_*``) is from the first minibatch, before the
+    policy changes. The learning rate (``lr``) is from the last minibatch. ``*/min`` and ``*/max`` are the minimum and the
+    maximum over the minibatches. All other statistics are the mean over the minibatches that report them.
     """
     merged = {}
     for name in dict.fromkeys(chain.from_iterable(calls)):

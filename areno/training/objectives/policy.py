@@ -3,7 +3,8 @@
     rows -> log-probs of reference, teacher and the policy before the update; values of the critic
       -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
 
-:class:`PolicySettings` define the scoring and the reward shaping; each :class:`Learner` defines its loss and number of steps.
+:class:`PolicySettings` define the scoring and the reward shaping. Each :class:`Learner` defines its loss and its number of
+steps.
 """
 
 import math
@@ -33,12 +34,12 @@ from areno.types import TrainSequence
 TokenRows = Sequence[Sequence[int]]
 Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
-"""Returns a context manager for a stage, given the stage's name, the role and the number of rows."""
+"""A function that returns a context manager for a stage, given the stage's name, the role and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """How rows are prepared for the optimizer steps."""
+    """Settings for preparing rows for the optimizer steps."""
 
     shaping: RewardShaping  # how rewards become advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
@@ -54,11 +55,11 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Rows ready for the update.
+    """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns except ``gae_advantages``; with ``credits``
-            only ``kl_rewards``.
+        populations: the result of :func:`~areno.loss_fns.shaping.shape_advantages` without ``gae_advantages``; with
+            ``credits`` only ``kl_rewards``.
         divergences: KL estimates between the sampling policy and the policy before the update, averaged over trained tokens.
     """
 
@@ -70,7 +71,7 @@ class Prepared:
 
 
 class PolicyObjective:
-    """Prepares rows and trains the learners in order. ``around`` creates a context manager for each stage."""
+    """Prepares rows, and trains the learners in order. ``around`` creates a context manager for each stage."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class PolicyObjective:
         self._around: Around = around or (lambda *_: nullcontext())
 
     def rewards(self, tokens: TokenRows, completion: Callable[[int], str]) -> list[float]:
-        """Score rows with the role ``reward``; ``completion`` returns the text of an answer for error messages."""
+        """Score rows with the role ``reward``. ``completion`` returns the text of a row's answer, for error messages."""
         with self._around("rewards", "reward", len(tokens)):
             scores = self.models.score_rewards("reward", tokens, self.settings.rows_at_once("reward", tokens))
         for index, score in enumerate(scores):
@@ -99,11 +100,11 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows and set their advantages, and with a critic their values and returns. To repeat it, pass fresh rows.
+        """Score rows, and set their advantages; with a critic, also set values and returns. A repeated call needs fresh rows.
 
         Args:
-            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
-            credits: rewards of segments, which replace the rewards of the rows; not supported with a critic.
+            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``; changed in place.
+            credits: rewards of segments, which replace the rewards of the rows. Not supported with a critic.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]
@@ -128,7 +129,7 @@ class PolicyObjective:
         return Prepared(trained, populations, unnormalized, gaps, m2_masked)
 
     def complete(self, rows: list[TrainSequence]) -> None:
-        """Complete rows that have advantages, in place, with other inputs of the loss, such as reference log-probs."""
+        """Add the missing loss inputs, such as reference log-probs, to rows that have advantages, in place."""
         for role, column in self.settings.scores:
             if not all(getattr(row, column) for row in rows):
                 self._score(rows, role, column)
@@ -141,7 +142,7 @@ class PolicyObjective:
             row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Set a column of each row to the log-probs that a role gives at the row's temperature."""
+        """Set a column of each row to the log-probs of a role at the row's temperature."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:
@@ -158,7 +159,7 @@ class PolicyObjective:
         """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            The role of each learner after its optimizer steps, and their statistics; None if the role is not trained yet.
+            The role of each learner, and the statistics of its optimizer steps; None if the role is not trained yet.
         """
         for learner in self.learners:
             if step < learner.first_step:

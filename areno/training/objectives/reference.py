@@ -1,12 +1,13 @@
 """Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only while it scores. A reference that equals the initial policy need not be loaded: the policy
-itself scores, either before its first step or with its adapter disabled. A run whose log-probs are cached loads no reference
-either.
+The reference is in memory only during scoring. If the reference equals the initial policy, the reference is not loaded.
+Instead, the policy computes the log-probs before its first step or with its adapter disabled. If the log-probs are cached,
+the reference is not loaded either.
 
-The name of a cache file is a hash of all inputs: the token rows, which tokens are trained on, the files of the reference
-checkpoint, compute dtype, quantization, and the seed of random weights. So stale values are never read. The files are in
-``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``, and may be deleted at any time.
+A cache file's name is a hash of all inputs: the token rows, the loss masks, the files of the reference checkpoint, the
+compute dtype, the quantization, and the seed of random weights. So stale values are never read. The files are in
+``$ARENO_CACHE_DIR/ref_logprobs``, or else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. The files may be deleted at
+any time.
 """
 
 import functools
@@ -50,7 +51,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference model and how to score with it."""
+    """A reference model, with the settings for scoring."""
 
     models: Backend  # also holds the policy (the actor)
     path: str  # checkpoint of the reference
@@ -61,7 +62,7 @@ class Reference:
     random_seed: int | None = None  # seed of the policy's random initial weights; None if they come from its checkpoint
 
     def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
-        """Return the examples and held-out examples with reference log-probs, cached or newly computed."""
+        """Return the examples and the held-out examples with reference log-probs, which are cached or newly computed."""
         digest = checkpoint_digest(self.path)
         with ExitStack() as stack:
             role = functools.cache(lambda: stack.enter_context(self._role()))
@@ -80,7 +81,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """What log-probs depend on besides rows and weights, as text: compute dtype, quantization, seed of random weights."""
+        """Return the compute dtype, the quantization and the seed of random weights as text, for the cache key."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -88,7 +89,7 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """Yield the role that scores: the policy itself before its first step, else a separate role."""
+        """Yield the role that scores: the policy before its first step, and otherwise a separate role."""
         if self.path == self.actor_path and self.models.config.adapter is None:
             if not self.trained:
                 yield ACTOR
@@ -106,7 +107,7 @@ class Reference:
             self.models.drop_role("ref")
 
     def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> Tensor:
-        """Return the log-probs of the trained tokens of all rows, concatenated [trained tokens]."""
+        """Return the concatenated log-probs of the trained tokens of all rows [trained tokens]."""
         log_lines.score_start(self.logger, "ref", "logprob_score", len(rows))
         parts, shown = [], time.monotonic()
         size = _SCORED_AT_ONCE * self.micro_bs
@@ -118,7 +119,7 @@ class Reference:
             if not parts[-1].isfinite().all():
                 raise EngineError(
                     f"the reference {self.path} gives non-finite log-probs in rows {begin + 1} to "
-                    f"{begin + len(chunk)}; check that checkpoint, or compute in float32"
+                    f"{begin + len(chunk)}; check this checkpoint, or compute in float32"
                 )
             if time.monotonic() - shown > _PROGRESS_S:
                 shown = time.monotonic()
@@ -128,7 +129,7 @@ class Reference:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """Return a SHA-256 over the model files of a folder (and of its base model), or over a hub id and its cached commit."""
+    """Return a SHA-256 of the model files of a folder (and of its base model), or of a hub id and its cached commit."""
     folder, base = Path(checkpoint).expanduser(), base_of(checkpoint)
     digest = hashlib.sha256()
     if base != checkpoint:
@@ -143,7 +144,7 @@ def checkpoint_digest(checkpoint: str) -> str:
 
 
 def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str:
-    """Return the cache key for the log-probs of rows, given :func:`checkpoint_digest` and the compute dtype."""
+    """Return the cache key for log-probs of rows, given the :func:`checkpoint_digest` and the compute settings ``dtype``."""
     key = hashlib.sha256(f"{_FORMAT}\n{digest}\n{dtype}\n{len(rows)}\n".encode())
     for row in rows:
         key.update(len(row.tokens).to_bytes(8, "little"))
@@ -153,7 +154,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Read cached log-probs, fp32 [tokens]; None if there is no file or, with a warning, if it is damaged."""
+    """Read cached log-probs, fp32 [tokens]. Returns None if there is no file, or with a warning if the file is damaged."""
     path = _file(key)
     if not path.is_file():
         return None
@@ -170,7 +171,7 @@ def load_logprobs(key: str, tokens: int) -> Tensor | None:
 
 
 def store_logprobs(key: str, values: Tensor) -> None:
-    """Atomically write fp32 log-probs [tokens] under a key; only warns on failure."""
+    """Write fp32 log-probs [tokens] under a key, atomically. A failure only causes a warning."""
     path, partial = _file(key), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

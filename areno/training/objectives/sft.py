@@ -13,9 +13,9 @@ from areno.types import TrainSequence
 def build_sft_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[TrainSequence], int]:
-    """Tokenize rows of ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``; count the dropped rows.
+    """Tokenize rows with ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``; count the dropped rows.
 
-    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without a
+    A sequence is the encoded prompt, the response, and an EOS token unless the response ends with EOS. Rows without a
     response and rows that are too long are dropped.
 
     Raises:

@@ -41,7 +41,7 @@ export async function show(page, { params }) {
     const cause = causes.map((one) => `${one.name} ${one.values.map(shown).join(" and ")}`).join("; ");
     return [
       el("p", {}, el("strong", {}, `Step ${different.step}, ${different.phase}`), different.text && `: ${different.text}`),
-      el("p", {}, cause ? `What differs and affects this phase: ${cause}` : "None of the settings that differ affects this phase."),
+      el("p", {}, cause ? `Differences that affect this phase: ${cause}` : "No setting that affects this phase differs."),
     ];
   }
 

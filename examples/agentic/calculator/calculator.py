@@ -30,7 +30,7 @@ def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
 
     Args:
         rng: source of random numbers.
-        long: make a problem of four operations; otherwise of two.
+        long: make a problem with four operations instead of two.
     """
     value = rng.randint(10, 99)
     text, steps, last = str(value), [], ""
@@ -45,10 +45,10 @@ def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
 
 
 class Calculator(Environment):
-    """Environment of one problem; an answer that calls no tool ends the episode.
+    """Environment of one problem. An answer without a tool call ends the episode.
 
-    The reward is 1.0 if that answer has the right number after ``Answer:``, 0.0 if it has another number, and -1.0 if it has
-    none.
+    The reward is 1.0 if the last answer has the right number after ``Answer:``, 0.0 for any other number, and -1.0 without
+    a number.
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ class Calculator(Environment):
         return f"Work out {record['problem']}. Use calculate for each operation, then say: Answer: number"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """Return the one tool, the calculator."""
+        """Return the only tool, the calculator."""
         return [self.calculate]
 
     def calculate(self, left: int, operator: Operator, right: int) -> int:
@@ -68,7 +68,7 @@ class Calculator(Environment):
 
     @staticmethod
     def operate(left: int, operator: Operator, right: int) -> int:
-        """Return the result of one operation; can be called without an environment.
+        """Return the result of one operation.
 
         Raises:
             ToolError: a number is too large.
@@ -78,7 +78,7 @@ class Calculator(Environment):
         return _DO[operator](left, right)
 
     def step(self, answer: Answer) -> str | None:
-        """Execute the tool calls of an answer; an answer without a call ends the episode."""
+        """Return None, which ends the episode, after an answer without a tool call."""
         self._said = answer.text
         return "" if answer.results else None
 

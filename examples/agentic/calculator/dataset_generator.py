@@ -1,4 +1,4 @@
-"""Writes problems, as JSON lines.
+"""Writes problems as JSON lines.
 
 python examples/agentic/calculator/dataset_generator.py --output problems.jsonl --count 256
 """
@@ -10,4 +10,4 @@ from calculator import draw_record
 from areno.api.agentic.environment import generate_records
 
 if __name__ == "__main__":
-    generate_records(draw_record, {"long": "write problems of four operations instead of two"})
+    generate_records(draw_record, {"long": "write problems with four operations instead of two"})

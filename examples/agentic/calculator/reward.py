@@ -1,4 +1,4 @@
-"""Reward of an answer: 1.0 for the right number, 0.0 for a wrong one, -1.0 for none."""
+"""Reward of an answer: 1.0 for the right number, 0.0 for a wrong number, and -1.0 without a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent: one operation per turn, then the answer."""
+"""Agent that does one operation per turn, and then answers."""
 
 from __future__ import annotations
 

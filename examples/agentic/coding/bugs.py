@@ -1,4 +1,5 @@
-"""Small bugs of the kind that people make: a correct module, the edit that breaks it, and tests that detect the difference."""
+"""Small bugs that people typically make. Each has a correct module, an edit that breaks the module, and tests that detect
+the edit."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ class Bug:
         difficulty: ``easy``, ``medium`` or ``hard``.
         report: bug report of a user.
         right: source of the correct module.
-        edit: a piece of the correct source, and the faulty code that replaces it.
-        tests: test methods by name, as lines of a ``unittest.TestCase``; the module's names are imported.
+        edit: text in the correct source, and the faulty code that replaces this text.
+        tests: bodies of test methods of a ``unittest.TestCase``, by name; the test file imports the module's names.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Environment in which a model repairs a Python module: files, tests, and a sandbox in which the tests run.
 
 The record has ``problem_statement``, ``files`` (``path`` and ``content``), ``FAIL_TO_PASS`` and ``PASS_TO_PASS`` (names
-of tests), ``test_commands`` and ``max_turns``. Files are kept in memory; files that a command writes are discarded.
+of tests), ``test_commands`` and ``max_turns``. The environment keeps files in memory, and discards files that a command writes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ print(word + json.dumps(Result.passed))
 class Repair(Environment):
     """A model repairs a file until its tests pass, with ``read_file``, ``write_file`` and ``run_tests``.
 
-    The episode ends with an answer that calls no tool, or after ``max_turns`` turns.
+    The episode ends after an answer without a tool call, or after ``max_turns`` turns.
 
     Args:
-        sandbox: sandbox in which the tests run; by default the first that works.
-        replaying: do not run tests while a conversation is replayed; it contains their results.
+        sandbox: sandbox in which the tests run; by default the first method that works.
+        replaying: a conversation is being replayed, so do not run tests; the conversation contains their results.
 
     Raises:
         NoSandboxError: no sandbox works on this machine.
@@ -97,13 +97,13 @@ class Repair(Environment):
         return (outcome.output or f"exit code {outcome.code}") + ending
 
     def step(self, answer: Answer) -> str | None:
-        """Execute the tool calls of an answer; an answer without a call ends the episode."""
+        """Return None, which ends the episode, after an answer without a tool call or after the last turn."""
         self.turns += 1
         return "" if answer.results and self.turns < self.record["max_turns"] else None
 
     async def reward(self) -> float:
-        """Return the reward: 1.0 if all tests pass; 0.5 if some failing tests now pass and no passing test fails; -0.5 if the
-        test results have not changed; -1.0 if a test that passed fails now, or if nothing was written.
+        """Return the reward: 1.0 if all tests pass; 0.5 if some failing tests now pass and no passing test fails; -0.5 if
+        the test results have not changed; -1.0 if a test that passed before now fails, or if the model wrote no file.
         """
         if not self.written:
             return WORSE
@@ -120,7 +120,7 @@ class Repair(Environment):
         return (await self._run())[1]
 
     async def _run(self) -> tuple[Outcome, set[str]]:
-        """Run the tests; return their output for the model and the names of those that passed."""
+        """Run the tests; return their output for the model and the names of the tests that passed."""
         word = secrets.token_hex(16)
         tests = {file["path"]: file["content"] for file in self.record["files"] if _is_test(file["path"])}
         outcome = await self.sandbox.run(["python", "-S", "-B", "-c", _RUNNER], {**self.files, **tests}, f"{word}\n")

@@ -1,12 +1,15 @@
-"""The inside of the sandbox: drops every right that a command does not need, then executes the command. Standard library only.
+"""Program inside the sandbox: drops every right that a command does not need, then executes the command. Uses only the
+standard library.
 
-Its source is passed to a bare interpreter (``python -I -S -c SOURCE SETTINGS``), because the sandbox may not be able to read
-this file. ``SETTINGS`` is JSON, see :func:`main`. The methods differ in how they isolate a command:
+The source of this module is passed to a bare interpreter (``python -I -S -c SOURCE SETTINGS``), because the sandbox may not
+be able to read this file. ``SETTINGS`` is JSON (see :func:`main`). The methods isolate a command in different ways:
 
 * ``bubblewrap``: bwrap has already made the mounts and the namespaces.
-* ``namespaces``: this module makes them: system folders (read-only) and a copy of the workspace in memory, and nothing else.
-* ``landlock``: the file system is unchanged, but the kernel refuses access outside system folders and workspace.
-* all three: limits of time, memory, processes and file sizes; no capabilities; a system-call filter that refuses sockets.
+* ``namespaces``: this module makes the mounts and the namespaces. The command sees only system folders (read-only) and a copy
+  of the workspace in memory.
+* ``landlock``: the file system is unchanged, but the kernel refuses access outside the system folders and the workspace.
+* all three methods: limits on time, memory, processes and file sizes; no capabilities; a system-call filter that refuses
+  sockets.
 """
 
 from __future__ import annotations
@@ -80,8 +83,8 @@ def main(settings: dict[str, Any]) -> None:
     """Confine this process, then execute the command.
 
     Args:
-        settings: ``method``, ``command``, ``workspace`` (its path outside), ``visible`` (paths that can be read),
-            ``user`` (user id to change to; None: do not change), ``parent`` (process whose exit must end the sandbox),
+        settings: ``method``, ``command``, ``workspace`` (its path outside), ``visible`` (readable paths), ``user`` (new user
+            id; None: keep the current id), ``parent`` (process whose exit must terminate the sandbox),
             ``seconds``, ``bytes`` (address space of a process), ``file_bytes``, ``disk_bytes``, ``processes``.
     """
     if settings["method"] == "namespaces":
@@ -95,11 +98,12 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def supervise(parent: int | None, *, adopts: bool = False) -> None:
-    """Fork; the parent waits until its child has ended, and ends in the same way.
+    """Fork; the parent waits until its child has exited, and then exits with the child's exit code (256 minus the number of
+    a signal that killed the child).
 
     Args:
-        parent: id of the process whose exit must end this process; the kernel then sends SIGTERM. None: no process.
-        adopts: end processes that the child has left running; in namespaces the kernel does so.
+        parent: id of the process whose exit must terminate this process (by a SIGTERM from the kernel); None: no process.
+        adopts: kill processes that the child has left running; in namespaces the kernel kills such processes.
     """
     watched = (signal.SIGCHLD, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -124,7 +128,7 @@ def supervise(parent: int | None, *, adopts: bool = False) -> None:
 
 
 def end_adopted() -> None:
-    """Kill and reap processes that the command left running: orphans become children of this process."""
+    """Kill and reap the processes that the command left running, which have become children of this process."""
     while True:
         kill_descendants(os.getpid())
         try:
@@ -136,15 +140,15 @@ def end_adopted() -> None:
 def kill_descendants(pid: int, *, itself: bool = False) -> set[int]:
     """Kill all descendants of a process, even a fork bomb.
 
-    All are stopped before any is killed: stopped processes count against the limit of processes, so a fork bomb cannot start
-    more.
+    This function suspends all processes before it kills any. Suspended processes count against the limit of processes, so a
+    fork bomb cannot start more processes.
 
     Args:
         pid: id of the process.
         itself: kill the process itself too.
 
     Returns:
-        Ids of the killed processes; they may take a moment to end.
+        Ids of the killed processes, which may take a moment to exit.
     """
     known = {pid} if itself else set()
     send(known, signal.SIGSTOP)
@@ -179,7 +183,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process exists and has not ended."""
+    """Return whether a process exists and has not exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -187,7 +191,7 @@ def runs(pid: int) -> bool:
 
 
 def become(settings: dict[str, Any]) -> None:
-    """Drop rights, set limits, and replace this program by the command."""
+    """Drop rights, set limits, and replace this program with the command."""
     if settings["user"] is not None:
         os.setgroups([])
         os.setgid(settings["user"])
@@ -214,7 +218,7 @@ def become(settings: dict[str, Any]) -> None:
 
 
 def own_tasks() -> int:
-    """Return how many threads the user already has; outside of namespaces they count against the limit of processes."""
+    """Return how many threads the user already has; outside of namespaces, threads count against the limit of processes."""
     count = 0
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -241,9 +245,10 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
 
 
 def change_root(settings: dict[str, Any]) -> None:
-    """Build a file system of system folders, some devices and a copy of the workspace (``/work``), and make it the root.
+    """Build a file system of system folders, some devices and a copy of the workspace (``/work``), and make this file
+    system the root.
 
-    The copy is in a memory file system of limited size, which counts deleted files while a process has them open.
+    The copy is in a memory file system of limited size. Deleted files count against the limit while a process has them open.
     """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     root = f"{settings['workspace']}.root"
@@ -284,7 +289,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
     """Call mount(2).
 
     Raises:
-        OSError: the call failed; the message names the target.
+        OSError: the call failed; the message contains the target.
     """
     texts = [None if text is None else text.encode() for text in (source, target, kind)]
     check(LIBC.mount(*texts, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
@@ -294,7 +299,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def landlock_ruleset(settings: dict[str, Any]) -> int:
-    """Return a Landlock rule set that allows what the command needs.
+    """Return a Landlock rule set that allows only the accesses that the command needs.
 
     Returns:
         Its file descriptor.
@@ -304,7 +309,7 @@ def landlock_ruleset(settings: dict[str, Any]) -> int:
     """
     abi = check(LIBC.syscall(LANDLOCK_CREATE, None, 0, 1), "landlock")
     if abi < LANDLOCK_ABI:
-        raise OSError(f"landlock: ABI {abi}, and {LANDLOCK_ABI} (Linux 6.12) is needed")
+        raise OSError(f"landlock: ABI {abi}, but {LANDLOCK_ABI} (Linux 6.12) is needed")
     handled = struct.pack("=QQQ", EVERYTHING, 0b11, 0b11)  # files; TCP bind and connect; abstract sockets and signals
     ruleset = check(LIBC.syscall(LANDLOCK_CREATE, handled, len(handled), 0), "landlock")
     rules = [(path, READING) for path in settings["visible"]]

@@ -1,4 +1,4 @@
-"""An expert that knows the correct module: reads and writes the file, runs the tests, and reports; see ``../warm_start.py``."""
+"""Expert that knows the correct module; see ``../warm_start.py``. It reads and writes the file, runs the tests, and reports."""
 
 from __future__ import annotations
 

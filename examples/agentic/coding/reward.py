@@ -1,5 +1,4 @@
-"""Reward of a repair: 1.0 if all tests pass, 0.5 if more tests pass, -0.5 if no more do, -1.0 if one broke or nothing was
-written.
+"""Reward of a repair: see ``Repair.reward`` in ``coding.py``.
 
 Restores the model's final files and runs the tests again in the sandbox.
 """

@@ -1,4 +1,4 @@
-"""The agent: reads, writes and tests until it answers without a tool call, or the turns of the task are used up."""
+"""Agent that reads, writes and tests until it answers without a tool call, or has used all turns of the task."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A sandbox for programs that a model wrote: it runs one short command at a time, on files that are discarded afterwards.
+"""Sandbox for programs that a model wrote. It runs one short command at a time, on files that it discards afterwards.
 
-A command sees the system's programs and libraries (read-only) and a folder with its files. It cannot reach the network,
-other processes or any other file; time, memory, processes, file sizes and output are limited. bubblewrap, namespaces and
-Landlock are tried in this order, each with a test command; if none works, :class:`NoSandboxError` is raised. As root, commands
-run under an unused user id.
+A command sees the system's programs and libraries (read-only) and a folder with its files. A command cannot reach the
+network, other processes or other files. Its time, memory, processes, file sizes and output are limited. The module tries
+bubblewrap, namespaces and Landlock in this order, each with a test command. If no method works, it raises
+:class:`NoSandboxError`. As root, commands run under an unused user id.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Limits:
     """Limits of a command.
 
     Attributes:
-        seconds: wall-clock time, and CPU time of each process.
-        memory_bytes: memory of all processes together, and address space of each.
+        seconds: wall-clock time of the command, and CPU time of each process.
+        memory_bytes: memory of all processes together, and address space of each process.
         file_bytes: size of each file.
-        disk_bytes: size of all files in the command's folder and of open files that have no name, together.
+        disk_bytes: total size of all files in the command's folder and of open files without a name.
         processes: number of processes and threads.
-        output_bytes: size of the output that is kept.
+        output_bytes: maximum size of the recorded output.
     """
 
     seconds: int = 10
@@ -66,10 +66,10 @@ class Outcome:
     """Result of a command.
 
     Attributes:
-        code: exit code; negative if a signal ended the command.
+        code: exit code; negative if a signal terminated the command.
         output: output of the command, standard error included.
-        stopped: limit that ended the command: ``time``, ``memory``, ``disk``, or empty. With namespaces, exceeding the disk
-            limit does not end the command; its write fails instead.
+        stopped: limit that stopped the command (``time``, ``memory`` or ``disk``), or empty. With namespaces, a command
+        that exceeds the disk limit continues, but its write fails.
     """
 
     code: int
@@ -81,7 +81,7 @@ class Sandbox:
     """Runs commands with one method of isolation.
 
     Args:
-        method: one of :data:`METHODS`; by default the first that works.
+        method: one of :data:`METHODS`; by default the first method that works.
         limits: limits of each command.
 
     Raises:
@@ -96,11 +96,11 @@ class Sandbox:
             raise NoSandboxError(f"{method} does not work on this machine: {problem}")
 
     async def run(self, command: Sequence[str], files: Mapping[str, str], given: str = "") -> Outcome:
-        """Run a command in a temporary folder with given files.
+        """Run a command in a temporary folder with the given files.
 
         Args:
             command: program and arguments; ``python`` stands for the interpreter.
-            files: content by path in the folder; changes by the command are discarded.
+            files: content of each file, by path in the folder; the command's changes are discarded.
             given: standard input of the command.
         """
         async with _turn():
@@ -156,7 +156,7 @@ def working_method() -> str:
         if not problems[method]:
             return method
     raise NoSandboxError(
-        "no sandbox works on this machine, so nothing is run: "
+        "no sandbox works on this machine, so no command is run: "
         + "; ".join(f"{method}: {problem}" for method, problem in problems.items())
         + ". Install bubblewrap, allow unprivileged user namespaces, or use Linux 6.12 with Landlock"
     )
@@ -166,7 +166,7 @@ def working_method() -> str:
 def _problem(method: str) -> str:
     """Return why a method does not work on this machine; empty if it works."""
     if sys.platform != "linux":
-        return f"it needs Linux, this is {sys.platform}"
+        return f"it needs Linux, but this is {sys.platform}"
     if method == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     sandbox = object.__new__(Sandbox)
@@ -187,7 +187,7 @@ def _problem(method: str) -> str:
 
 
 def _python(method: str) -> str:
-    """Return an interpreter that commands can read: the current one, or the system's if the former is in a private folder."""
+    """Return the current interpreter, or the system's interpreter if the current one is in a private folder."""
     own = os.path.realpath(sys.executable)
     closed = any(not folder.stat().st_mode & stat.S_IXOTH for folder in Path(own).parents)
     # Mounts are made as root, so only with Landlock must another user be able to reach the path.
@@ -217,7 +217,7 @@ def _bubblewrap(visible: Sequence[str], folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _workspace(files: Mapping[str, str]) -> Iterator[tuple[Path, int | None]]:
-    """Create a folder with files; yield its path and, if it belongs to another user, that user's id."""
+    """Create a folder with files; yield the folder's path and, if the folder belongs to another user, this user's id."""
     user = _free_user() if os.getuid() == 0 else None
     outer = Path(tempfile.mkdtemp(prefix="areno-sandbox-"))
     outer.chmod(0o755)
@@ -250,7 +250,7 @@ _turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
 
 def _turn() -> asyncio.Semaphore:
-    """Run at most one command per CPU at a time, so that time limits mean the same for all."""
+    """Return a semaphore that lets one command per CPU run at a time, so that time limits mean the same for all commands."""
     loop = asyncio.get_running_loop()
     for other in [each for each in _turns if each.is_closed()]:
         del _turns[other]
@@ -258,7 +258,7 @@ def _turn() -> asyncio.Semaphore:
 
 
 async def _watch(process: asyncio.subprocess.Process, folder: Path, given: str, limits: Limits) -> Outcome:
-    """Wait until the command has ended or exceeds a limit."""
+    """Wait until the command has exited or exceeds a limit."""
     output = bytearray()
     reading = asyncio.create_task(_read(process, given, output, limits.output_bytes))
     loop = asyncio.get_running_loop()
@@ -280,7 +280,7 @@ async def _watch(process: asyncio.subprocess.Process, folder: Path, given: str, 
 
 
 async def _read(process: asyncio.subprocess.Process, given: str, output: bytearray, most: int) -> None:
-    """Write the input, keep the output up to a size, and wait for the end."""
+    """Write the input, record the output up to a maximum size, and wait until the command has exited."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -293,7 +293,7 @@ async def _read(process: asyncio.subprocess.Process, given: str, output: bytearr
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the remaining processes, and wait until all of them have ended."""
+    """Kill the remaining processes, and wait until all of them have exited."""
     if process.returncode is not None:  # the supervising process ends after all others
         return
     left = kill_descendants(process.pid, itself=True)
@@ -302,11 +302,11 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(0.01)
         left = {pid for pid in left if runs(pid)}
         if asyncio.get_running_loop().time() > deadline:
-            raise ArenoError(f"processes {sorted(left)} of a command do not end, although they were killed")
+            raise ArenoError(f"processes {sorted(left)} of a command do not exit, although they were killed")
 
 
 async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    """Run :func:`_end` for a process that may just be starting; cancelling the task waits for it too."""
+    """Run :func:`_end` for a process that may still be starting. Cancelling the task also waits for this process."""
 
     async def end() -> None:
         await _end(await starting)

@@ -38,10 +38,11 @@ def text_of(duel: Duel) -> str:
 
 
 def turn_reward(mine: TurnResult, theirs: TurnResult | None) -> float:
-    """Return the reward of one turn of the model and the opponent's answer.
+    """Return the reward of one turn of the model and the opponent's next turn.
 
-    0.10 per point of damage done, -0.08 per point suffered (traps included), 0.01 per tile closer to the enemy and -0.01 per
-    tile farther, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, -0.05 per unused energy of the turn's own 3.
+    0.10 per point of damage dealt, -0.08 per point taken (including traps), 0.01 per tile closer to the enemy and -0.01 per
+    tile farther away, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, and -0.05 per unused point of the
+    turn's 3 energy.
     """
     suffered = mine.taken + (theirs.dealt if theirs else 0)
     return (
@@ -56,10 +57,10 @@ def turn_reward(mine: TurnResult, theirs: TurnResult | None) -> float:
 
 
 class DuelGrid(Environment):
-    """A duel until one player has won; at most 12 turns for each player.
+    """A duel until one player has won, with at most 12 turns for each player.
 
-    The reward is the sum of :func:`turn_reward` over the model's turns, plus 1 if it wins the duel or -1 if it loses. An answer
-    without a call counts as a turn with an illegal action.
+    The reward is the sum of :func:`turn_reward` over the model's turns, plus 1 if the model wins the duel, or minus 1 if it
+    loses. An answer without a call counts as a turn with an illegal action.
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
@@ -69,7 +70,7 @@ class DuelGrid(Environment):
         return f"{RULES}\n{text_of(self.duel)}"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """Return the one tool."""
+        """Return the only tool."""
         return [self.choose_action]
 
     def choose_action(self, actions: Annotated[list[Action], "in order"]) -> str:
@@ -79,7 +80,7 @@ class DuelGrid(Environment):
         return self._play(actions)
 
     def step(self, answer: Answer) -> str | None:
-        """Play the turn of each tool call."""
+        """Count an answer without a valid tool call as an illegal action; return None if the duel is over."""
         seen = ""
         if not answer.results or answer.results[0].failed:
             seen = self._play([{"action": "none"}])

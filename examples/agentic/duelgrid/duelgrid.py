@@ -1,7 +1,7 @@
-"""DuelGrid: a duel on 11 by 11 tiles, turn by turn. The rules, a scripted player, and the environment of a model.
+"""Rules and scripted player of DuelGrid, a turn-based duel on 11 by 11 tiles.
 
-``U`` is the user (in training a script), ``A`` the agent. A turn has 3 energy plus what is left of an energy pickup, at most 6.
-Each action costs energy::
+``U`` is the user (in training a script), and ``A`` is the agent. A turn has 3 energy plus the remaining energy of pickups,
+at most 6 in total. Each action costs energy::
 
     MOVE           1   one tile up, down, left or right, not onto a wall or the other player; a trap costs 2 health
     ATTACK         1   3 damage to a player on one of the four neighboring tiles
@@ -10,7 +10,7 @@ Each action costs energy::
     PICKUP         0   take what lies on the player's tile: health 3 (10 at most) or energy 2
     WAIT           0   end the turn
 
-An illegal action ends the turn. A player without health has lost; after the last turn the player with more health has won.
+An illegal action ends the turn. A player without health has lost. After the last turn the player with more health has won.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Player = Literal["U", "A"]
 
 
 class Action(TypedDict):
-    """One action; only MOVE has a direction."""
+    """One action. Only MOVE has a direction."""
 
     action: Literal["MOVE", "ATTACK", "RANGED_ATTACK", "SHIELD", "PICKUP", "WAIT"]
     direction: NotRequired[Literal["up", "down", "left", "right"]]
@@ -46,7 +46,7 @@ class IllegalActionError(Exception):
 
 @dataclass(slots=True)
 class Fighter:
-    """One of the two players: column and row, health, energy, and whether the shield is up."""
+    """A player's column and row, health, energy, and whether the shield is up."""
 
     x: int
     y: int
@@ -95,7 +95,7 @@ class Duel:
         traps: tiles that cost health.
         pickups: ``health`` or ``energy`` by tile.
         turns_left: turns until the game ends.
-        to_move: whose turn it is.
+        to_move: player whose turn it is.
     """
 
     fighters: dict[str, Fighter]
@@ -107,7 +107,7 @@ class Duel:
 
     @property
     def winner(self) -> str | None:
-        """``U``, ``A``, ``draw``, or None while the game continues."""
+        """Result: ``U``, ``A`` or ``draw``; None while the game continues."""
         health = {name: fighter.health for name, fighter in self.fighters.items()}
         if min(health.values()) > 0 and self.turns_left > 0:
             return None
@@ -122,7 +122,7 @@ class Duel:
         """Play the turn of the player to move.
 
         Args:
-            actions: actions in order; those after an illegal one are ignored.
+            actions: actions in order; actions after an illegal action are ignored.
         """
         me, result, before = self.fighters[self.to_move], TurnResult(), self.distance()
         me.energy, me.shield = min(TURN_ENERGY + me.energy, ENERGY_CAP), False
@@ -242,7 +242,7 @@ class Duel:
 
 
 def from_json(state: Mapping[str, Any]) -> Duel:
-    """Return the game of a state that :meth:`Duel.to_json` returned."""
+    """Return the game for a state from :meth:`Duel.to_json`."""
     return Duel(
         fighters={name: Fighter(**values) for name, values in state["fighters"].items()},
         walls={(x, y) for x, y in state["walls"]},
@@ -254,11 +254,11 @@ def from_json(state: Mapping[str, Any]) -> Duel:
 
 
 def scripted_turn(duel: Duel, rng: random.Random | None = None) -> list[Action]:
-    """Return a sensible turn: attack while the other player is in reach, pick up items on its own tile, otherwise walk towards
+    """Return a sensible turn: pick up an item on the player's tile, attack the other player if in reach, or else walk towards
     the other player, around walls and traps.
 
     Args:
-        duel: the game; it is not changed.
+        duel: the game, which remains unchanged.
         rng: if given, one turn in four is a random step instead.
     """
     actions: list[Action] = []

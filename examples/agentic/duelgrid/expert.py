@@ -1,4 +1,4 @@
-"""The scripted player without random moves, as an expert; see ``../warm_start.py``."""
+"""Expert that plays as the scripted player without random moves; see ``../warm_start.py``."""
 
 from __future__ import annotations
 

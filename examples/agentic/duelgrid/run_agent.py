@@ -1,4 +1,4 @@
-"""The agent: one call of ``choose_action`` per turn. A duel has at most 12 turns for each player."""
+"""Agent that calls ``choose_action`` once per turn. A duel has at most 12 turns for each player."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ SCENARIOS = ("open", "wall", "traps")
 
 
 def draw_record(rng: random.Random) -> dict[str, Any]:
-    """Return a record: the state to play from, and the seed of the scripted player."""
+    """Return a record with the starting state and the seed of the scripted player."""
     scenario = rng.choice(SCENARIOS)
     return {"scenario": scenario, "seed": (seed := rng.randrange(2**31)), "state": draw_duel(scenario, seed).to_json()}
 
 
 def draw_duel(scenario: str, seed: int) -> Duel:
-    """Return the starting position of a duel; equal seeds give equal positions.
+    """Return the starting position of a duel. Equal seeds give equal positions.
 
     Args:
         scenario: one of :data:`SCENARIOS`.

@@ -4,7 +4,7 @@
     python examples/agentic/duelgrid/web_ui.py --base-url http://127.0.0.1:8000/v1 --api-key EMPTY --model policy
     python examples/agentic/duelgrid/web_ui.py --replay match.json
 
-The page is one file without external resources. The rules run in this process and are the same as in training.
+The page is a single file without external resources. The rules are the same as in training.
 ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` are the defaults of the options.
 """
 
@@ -32,7 +32,7 @@ _MAX_BODY = 1 << 20
 
 
 class RequestError(Exception):
-    """A request of the browser cannot be fulfilled; the message is shown to the user."""
+    """A request of the browser cannot be fulfilled. The page shows the message to the user."""
 
 
 class Model:
@@ -60,7 +60,7 @@ class Model:
         return "done"
 
     def turn(self, duel: Duel) -> list[Any]:
-        """Return the actions of the model's turn; if it called no tool, one illegal action.
+        """Return the actions of the model's turn, or one illegal action if the model called no tool.
 
         Raises:
             RequestError: the server cannot be reached or refuses the request.
@@ -73,7 +73,7 @@ class Model:
                 max_tokens=256,
             )
         except self._errors as error:
-            raise RequestError(f"the model cannot be asked: {error}") from error
+            raise RequestError(f"the model cannot be queried: {error}") from error
         message = response.choices[0].message
         if self._debug:
             print(message.model_dump_json(exclude_none=True), flush=True)
@@ -88,7 +88,7 @@ class Match:
     """A game that is played in the browser, with its history.
 
     Args:
-        model: model that plays as ``A``; None: the script plays.
+        model: model that plays as ``A``; None: the script plays ``A``.
         recorded: recorded match to show first.
     """
 
@@ -131,7 +131,7 @@ class Match:
             RequestError: it is not this player's turn, or the game is over.
         """
         if self._duel.winner:
-            raise RequestError("the game is over; begin a new one")
+            raise RequestError("the game is over; start a new game")
         if self._duel.to_move != player:
             raise RequestError(f"it is {self._duel.to_move}'s turn")
         if actions is None:
@@ -168,7 +168,7 @@ def _checked(actions: Any) -> list[Mapping[str, Any]]:
 
 
 def make_server(match: Match, port: int) -> ThreadingHTTPServer:
-    """Return the server on a loopback port; port 0 takes a free one."""
+    """Return the server on a loopback port. Port 0 takes a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -181,7 +181,7 @@ def make_server(match: Match, port: int) -> ThreadingHTTPServer:
                 self._send_json(404, {"error": "not found"})
 
         def do_POST(self) -> None:
-            """Execute a command. It must be JSON, so that browsers ask this server before another page can send one."""
+            """Execute a JSON command; browsers send a preflight request before another page can send JSON."""
             length = int(self.headers.get("Content-Length") or 0)
             # Read the body before refusing: closing a socket with unread bytes resets the connection, and the answer is lost.
             content = self.rfile.read(min(length, _MAX_BODY))
@@ -231,9 +231,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model", default=os.environ.get("OPENAI_MODEL", "policy"), help="name of the model (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=8765, help="port of the page (default: %(default)s; 0 takes a free one)"
+        "--port", type=int, default=8765, help="port of the page (default: %(default)s; 0 takes a free port)"
     )
-    parser.add_argument("--replay", type=Path, help="show a match that the page has saved")
+    parser.add_argument("--replay", type=Path, help="replay a match that the page has saved")
     parser.add_argument("--debug-llm", action="store_true", help="print every answer of the model")
     return parser.parse_args(argv)
 
@@ -244,7 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = Model(given.base_url, given.api_key, given.model, given.debug_llm) if given.base_url else None
     recorded = json.loads(given.replay.read_text(encoding="utf-8")) if given.replay else None
     server = make_server(Match(model, recorded), given.port)
-    playing = f"the model {given.model} at {given.base_url}" if model else "the script (give --base-url for a model)"
+    playing = (
+        f"the model {given.model} at {given.base_url}"
+        if model
+        else "the script (set --base-url to play against a model)"
+    )
     print(f"DuelGrid at http://127.0.0.1:{server.server_address[1]} against {playing}", flush=True)
     try:
         server.serve_forever()

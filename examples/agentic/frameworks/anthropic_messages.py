@@ -1,4 +1,4 @@
-"""An agent that speaks Anthropic's Messages API (``pip install anthropic``), with its own loop."""
+"""An agent that uses Anthropic's Messages API (``pip install anthropic``), with its own loop."""
 
 from __future__ import annotations
 

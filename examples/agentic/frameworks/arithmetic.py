@@ -1,4 +1,4 @@
-"""Shared by the agents of this folder: the problem as text, and the calculator as a plain function."""
+"""Problem text and calculator function that the agents of this folder share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def question(record: Mapping[str, Any]) -> str:
 async def each_item(
     ctx: Any, batch: AgentBatch, solve: Callable[[AgentItem, str], Awaitable[None]]
 ) -> list[AgentTrajectory]:
-    """Let an agent solve all tasks concurrently; the requests with a task's key are recorded as its trajectory."""
+    """Let an agent solve all tasks concurrently. areno records the requests with a task's key as the trajectory of the task."""
 
     async def one(item: AgentItem) -> AgentTrajectory:
         await solve(item, question(item.record))

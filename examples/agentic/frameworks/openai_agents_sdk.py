@@ -1,7 +1,7 @@
 """An unmodified agent of the OpenAI Agents SDK (``pip install openai-agents``).
 
-The SDK uses the Responses API or chat completions; areno serves both. Each task has its own key, by which areno records the
-turns of the task, so only the agent's client needs to be configured.
+The SDK uses the Responses API or chat completions, and areno serves both APIs. areno records the turns of a task by the
+task's own key, so only the agent's client needs to be configured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes shopping tasks, as JSON lines.
+"""Writes shopping tasks as JSON lines.
 
 python examples/agentic/shopping/dataset_generator.py --output tasks.jsonl --count 256
 """

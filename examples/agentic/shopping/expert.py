@@ -1,4 +1,4 @@
-"""An expert that makes the four calls in order; see ``../warm_start.py``."""
+"""Expert that makes the four calls in order; see ``../warm_start.py``."""
 
 from __future__ import annotations
 

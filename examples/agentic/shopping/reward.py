@@ -1,4 +1,4 @@
-"""Reward of a kit: 1.0 right, 0.5 right but with a skipped step, 0.4 too expensive, -0.5 wrong, -1.0 nothing submitted."""
+"""Reward of a kit; see ``Shopping`` in ``shopping.py``."""
 
 from __future__ import annotations
 

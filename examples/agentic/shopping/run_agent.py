@@ -1,4 +1,4 @@
-"""The agent: turns for the four steps, and two more to correct mistakes."""
+"""Agent with turns for the four steps, and two more turns to correct mistakes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Shopping in four steps: search the catalog, inspect the results, check the kit, submit it.
+"""Shopping in four steps: search the catalog, inspect the results, check the kit, and submit the kit.
 
-The catalog has two items of each of three kinds; prices differ from record to record. A task asks for a kit of some kinds
-within a budget, and only the cheapest item of each kind fits the budget.
+The catalog has two items of each of three kinds, and their prices differ from record to record. A task requests a kit of
+some kinds within a budget. Only the cheapest item of each kind fits the budget.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def cheapest(prices: Mapping[str, int], kind: str) -> int:
 
 
 class Shopping(Environment):
-    """Environment of one task. Submitting a kit ends the episode, as does an answer that calls no tool.
+    """Environment of one task. The episode ends when a kit is submitted, or after an answer without a tool call.
 
     The reward is 1.0 for the right kit after all four steps in order, 0.5 for the right kit otherwise, 0.4 for a complete kit
-    that is too expensive, -0.5 for any other kit, and -1.0 if nothing was submitted.
+    that is too expensive, -0.5 for any other kit, and -1.0 if no kit was submitted.
     """
 
     def reset(self, record: Mapping[str, Any]) -> str:
@@ -92,7 +92,7 @@ class Shopping(Environment):
         return "submitted"
 
     def step(self, answer: Answer) -> str | None:
-        """Execute the tool calls of an answer, until a kit is submitted or an answer calls no tool."""
+        """Return None, which ends the episode, when a kit was submitted or the answer has no tool call."""
         return "" if answer.results and self.submitted is None else None
 
     def reward(self) -> float:

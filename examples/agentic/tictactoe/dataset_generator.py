@@ -1,4 +1,4 @@
-"""Writes tic-tac-toe boards to play from, as JSON lines.
+"""Writes tic-tac-toe boards as JSON lines.
 
 python examples/agentic/tictactoe/dataset_generator.py --output boards.jsonl --count 256 --seed 2026
 """

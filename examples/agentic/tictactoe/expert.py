@@ -1,7 +1,7 @@
 """Experts whose answers prepare a random model for reinforcement learning; see ``../warm_start.py``.
 
-`EXPERT` and its variants play perfectly. `READER` only names the free and the winning squares, and calls the tool with a random
-square, so that playing well is left to reinforcement learning.
+`EXPERT` and its variants play perfectly. `READER` only lists the free and the winning squares, and calls the tool with a
+random square, because reinforcement learning should teach the model to play well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areno.api.agentic.environment import Answer
 
 
 def best_square(game: TicTacToe) -> int:
-    """Return one of the best squares; which one depends on the game alone."""
+    """Return one of the best squares; the choice depends only on the game."""
     return random.Random(f"{game.board}:{game.seed}").choice(best_squares(game.board))
 
 
@@ -33,7 +33,7 @@ def say_best(game: TicTacToe) -> Message:
 
 
 class Lesson(TicTacToe):
-    """Asks for the free and the winning squares on seven of ten boards, and for a move on the others."""
+    """Asks for the free and the winning squares on 70 % of the boards, and for a move on all other boards."""
 
     def reset(self, record: Mapping[str, Any]) -> str:
         """Set up the board."""
@@ -42,7 +42,7 @@ class Lesson(TicTacToe):
         return seen.replace(self.ask, "Which squares are free, and which of them win at once?") if self.reads else seen
 
     def step(self, answer: Answer) -> str | None:
-        """An answer that lists squares ends the episode."""
+        """Return None, which ends the episode, if the answer lists squares."""
         return None if self.reads else super().step(answer)
 
 

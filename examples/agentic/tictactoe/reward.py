@@ -1,6 +1,4 @@
-"""Reward of the move or the game: 1.0 for a win, 0.8 for another best move or a draw, 0.0 for any other legal move or a loss,
--1.0 for an illegal move or none.
-"""
+"""Reward of the move or the game; see ``score_move`` and ``score_game`` in ``tictactoe.py``. An illegal move scores -1.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agents: ``run_agent`` moves with a tool, ``run_text_agent`` writes its move. A game has at most five moves per player."""
+"""Agents: ``run_agent`` moves with a tool, and ``run_text_agent`` writes its move. A game has at most five moves per player."""
 
 from __future__ import annotations
 

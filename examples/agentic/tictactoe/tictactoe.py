@@ -1,6 +1,7 @@
-"""Tic-tac-toe: the rules, perfect play, and the two environments in which a model plays it.
+"""Tic-tac-toe: the rules, perfect play, and two environments in which a model plays.
 
-A board is nine characters, ``X``, ``O`` or ``.``, row by row; squares have the numbers 1 to 9 in that order. X begins.
+A board is a text of nine characters, ``X``, ``O`` or ``.``, row by row. Squares have the numbers 1 to 9 in the same order.
+X begins.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def value(board: str) -> int:
 
 
 def best_squares(board: str) -> list[int]:
-    """Return the moves of perfect play: those that keep the value of the board."""
+    """Return the moves of perfect play, which keep the value of the board."""
     return [square for square in empty_squares(board) if -value(play(board, square)) == value(board)]
 
 
@@ -66,11 +67,11 @@ def score_move(board: str, square: int | None) -> float:
 
     Args:
         board: the board before the move.
-        square: number of the square; None if the model named none.
+        square: number of the square; None if the model chose no square.
 
     Returns:
-        1.0 for a move that wins at once, 0.8 for another move of perfect play, 0.0 for any other free square, -1.0 for a taken
-        square or none.
+        1.0 for a move that wins at once, 0.8 for another move of perfect play, 0.0 for any other free square, -1.0 for a
+        taken square or no square.
     """
     if square not in empty_squares(board):
         return ILLEGAL
@@ -80,18 +81,18 @@ def score_move(board: str, square: int | None) -> float:
 
 
 def score_game(board: str, player: str) -> float:
-    """Reward of a finished game: 1.0 won, 0.8 drawn (the best result against a perfect opponent), 0.0 lost."""
+    """Reward of a finished game: 1.0 for a win, 0.8 for a draw (the best result against a perfect opponent), 0.0 for a loss."""
     won_by = winner(board)
     return BEST if won_by is None else WIN if won_by == player else LEGAL
 
 
 def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool = False) -> dict[str, Any]:
-    """Return a board to play from: a game between two random players, stopped before its end.
+    """Return a board from a game between two random players, stopped before its end.
 
     Args:
         rng: source of random numbers.
-        whole_games: stop after 0 to 3 moves, for games that are played to the end; otherwise after 5 to 8, for a single move.
-        held_out: return a board of the fifth of all boards that is excluded from training.
+        whole_games: stop after 0 to 3 moves, for games that are played to the end, instead of after 5 to 8, for a single move.
+        held_out: return a held-out board; a fifth of all boards is excluded from training.
     """
     while True:
         board = "." * 9
@@ -104,8 +105,8 @@ def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool
 
 
 def text_of(board: str) -> str:
-    """Return the board as text: three rows, in which each square is its number, preceded by the mark of the player who has
-    taken it.
+    """Return the board as text in three rows. Each square is its number, preceded by the mark of the player who has taken
+    it.
     """
     cells = [f"{mark.strip('.')}{index + 1}" for index, mark in enumerate(board)]
     return "\n".join(" " + " ".join(cells[row : row + 3]) for row in (0, 3, 6))
@@ -114,10 +115,10 @@ def text_of(board: str) -> str:
 class TicTacToe(Environment):
     """Environment in which a model continues a game from a board, with the tool ``choose_square``.
 
-    The record has ``board``, ``seed`` and ``whole_game``. Without ``whole_game`` one move is made and scored by
-    :func:`score_move`. With it, an opponent answers each move; with equal probability it makes a perfect or a random move,
-    drawn from ``seed`` and the board. The finished game is scored by :func:`score_game`. An illegal move ends the episode with
-    -1.
+    The record has ``board``, ``seed`` and ``whole_game``. Without ``whole_game`` the model makes one move, and
+    :func:`score_move` scores this move. With ``whole_game`` an opponent answers each move with a perfect or a random move,
+    chosen with equal probability by ``seed`` and the board. :func:`score_game` scores the finished game. An illegal move ends
+    the episode with -1.
     """
 
     ask = "Call choose_square with a free square."
@@ -131,7 +132,7 @@ class TicTacToe(Environment):
         return f"You are {self.player}.\n{text_of(self.board)}\n{self.ask}"
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """Return the one tool."""
+        """Return the only tool."""
         return [self.choose_square]
 
     def choose_square(self, square: Annotated[Square, "number of the square"]) -> str:
@@ -139,7 +140,7 @@ class TicTacToe(Environment):
         return self._move(square)
 
     def step(self, answer: Answer) -> str | None:
-        """Make the move of each tool call; the results contain the board."""
+        """Return None, which ends the episode, if the game is over or the answer is not exactly one legal move."""
         moved = [result for result in answer.results if not result.failed]
         if len(moved) != 1 or len(answer.results) != 1:
             self._reward = ILLEGAL
@@ -154,7 +155,7 @@ class TicTacToe(Environment):
         return self._whole_game and self._reward != ILLEGAL and not is_over(self.board)
 
     def _move(self, square: int) -> str:
-        """Make the model's move and the opponent's; return the text of the resulting board."""
+        """Make the model's move and the opponent's reply; return the text of the resulting board."""
         self._reward = score_move(self.board, square)
         if self._reward == ILLEGAL:
             return f"square {square} is taken"
@@ -172,7 +173,7 @@ class TicTacToe(Environment):
 
 
 class TicTacToeInText(TicTacToe):
-    """The same environment without tools: the model writes ``<move>5</move>``, optionally after its reasoning."""
+    """The same environment without tools. The model writes ``<move>5</move>``, optionally after its reasoning."""
 
     ask = "Answer with <move>number of a free square</move>."
 
@@ -181,7 +182,7 @@ class TicTacToeInText(TicTacToe):
         return []
 
     def step(self, answer: Answer) -> str | None:
-        """Parse the move of the answer and make it."""
+        """Parse and make the move of the answer."""
         squares = _MOVE.findall(answer.text)
         if len(squares) != 1:
             self._reward = ILLEGAL

@@ -16,11 +16,11 @@ def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], 
 
 
 def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with ``prompt`` and ``response``; rows that already have both pass unchanged."""
+    """Return a row with ``prompt`` and ``response``. A row that already has both keys is returned unchanged."""
     if row.get("prompt") is not None and "response" in row:
         return dict(row)
     if "instruction" not in row or "output" not in row:
-        raise KeyError(f"a row needs `instruction` and `output`; this one has {', '.join(sorted(row))}")
+        raise KeyError(f"a row needs `instruction` and `output`; this row has  {', '.join(sorted(row))}")
     prompt = f"Instruction: {row['instruction']}\n"
     if row.get("input"):
         prompt += f"Input: {row['input']}\n"

@@ -22,7 +22,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ({"trial_name": "a/b"}, "must not contain '/'", {"trial_name": "a_b"}),
         # pitfalls of the loss
         ({"actor.kl_ctl": 0.1}, "actor.kl_ctl 0.1 needs a reference", {"actor.kl_ctl": 0.0}),
-        ({"actor.kl_ctl": 0.1}, "add a section ref", {"actor.kl_ctl": 0.1, "ref": {}}),
+        ({"actor.kl_ctl": 0.1}, "the section ref is missing", {"actor.kl_ctl": 0.1, "ref": {}}),
         (
             {"actor.kl_loss_coef": 0.1},
             "actor.kl_loss_coef 0.1 needs a reference",
@@ -31,7 +31,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ({"actor.kl_loss_type": "k2"}, "with kl_loss_coef 0", {}),
         (
             {"actor.kl_loss_coef": 0.1, "ref": {}, "actor.algorithm": "gmpo"},
-            "its loss has no KL term",
+            "whose loss has no KL term",
             {"actor.algorithm": "gmpo"},
         ),
         ({"actor.rejection_sampling": {}}, "without use_decoupled_loss", DECOUPLED),
@@ -88,10 +88,14 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             "multi_turn, which computes rewards itself",
             {"reward.path": "m"},
         ),
-        ({"reward.path": "m", "success_rate_lb": 0.1}, "reward.path computes it later", {"success_rate_lb": 0.1}),
+        (
+            {"reward.path": "m", "success_rate_lb": 0.1},
+            "reward.path computes the reward later",
+            {"success_rate_lb": 0.1},
+        ),
         # rejection sampling
         (DECOUPLED | {"actor.rejection_sampling.lower": 6.0}, "is above upper", DECOUPLED),
-        (DECOUPLED | {"actor.rejection_sampling.upper": 0.9}, "use more than 1", DECOUPLED),
+        (DECOUPLED | {"actor.rejection_sampling.upper": 0.9}, "use a bound above 1", DECOUPLED),
         (DECOUPLED | {"actor.rejection_sampling.lower": 0.0}, "always positive", DECOUPLED),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.0}},
@@ -124,7 +128,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         # evaluation
         ({"evaluator.freq_steps": 5}, "evaluator has no data", VALID),
         ({"eval_gconfig": {}}, "without valid_dataset", {"eval_gconfig": {}} | VALID),
-        (VALID | {"valid_dataset.type": "sft"}, "make them equal", VALID),
+        (VALID | {"valid_dataset.type": "sft"}, "make the two types equal", VALID),
         # engines
         ({"actor.optimizer": None}, "nothing would be trained", {}),
         ({"critic": {}}, "the critic would not be trained", {"critic.optimizer.lr": 1e-4}),
@@ -283,7 +287,7 @@ def test_adapter_settings_of_rollout_must_match_the_actor():
 def test_the_group_size_of_normalization_is_n_samples():
     group = {"actor.reward_norm": {"mean_level": "group", "std_level": "group"}}
     assert accepted(group).actor.reward_norm.group_size == 4
-    assert "is not gconfig.n_samples 4" in refused(group | {"actor.reward_norm.group_size": 2})
+    assert "differs from gconfig.n_samples 4" in refused(group | {"actor.reward_norm.group_size": 2})
     assert "gconfig.n_samples is 1" in refused(group | {"gconfig.n_samples": 1})
     accepted({"actor.adv_norm": {"group_size": 2}})  # batch level has no groups
 
@@ -301,7 +305,7 @@ def test_a_preference_algorithm_by_name_uses_no_reference():
     assert accepted(named, DPO, DPOConfig).ref.path == DPO["actor"]["path"]
     assert "ref.path other has no effect" in refused(named | {"ref.path": "other"}, DPO, DPOConfig)
     assert "actor.beta has no effect" in refused(named | {"actor.beta": 0.2}, DPO, DPOConfig)
-    assert "actor.algorithm gspo needs another trainer" in refused({"actor.algorithm": "gspo"}, DPO, DPOConfig)
+    assert "actor.algorithm gspo needs a different trainer" in refused({"actor.algorithm": "gspo"}, DPO, DPOConfig)
 
 
 def test_weight_update_mode_is_refused_without_rollout():
@@ -376,7 +380,7 @@ def test_allocation_mode_sets_the_backend_of_each_role():
         ({"ref.backend": "fsdp:d2"}, "ref runs on the actor's ranks"),
         ({"actor._version": "v2"}, "_version v2) are not supported"),
         ({"rollout._version": "v2"}, "_version v2) are not supported"),
-        ({"cluster.n_nodes": 2}, "only scheduler.type=ray and slurm use several machines; set one of them"),
+        ({"cluster.n_nodes": 2}, "only scheduler.type=ray and slurm use several machines; set one of these types"),
         ({"scheduler.type": "slurm"}, "cluster.n_gpus_per_node is null: set the number of GPUs per node"),
         ({"scheduler.type": "ray", "cluster.name_resolve.type": "memory"}, "use nfs or etcd3"),
         (

@@ -272,7 +272,7 @@ def test_an_override_sets_what_was_written(value):
         (["actr.path=x"], "did you mean actor.path?"),
         (["n_samples=3"], "did you mean gconfig.n_samples?"),
         (["lr=3"], "did you mean actor.optimizer.lr?"),
-        (["zzz=1"], "zzz is not a setting of GRPOConfig; remove it, or declare"),
+        (["zzz=1"], "zzz is not a setting of GRPOConfig; remove the key, or declare"),
         (["seed=x"], "seed 'x': expected an integer"),
         (["seed=null"], "seed must not be null"),
         (["seed=[1]"], "seed [1]: expected one value"),

@@ -170,8 +170,8 @@ def test_each_kind_of_file_loads_or_is_refused_with_a_remedy(kind):
         text = str(caught.value)
         for remedy in REMEDIES[kind]:
             name = remedy.lstrip("~").partition("=")[0]
-            hint = {"actor.target_modules": "write [q_proj, k_proj", "~teacher.backend": "remove the rest"}
-            hint |= {"~teacher.dtype": "remove the rest", "workflow.kwargs.max_turns": f"write {name}=N"}
+            hint = {"actor.target_modules": "write [q_proj, k_proj", "~teacher.backend": "remove the other settings"}
+            hint |= {"~teacher.dtype": "remove the other settings", "workflow.kwargs.max_turns": f"write {name}=N"}
             hint |= {"rollout.agent.export_style": f"did you mean {name}?"}
             words = (
                 hint.get(name) or hint.get(remedy) or (name.rpartition(".")[2] if "~" in remedy else f"write {remedy}")

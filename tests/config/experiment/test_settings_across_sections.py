@@ -52,7 +52,7 @@ def test_an_evaluation_uses_all_rows():
 def test_env_vars_apply_only_to_started_processes():
     assert "env_vars" in refused({"rollout.agent.scheduling_spec.0.env_vars": {"A": "1"}})
     changes = {"ref": {}, "ref.scheduling_spec.0.env_vars": {"A": "1"}}
-    assert "move them to actor.scheduling_spec.0.env_vars" in refused(changes)
+    assert "move the variables to actor.scheduling_spec.0.env_vars" in refused(changes)
     accepted(changes | {"actor.scheduling_spec.0.env_vars": {"A": "1"}})
     assert "in a second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})

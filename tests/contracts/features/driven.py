@@ -31,7 +31,7 @@ class Driven:
         loops: training loop of each attempt; the last one counts.
         engines: configuration and layout of each engine that the process created.
         paths: paths of the models of these engines.
-        calls: rows and micro-batching of each optimizer step of the actor.
+        calls: rows and microbatching of each optimizer step of the actor.
         losses: names of the losses of these steps.
         knobs: keyword arguments of these losses.
         rows: number of rows that each step trained on.
@@ -121,7 +121,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "maximum steps": lambda run: run.done == run.spec.span.steps == 1,
     "maximum trained sequences": lambda run: run.spec.span.sequences == run.loop.state.sequences,
     "rows of a step": lambda run: run.calls[0][0] == 4,
-    "size of a micro-batch": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
+    "size of a microbatch": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
     "optimizer steps per rollout": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
     "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * sum(run.rows),
     "algorithm by name or from your own file": lambda run: run.losses == {"gmpo_loss_fn"},

@@ -72,7 +72,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         SFT
         + " --epochs 2 --mini-bs 3 --lora-rank 4 --load-in-4bit --activation-checkpointing --eval-dataset-path {held_out}"
         " --eval-interval 1 --keep-best --save-interval 1",
-        "passes over the data, size of a micro-batch, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
+        "passes over the data, size of a microbatch, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
         "best checkpoint, checkpoints to resume from",
     ),
     "flags stopped": (
@@ -201,7 +201,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_SFT + " total_train_epochs=2 actor.mb_spec.max_tokens_per_mb=96 actor.use_lora=true actor.lora_rank=4"
         " actor.load_in_4bit=true"
         " actor.gradient_checkpointing=true evaluator.keep_best=true recover.mode=auto recover.freq_steps=1" + HELD_OUT,
-        "passes over the data, size of a micro-batch, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
+        "passes over the data, size of a microbatch, LoRA, LoRA on a 4-bit base, recomputed activations, evaluation, "
         "best checkpoint, checkpoints to resume from",
     ),
     "yaml stopped": (

@@ -195,7 +195,7 @@ def made(family, folder, **config):
 
 
 def learned(peers, path, **lora):
-    """Return the unsharded adapter after three steps of several micro-batches, and its log-probs, unmerged and merged."""
+    """Return the unsharded adapter after three steps of several microbatches, and its log-probs, unmerged and merged."""
     adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerOptions(**SETTINGS)
     role = load_role("actor", path, "policy", LoadOptions(dtype=torch.float32, peers=peers), settings, True, adapter)
     for step in range(3):
@@ -279,7 +279,7 @@ def test_adapters_that_cannot_be_sharded_are_refused_by_name(pair, tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(stock, config).save_pretrained(tmp_path / "embedding")
     with pytest.raises(
-        UsageError, match=r"adapter of model.embed_tokens .*leave the layer out of --lora-target-modules"
+        UsageError, match=r"adapter of model.embed_tokens .*remove the layer from --lora-target-modules"
     ):
         pair.call("apply", functools.partial(learned, adapter_path=str(tmp_path / "embedding"), rank=0), path)
     stock = AutoModelForCausalLM.from_pretrained(path)

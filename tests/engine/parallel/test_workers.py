@@ -99,9 +99,9 @@ def test_ranks_that_cannot_start_say_why_and_leave_nothing():
 
 def test_a_closed_group_says_so_instead_of_waiting(group):
     group.close()
-    with pytest.raises(EngineError, match="add: the worker processes have been ended"):
+    with pytest.raises(EngineError, match="add: the worker processes have been stopped"):
         group.call("add", 1)
-    with pytest.raises(EngineError, match="have been ended"):
+    with pytest.raises(EngineError, match="have been stopped"):
         group.tell(0, "pid")
 
 
@@ -109,7 +109,7 @@ def test_a_closed_group_says_so_instead_of_waiting(group):
     ("method", "text", "reason"),
     [
         ("garble", b"garbage", "sent data that is not a message"),
-        ("send_text", cloudpickle.dumps(CallResult(99)), "an answer to call 99, which is not pending"),
+        ("send_text", cloudpickle.dumps(CallResult(99)), "a result of call 99, which is not pending"),
     ],
     ids=["garbage", "forged"],
 )

@@ -1,7 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
-Runs as a separate process at the lowest priority, while its parent continues. It reads the model's configuration but no
-weights: memory for them is allocated but never touched. It exits when its parent does.
+The build runs as a separate process at the lowest priority, so that the parent process can continue. It reads the model's
+configuration but not the weights, whose memory is allocated but never touched. It exits when the parent exits.
 """
 
 import json
@@ -36,10 +36,10 @@ _ROWS, _COLUMNS, _CACHED = 24, 80, 193
 
 
 def build(spec: StepSpec, package: Path) -> None:
-    """Trace and compile, then move the package into place atomically.
+    """Trace and compile the step, then move the package into place atomically.
 
     Raises:
-        RuntimeError: the configuration yields an architecture other than the spec's, or tracing or compiling failed.
+        RuntimeError: the configuration yields another architecture than the spec, or tracing or compiling failed.
     """
     load_all(KERNELS)  # without them, PyTorch's operators are compiled instead
     with building_folder(package) as folder:

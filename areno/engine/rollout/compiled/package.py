@@ -21,11 +21,11 @@ _COLUMNS = 32  # cache columns that the validation step attends to
 class StepPackage:
     """A loaded package of :mod:`build`, bound to a model's weights and validated against the model.
 
-    The weights are shared, not copied, so training updates are visible without further calls.
+    The weights are shared with the model, so training updates are visible without further calls.
 
     Raises:
-        EngineError: the package cannot be loaded, needs weights that the model lacks, computes results that differ from the
-            model's, or may have been written by another user.
+        EngineError: the package cannot be loaded, needs weights that the model lacks, computes different results than the
+            model, or may have been written by another user.
     """
 
     def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
@@ -53,7 +53,7 @@ class StepPackage:
         return logits, tokens, logprobs
 
     def refresh(self) -> None:
-        """Rebind weights whose memory has moved; call before the next step whenever they may have moved."""
+        """Rebind weights whose memory has moved. Call this method before the next step whenever weights may have moved."""
         moved = [name for name, weight in self._weights.items() if weight.data_ptr() != self._lent[name].data_ptr()]
         for name in moved:
             self._lent[name].data = self._weights[name].detach()
@@ -61,7 +61,7 @@ class StepPackage:
             self._load()
 
     def close(self) -> None:
-        """Release the weights; no step may follow."""
+        """Release the weights. No step may follow."""
         for tensor in self._lent.values():
             tensor.data = tensor.new_empty(0)
 
@@ -73,7 +73,7 @@ class StepPackage:
         names = self._loader.get_constant_fqns()
         missing = [name for name in names if name not in available]
         if missing:
-            raise RuntimeError(f"it needs the constants {', '.join(missing[:3])}, which the model does not have")
+            raise RuntimeError(f"it needs constants that the model does not have: {', '.join(missing[:3])}")
         self._weights = {name: available[name] for name in names}
         self._lent = {name: weight.detach() for name, weight in self._weights.items()}
         self._load()
@@ -82,13 +82,13 @@ class StepPackage:
         """Pass the weights' addresses to the loader.
 
         PyTorch 2.13 never frees its references to user-managed tensors. So the loader always gets the same tensor objects,
-        whose memory :meth:`refresh` and :meth:`close` swap: each call leaks 8 KB, not the weights.
+        and :meth:`refresh` and :meth:`close` swap their memory. Each call then leaks 8 KB instead of the weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Run one random step compiled and uncompiled, each on its own copy of the cache; compare logits and caches."""
+        """Run one random step compiled and uncompiled, on separate copies of the cache; compare the logits and the caches."""
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments
@@ -107,10 +107,10 @@ class StepPackage:
             raise EngineError(f"the compiled decode step differs from the model by {gap:.1e}")
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Let the model write the cache columns that the step reads.
+        """Fill the cache columns that the step reads with keys and values that the model computes.
 
-        With random keys and values, each layer of a trained model amplifies rounding differences: in 16 bits up to a third of
-        the largest logit, even between PyTorch's own operators.
+        With random keys and values, each layer of a trained model amplifies rounding differences. In 16-bit dtypes, the
+        differences reach a third of the largest logit, even between PyTorch's own operators.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

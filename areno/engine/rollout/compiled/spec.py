@@ -1,4 +1,4 @@
-"""Identity of a compiled decode step: everything it depends on, and its file name in the cache."""
+"""Cache key of a compiled decode step: everything that the step depends on, and its file name in the cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A decode step without its weights."""
+    """The description of a decode step, without the weights."""
 
     config: str  # the model's configuration as JSON
     architecture: str  # name of the model's class
@@ -37,7 +37,7 @@ class StepSpec:
 
     @classmethod
     def of(cls, model: CausalLM, layers: tuple[LayerShape, ...]) -> StepSpec:
-        """The spec of a loaded model's step."""
+        """Return the spec of a loaded model's decode step."""
         config = {key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN}
         return cls(
             config=json.dumps(config, sort_keys=True, default=str),
@@ -48,7 +48,7 @@ class StepSpec:
         )
 
     def path(self) -> Path:
-        """Path of the step's package, which may not exist yet."""
+        """Return the path of the step's package, which may not exist yet."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
         # Compiled steps refer to our kernels by file name.

@@ -1,12 +1,13 @@
-"""Choose how decode steps run: with our kernels if the model is large enough, and compiled if that saves time.
+"""Choose how decode steps run: with areno's kernels if the model is large enough, and compiled if compiling saves time.
 
-The kernels are built once per machine, in seconds, before the first step. A compiled step saves PyTorch's overhead between
-kernels: most of a step's time for a small model, 7 % of it at 135 M parameters. A compiled step is loaded at once if it is on
-disk; else it is built once the remaining work justifies that.
+The kernels are built once per machine, before the first step. Their build takes seconds. A compiled step avoids PyTorch's
+overhead between kernels. This overhead is most of a step's time for a tiny model, and 7 % for a model of 135 M parameters. If
+a compiled step is on disk, it is loaded at once. Otherwise it is built as soon as the remaining work justifies the build
+time.
 
-Building takes about 40 seconds on one core and does not delay generation: it runs in a separate process at the lowest priority,
-and the switch happens between two steps. A step that cannot be compiled is reported once, and decoding continues as before.
-Built steps are cached on disk, so the next run of the same model starts with them.
+A build takes about 40 seconds on one core. It does not delay generation, because it runs in a separate process at the lowest
+priority, and the switch happens between two steps. If a step cannot be compiled, a log line reports the reason once, and
+decoding continues as before. Compiled steps are cached on disk, so the next run of the same model uses them from the start.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ _LOOK_EVERY = 32
 
 
 class DecodeSwitch:
-    """Runs decode steps, and switches to a faster implementation when that saves time.
+    """Runs decode steps, and switches to a faster implementation when the switch saves time.
 
     Args:
-        model, cache: the policy and its KV cache.
-        layers: what each layer caches; empty if some layers are recurrent.
+        model: the policy.
+        cache: the policy's KV cache.
+        layers: cache layout of each layer; empty if some layers are recurrent.
         mode: ``eager`` never compiles a step; ``compiled`` waits for the build in :meth:`prepare`.
-        builds: whether ``auto`` may build a missing step; otherwise another process is expected to build it.
+        builds: whether mode ``auto`` may build a missing step. If false, another process is expected to build it.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class DecodeSwitch:
 
     @property
     def compiled(self) -> bool:
-        """Whether steps run compiled."""
+        """Whether compiled steps are in use."""
         return isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage)
 
     def prepare(self) -> None:
@@ -98,7 +100,7 @@ class DecodeSwitch:
             self._take_over()
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """Run one decode step; ``remaining()`` is an upper bound of the tokens left to generate."""
+        """Run one decode step; ``remaining()`` returns an upper bound of the number of tokens left to generate."""
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()
@@ -114,12 +116,12 @@ class DecodeSwitch:
         return draw
 
     def refresh(self) -> None:
-        """Rebind the weights of a compiled step; call before the next step whenever their memory may have moved."""
+        """Rebind the weights of a compiled step. Call this method before the next step whenever weights may have moved."""
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.refresh()
 
     def close(self) -> None:
-        """Stop a running build and release the weights; no step may follow."""
+        """Stop a running build and release the weights. No step may follow."""
         self._end_build()
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.close()
@@ -131,10 +133,10 @@ class DecodeSwitch:
 
     @cached_property
     def _spec(self) -> StepSpec:
-        """Identity of the step to compile.
+        """The spec of the step to compile.
 
         Raises:
-            EngineError: a step of this model on this device is known not to compile.
+            EngineError: steps of this model cannot be compiled on this device.
         """
         model = self.model
         if model.device.type != "cpu":
@@ -142,13 +144,13 @@ class DecodeSwitch:
         if not self.layers:
             raise EngineError(f"{type(model.module).__name__} has recurrent states")
         if not type(model.module).__module__.startswith("transformers."):
-            raise EngineError("the model's code comes with its checkpoint")
+            raise EngineError("the model's code is part of the checkpoint")
         if model.adapter is not None and not model.adapter.merges:
             raise EngineError("the adapter is not merged into the weights")
         return StepSpec.of(model, self.layers)
 
     def _take_kernels(self) -> None:
-        """Switch to our kernels, building them if necessary; PyTorch's operators remain the fallback."""
+        """Switch to areno's kernels, which are built if necessary. If the build fails, keep PyTorch's operators."""
         self._wants_kernels = False
         if problem := load_all(KERNELS):
             logger.info("decoding without areno's kernels: %s", compiler_missing() or problem)
@@ -159,7 +161,7 @@ class DecodeSwitch:
             self._saved = SAVED_BESIDE_KERNELS
 
     def _look(self, remaining: Callable[[], int]) -> None:
-        """Switch to the compiled step if it exists, else start building it if that saves time."""
+        """Switch to the compiled step if it exists. Otherwise, start building it if the build saves time."""
         try:
             if self._build is not None:
                 self._look_at_build(self._build)
@@ -185,7 +187,7 @@ class DecodeSwitch:
         self._take_over()
 
     def _pays(self, remaining: Callable[[], int]) -> bool:
-        """Whether compiling saves more time than it costs, assuming that at least as much work remains as has been done."""
+        """Whether compiling saves more time than it costs. Assumes that the remaining work is at least the work done so far."""
         if not self._generated:
             return False
         ahead = remaining() * self._spent_s / self._generated
@@ -214,7 +216,7 @@ class _Build:
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:
-        """None while running, "" on success, else the reason for the failure."""
+        """Return None while the build runs, "" on success, and the error on failure."""
         code = self._process.poll()
         if code is None:
             return None
@@ -222,7 +224,7 @@ class _Build:
             return ""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"the build process exited with status {code}"
+        return lines[-1] if lines else f"the build process exited with code {code}"
 
     def wait(self) -> str:
         self._process.wait()

@@ -1,6 +1,6 @@
-"""The compiled function: one decode step from token ids to the next ones, including temperature sampling.
+"""The compiled function: one decode step from token ids to the next token ids, including temperature sampling.
 
-All that varies between steps is an argument, so one trace works for all batch sizes, context lengths and cache sizes.
+Everything that varies between steps is an argument. So one trace works for all batch sizes, context lengths and cache sizes.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,14 +19,14 @@ from areno.engine.rollout.slot_cache import DecodePlan, LayerShape, SlotCache
 
 
 class KernelPlan(DecodePlan):
-    """Decode plan whose attention kernel reads only each row's context; ``prefixes``: see :func:`decode_attention`."""
+    """Decode plan whose attention kernel reads only each row's context. For ``prefixes``, see :func:`decode_attention`."""
 
     def __init__(self, *args: Any, prefixes: tuple[Tensor, Tensor]) -> None:
         super().__init__(*args)
         self._prefixes = prefixes
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the cache and attend over it."""
+        """Append k, v [rows, heads, size] to the cache, and attend over the cache."""
         if not takes(layer, q):
             return super().attend(layer, q, k, v)
         self.write(layer, k, v)
@@ -38,9 +38,9 @@ class DecodeStep(nn.Module):
     """One step of a causal LM over a KV cache.
 
     Args:
-        model: its weights are the module's parameters.
+        model: model whose weights become the module's parameters.
         layers: the cached layers, in the order of ``keys`` and ``values``.
-        kernels: use :mod:`areno.engine.kernels` for attention and sampling where they apply.
+        kernels: whether to use :mod:`areno.engine.kernels` for attention and sampling where possible.
     """
 
     def __init__(self, model: CausalLM, layers: Seq[LayerShape], *, kernels: bool = False) -> None:
@@ -63,20 +63,20 @@ class DecodeStep(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Append the tokens to the cache, and sample the next ones.
+        """Append the tokens to the cache, and sample the next tokens.
 
         Args:
-            tokens: ids to feed [B].
-            positions: their positions [B].
-            write_at: cache columns to write them to [B].
-            columns: indices of the columns to attend to [L].
-            leaders: for each row, the first row with the same prefix [B].
-            shared: length of that prefix [B].
+            tokens: input token ids [B].
+            positions: positions of the tokens [B].
+            write_at: cache columns to which the tokens are written [B].
+            columns: indices of the cache columns to attend to [L].
+            leaders: index of the first row with the same prefix, per row [B].
+            shared: length of the shared prefix, per row [B].
             temperatures: temperature of each row [B].
             greedy: whether each row takes the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].
-            keys: caches of the layers [B, heads, columns, size]; written in place.
-            values: the same.
+            keys: cached keys of the layers, each [B, heads, columns, size]; written in place.
+            values: cached values of the layers, with the same shapes; written in place.
 
         Returns:
             Logits [B, V], chosen tokens [B], and their log-probs under the scaled policy [B].
@@ -93,7 +93,7 @@ class DecodeStep(nn.Module):
 
 
 def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample rows without filters or edits; the same arithmetic as :meth:`SamplingTable.draw`.
+    """Sample rows without filters or logit edits, with the same arithmetic as :meth:`SamplingTable.draw`.
 
     Returns:
         Tokens [B] and their log-probs [B].
@@ -116,7 +116,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
 
 
 def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
-    """Index of the first maximum of each row of [B, blocks, size], given the maximum of each block."""
+    """Return the index of the first maximum in each row of [B, blocks, size], given the maximum of each block."""
     block = largest.argmax(-1)
     return block * table.shape[2] + inverse_cdf.take_block(table, block).argmax(-1)
 
@@ -124,9 +124,9 @@ def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
 def example_inputs(
     layers: Seq[LayerShape], dtype: torch.dtype, vocab: int, rows: int, columns: int, cached: int
 ) -> tuple[Tensor | list[Tensor], ...]:
-    """Random arguments of a step, for tracing and validation.
+    """Return random arguments of a step, for tracing and validation.
 
-    B is ``rows``, L is ``columns``; the caches have ``cached`` columns, more than L.
+    B is ``rows``, and L is ``columns``. The caches have ``cached`` columns, which must be more than L.
     """
     random = torch.Generator().manual_seed(0)
 

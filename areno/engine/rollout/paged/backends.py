@@ -1,7 +1,7 @@
-"""Backends of paged decode attention: our Triton kernel, or a gather into a padded batch.
+"""Backends of paged decode attention: areno's Triton kernel, or gathering the pages into a padded batch.
 
-The kernel is chosen by a test, not by version numbers: on first use, each device runs it on a small case, and keeps it if the
-result is right.
+The choice depends on a test, not on version numbers. On first use, each device runs the kernel on a small case, and uses the
+kernel if the result is correct.
 """
 
 import functools
@@ -41,7 +41,7 @@ def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
 def gather_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Gather the pages, then run PyTorch's attention; works on every device."""
+    """Gather the pages, then run PyTorch's attention, which works on every device."""
     k, v = (gathered(pool, table, columns) for pool in (keys, values))
     at = positions.clamp(min=0)  # padding rows attend to one column, because softmax over none is NaN
     mask = decode_mask(at, torch.arange(columns, device=q.device), layer.window, q.dtype)
@@ -51,7 +51,7 @@ def gather_attention(
 def triton_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Our kernel; see :mod:`~areno.engine.rollout.paged.kernel`."""
+    """Run areno's kernel; see :mod:`~areno.engine.rollout.paged.kernel`."""
     from areno.engine.rollout.paged.kernel import decode_attention
 
     return decode_attention(layer, q, keys, values, table, (positions + 1).int(), columns=columns)
@@ -63,7 +63,7 @@ _TRITON = AttentionBackend("triton", triton_attention, fixed_shape=True)
 
 @functools.cache
 def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> AttentionBackend:
-    """The Triton kernel if it works on the device, else the gather backend, with one warning."""
+    """Return the Triton backend if its kernel works on the device. Otherwise, warn once and return the gather backend."""
     if device.type != "cuda":
         return GATHER
     reason = why_not(_TRITON, device, dtype, page_size)
@@ -75,7 +75,7 @@ def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> At
 
 
 def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
-    """Test a backend on a small case. Returns None if it works, else the problem."""
+    """Test a backend on a small case. Returns None if the backend works, and the problem otherwise."""
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5
     positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)
@@ -97,6 +97,6 @@ def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
 def paged_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Attention of each row's new token over its pages, with the best backend for the layer."""
+    """Compute the attention of each row's new token over the row's pages, with the best backend for the layer."""
     backend = GATHER if layer.explicit else best_backend(q.device, q.dtype, keys.shape[1])
     return backend.run(layer, q, keys, values, table, positions, columns)

@@ -25,15 +25,15 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         self._stream: Any = None
 
     def clear(self) -> None:
-        """Drop all graphs and their pool: older versions of PyTorch abort a capture into a pool without graphs."""
+        """Drop all graphs and their pool, because older versions of PyTorch abort a capture into a pool without graphs."""
         super().clear()
         self._pool = None
 
     def capture(self, size: int, program: Callable[[], None]) -> None:
-        """Capture a program. All graphs share one pool, so capture the largest first: the others then reuse its memory.
+        """Capture a program. All graphs share a memory pool, so capture the largest first: smaller graphs reuse its memory.
 
         Raises:
-            CaptureError: the program cannot be captured. On errors the calling thread's current stream is restored.
+            CaptureError: the program cannot be captured. The calling thread's current stream is then restored.
         """
         main = torch.cuda.current_stream(self._device)
         try:
@@ -49,7 +49,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Warm up with two runs on the capture stream (lazy allocations, kernel compilation, sync check), then capture."""
+        """Run the program twice as a warmup (lazy allocations, kernel compilation, sync check), then capture it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)
@@ -67,7 +67,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make device synchronizations raise an error that names the operation; errors during a capture do not name it."""
+    """Make device synchronizations raise an error that names the operation, unlike errors during a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -77,7 +77,7 @@ def _no_syncs() -> Iterator[None]:
 
 
 def why_not_captured(config: Any, dtype: torch.dtype) -> str | None:
-    """Reason why decode steps of a model cannot be captured, as far as its configuration shows; else None."""
+    """Return why a model's configuration rules out capturing its decode steps; None if capturing may work."""
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if experts > 1 and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

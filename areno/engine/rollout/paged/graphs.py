@@ -1,8 +1,9 @@
-"""One decode step on the device: body, logits and sampling over static buffers, captured in a CUDA graph per batch size.
+"""One decode step on the device: body, logits and sampling over static buffers, with one CUDA graph per batch size.
 
-For each row, a step needs only a few numbers from the host: the source of the row's token (the output of the previous step on
-the device, or the host), its position and its token index. So a step can be launched before the tokens of the previous one have
-been read. On a CPU, with ``--eager-decode``, or if the step cannot be captured, the same program runs eagerly.
+For each row, a step needs only a few numbers from the host: the source of the input token (the device output of the previous
+step, or the host), the token's position, and the index of the token to sample. So a step can be launched before the tokens of
+the previous step have been read. On a CPU, with ``--eager-decode``, or if the step cannot be captured, the same program runs
+eagerly.
 """
 
 import logging
@@ -49,13 +50,13 @@ PAUSED = StepRow(-1, 0, -1, 0, 0, SamplingParams(greedy=True))
 
 @dataclass(slots=True)
 class StepResult:
-    """Tokens and log-probs of a launched step, being copied to the host."""
+    """Tokens and log-probs of a launched step, which are being copied to the host."""
 
     values: Tensor
     event: Any = None
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step; returns the tokens and log-probs of its rows."""
+        """Wait for the step, and return the tokens and log-probs of its rows."""
         if self.event is not None:
             self.event.synchronize()
         tokens, logprobs = self.values.tolist()
@@ -63,16 +64,16 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes to capture, up to ``most``; denser at small sizes, where padding costs relatively more."""
+    """Return the batch sizes to capture, up to ``most``. Small sizes are closer together, where padding costs more."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 
 
 class DeviceDecode:
-    """Launches decode steps of at most ``max_rows`` rows; ``eager`` never captures (``--eager-decode``).
+    """Launches decode steps of at most ``max_rows`` rows. ``eager`` disables CUDA graphs (``--eager-decode``).
 
     Attributes:
-        launches: number of steps.
+        launches: number of launched steps.
         replays: number of steps replayed from a graph.
     """
 
@@ -97,9 +98,9 @@ class DeviceDecode:
         self._graphs.clear()
 
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
-        """Launch a step over the first rows of the block table; returns before its result is ready.
+        """Launch a step over the first rows of the block table. Returns before the result is ready.
 
-        If ``version`` has changed, checks whether the weights have been reallocated.
+        If ``version`` has changed, the method checks whether the weights have been reallocated.
         """
         size = self._bucket(len(rows))
         self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)
@@ -134,7 +135,7 @@ class DeviceDecode:
             self._params = params
 
     def _program(self, size: int, columns: int) -> None:
-        """The captured program: reads and writes static buffers only."""
+        """Run the program to capture, which reads and writes only static buffers."""
         step = self._step[:size].unbind(1)
         source = step[_SOURCE]
         tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_TOKEN])
@@ -172,7 +173,7 @@ class DeviceDecode:
         return self._graphs[size]
 
     def _capture(self, size: int) -> bool:
-        """Capture the program for a batch size with padding rows; on failure, decoding stays eager from now on."""
+        """Capture the program for a batch size, with padding rows. On failure, all later decoding is eager."""
         saved = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:

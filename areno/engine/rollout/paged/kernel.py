@@ -1,7 +1,7 @@
-"""Decode attention over pages, in Triton: one new token per row, any page size, grouped heads folded into one tile.
+"""Decode attention over pages, in Triton: one new token per row, any page size, and grouped heads in one tile.
 
 A program handles one row, one key head and one part of the context, with online softmax in fp32 (Milakov and Gimelshein
-2018); a second kernel merges the parts (split-K, as in flash decoding). Keys outside a sliding window are skipped; sinks are
+2018). A second kernel merges the parts (split-K, as in flash decoding). Keys outside a sliding window are skipped. Sinks are
 added last, as a key without a value. Lengths are read on the device, so a captured launch stays valid while contexts grow.
 
 Importing this module requires Triton.
@@ -166,21 +166,22 @@ def decode_attention(
     block: int | None = None,
     stages: int = STAGES,
 ) -> Tensor:
-    """Attention of one query per row over its pages.
+    """Compute the attention of one query per row over the row's pages.
 
     Args:
         layer: scale, window, sinks and soft-capping.
-        q: [rows, H, D], features contiguous.
-        keys, values: pools [pages, page_size, K, D] and [pages, page_size, K, Dv] in the dtype of ``q``.
+        q: queries [rows, H, D], with contiguous features.
+        keys: pool of keys [pages, page_size, K, D] in the dtype of ``q``.
+        values: pool of values [pages, page_size, K, Dv] in the dtype of ``q``.
         table: block table [rows, width], int32.
-        lengths: tokens of each context [rows], int32; 0 for padding rows, whose output is 0.
-        columns: maximum tokens of a context; only affects the number of parts.
-        parts: number of parts per context, a power of two; None chooses it.
+        lengths: number of tokens of each context [rows], int32. Padding rows have length 0 and output 0.
+        columns: maximum number of tokens of a context; only affects the number of parts.
+        parts: number of parts per context, a power of two; None chooses the number.
         block: keys per loop iteration; None means 64, or 32 for heads of more than 128 features.
         stages: see :data:`STAGES`.
 
     Returns:
-        [rows, H, Dv] in the dtype of ``q``.
+        Attention outputs [rows, H, Dv] in the dtype of ``q``.
     """
     rows, heads, size = q.shape
     key_heads, v_size = values.shape[2:]
@@ -226,7 +227,7 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Number of parts per context, a power of two: enough to fill the GPU twice, unless contexts are too short."""
+    """Return the number of parts per context: a power of two that fills the GPU twice, unless contexts are too short."""
     parts = 1
     while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:
         parts *= 2
@@ -235,5 +236,5 @@ def choose_parts(programs: int, columns: int, processors: int) -> int:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 elsewhere, where Triton's interpreter runs programs sequentially."""
+    """Return a GPU's number of multiprocessors. Elsewhere return 1, as Triton's interpreter runs programs sequentially."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -20,10 +20,10 @@ from areno.engine.rollout.slot_cache import ROW_STEP
 
 
 class PagedRolloutLoop(RolloutLoop):
-    """A rollout loop whose decode steps overlap with work on the host, unless a row needs filters, edits or top log-probs.
+    """A rollout loop in which decode steps overlap with host work, unless a row needs filters, logit edits or top log-probs.
 
-    ``eager_decode`` disables CUDA graphs; the other arguments are those of :class:`~areno.engine.rollout.loop.RolloutLoop`.
-    Speculative decoding and compiled steps need slots and are not supported.
+    ``eager_decode`` disables CUDA graphs. For the other arguments see :class:`~areno.engine.rollout.loop.RolloutLoop`.
+    Speculative decoding and compiled steps are not supported, because they need a slot cache.
     """
 
     cache: PagedCache  # type: ignore[assignment]
@@ -62,7 +62,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int) -> None:
-        """Drop the cache and change its size; the prefix cache keeps its share. The next use allocates the memory."""
+        """Drop the cache and change its size. The prefix cache keeps its share. The next use allocates the memory."""
         prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
         self.drop_cache()
         self.prefixes.budget_tokens = prefix_tokens
@@ -71,11 +71,11 @@ class PagedRolloutLoop(RolloutLoop):
         super().resize(budget_tokens)
 
     def _columns(self, budget_tokens: int) -> int:
-        """Maximum number of tokens of a sequence, plus room for a step that is launched before the last token is read."""
+        """Return the maximum length of a sequence, plus room for a step that is launched before the last token is read."""
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:
-        """Ensure capacity for ``sequences`` rows; growing waits for running generation and drops the cache."""
+        """Ensure capacity for ``sequences`` rows. If the capacity must grow, wait for running requests and drop the cache."""
         if sequences > self.device_decode.max_rows:
             self.wait_idle()
             self.device_decode.release()
@@ -83,7 +83,7 @@ class PagedRolloutLoop(RolloutLoop):
             self.resize(self.scheduler.budget_tokens)
 
     def drop_cache(self) -> None:
-        """Free pages, graphs and the prefix cache; nothing may be pending."""
+        """Free pages, graphs and the prefix cache. No request may be pending."""
         self.prefixes.clear()
         self.device_decode.release()
         self.cache.release()
@@ -117,7 +117,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._push(tokens)
 
     def _step_synchronously(self) -> None:
-        """Step without overlap, for rows whose sampling needs all earlier tokens on the host."""
+        """Run a step without overlap, because the sampling of some rows needs all earlier tokens on the host."""
         self._push(self._pipeline.drain(self.scheduler.running))
         if self.scheduler.running:
             super()._step()

@@ -1,4 +1,4 @@
-"""Page allocation of the KV cache: free list and reference counts. Touches no tensors."""
+"""Page allocation of the KV cache, with a free list and reference counts but without tensors."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,13 @@ SPARE_PAGE = 0
 
 
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
-    """Number of pages with which allocation never fails, provided that the scheduler keeps to its budget.
+    """Return the number of pages with which allocation never fails, provided that the scheduler stays within its budget.
 
-    The scheduler charges each live sequence the longest length, rounded up to :data:`COLUMN_STEP`, a whole number of pages.
-    So no sequence has more pages than it is charged for; sharing only lowers the number. A single sequence may exceed the
-    budget, but not the budget rounded up to :data:`COLUMN_STEP`. A decode step launched before the tokens of the previous one
-    are known may allocate one more page per running sequence. The prefix store charges whole blocks, each a whole number of
-    pages. The spare page is extra.
+    The scheduler charges each live sequence the longest length, rounded up to :data:`COLUMN_STEP`, which is a whole number of
+    pages. So no sequence has more pages than the scheduler charges for. Sharing only lowers the number of pages. A single
+    sequence may exceed the budget, but not the budget rounded up to :data:`COLUMN_STEP`. A decode step that is launched
+    before the tokens of the previous step are known may allocate one more page per running sequence. The prefix store charges
+    whole blocks, and a block is a whole number of pages. The spare page is added to these pages.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
@@ -28,7 +28,7 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
 
 
 class PageAllocator:
-    """Free list and reference counts of ``pages`` pages, including the spare one."""
+    """Free list and reference counts of ``pages`` pages, including the spare page."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -38,7 +38,7 @@ class PageAllocator:
 
     @property
     def used(self) -> int:
-        """Allocated pages, without the spare one."""
+        """Number of allocated pages, without the spare page."""
         return self.pages - 1 - len(self._free)
 
     @property
@@ -50,11 +50,11 @@ class PageAllocator:
         """Allocate a page.
 
         Raises:
-            EngineError: no page is free; with :func:`pages_for` pages, that is a bug in the scheduler's accounting.
+            EngineError: no page is free. With :func:`pages_for` pages, this error is a bug in the scheduler's accounting.
         """
         if not self._free:
             raise EngineError(
-                f"all {self.pages - 1} pages of the KV cache are in use; the scheduler admitted more than its budget"
+                f"all {self.pages - 1} pages of the KV cache are in use; the scheduler has exceeded its budget"
             )
         page = self._free.pop()
         self._references[page] = 1
@@ -73,5 +73,5 @@ class PageAllocator:
                 self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page has several references."""
+        """Whether a page has more than one reference."""
         return self._references[page] > 1

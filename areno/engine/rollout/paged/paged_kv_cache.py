@@ -1,9 +1,9 @@
 """Paged KV cache: rows of a block table instead of slots.
 
-The interface is that of :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share pages until they write
-(copy-on-write of the last, partly filled page). Snapshots are references to pages; a compaction moves rows of the table. A page
-is free once its last reference is dropped. The pool is allocated once at full size, so that the addresses in CUDA graphs remain
-valid.
+The interface equals that of :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share pages until a
+sample writes to the last, partly filled page, which is then copied (copy-on-write). Snapshots are references to pages. A
+compaction moves rows of the table. A page is free once its last reference is dropped. The pool is allocated once at full
+size, so that the addresses in CUDA graphs remain valid.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from areno.errors import EngineError
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageSnapshot:
-    """Pages of a context's prefix. They stay cached while this object exists."""
+    """Pages of a context's prefix, which stay cached while this object exists."""
 
     pages: tuple[int, ...]
     allocator: PageAllocator
@@ -35,13 +35,14 @@ class PagedCache(KVCache):
         pages: size of the pool; see :func:`~areno.engine.rollout.paged.page_allocator.pages_for`.
         device: device of the pool.
         page_size: tokens per page.
-        rows: initial rows of the block table.
-        columns: initial tokens per row; growing the table later invalidates captured graphs.
+        rows: initial number of rows of the block table.
+        columns: initial number of tokens per row. Growing the table later invalidates captured graphs.
 
     Attributes:
-        table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or spare.
-        reclaim: called when no page is free; frees some, and returns whether it might free more.
-        epoch: incremented when a tensor that is read by captured graphs moves to other memory.
+        table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or point to the spare
+            page.
+        reclaim: called when no page is free. It frees some pages, and returns whether another call might free more pages.
+        epoch: incremented when a tensor that captured graphs read moves to other memory.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PagedCache(KVCache):
     # -- room ------------------------------------------------------------------------------------------------------
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the block table to ``rows`` sequences of ``columns`` tokens; allocates no pages."""
+        """Grow the block table to ``rows`` sequences of ``columns`` tokens, without allocating pages."""
         if not self.slots:
             rows, columns = max(rows, self._initial[0]), max(columns, self._initial[1])
         slots = max(self.slots, round_up(rows, ROW_STEP))
@@ -88,36 +89,36 @@ class PagedCache(KVCache):
         self.epoch += 1
 
     def release(self) -> None:
-        """Free all memory. Invalidates earlier snapshots."""
+        """Free all memory. Earlier snapshots become invalid."""
         epoch, pages, (rows, columns), records = self.epoch, self.allocator.pages, self._initial, self.records
         reclaim = self.reclaim
         self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
         self.epoch, self.records, self.reclaim = epoch + 1, records, reclaim
 
     def resize(self, pages: int, columns: int) -> None:
-        """Change the number of pages and the initial row length; drops the cache."""
+        """Change the number of pages and the initial row length, and drop the cache."""
         self._initial = self._initial[0], columns
         self.allocator = PageAllocator(pages)
         self.release()
 
     def nbytes(self) -> int:
-        """Allocated bytes: pool, states and block table."""
+        """Return the size in bytes of the pool, the recurrent states and the block table."""
         return super().nbytes() + self.table.numel() * self.table.element_size()
 
     # -- rows and pages --------------------------------------------------------------------------------------------
 
     def pages_of(self, row: int) -> list[int]:
-        """Pages of a row in context order."""
+        """Return the pages of a row in context order."""
         return list(self._rows[row])
 
     def extend(self, row: int, start: int, stop: int) -> None:
-        """Prepare a row for writing to positions ``start`` to ``stop - 1``: copy shared pages, allocate missing ones.
+        """Prepare a row for writing to positions ``start`` to ``stop - 1``: copy shared pages and allocate missing pages.
 
         Raises:
             EngineError: the block table is too narrow, or no page is free.
         """
         if stop > self.columns:
-            raise EngineError(f"the block table has {self.columns} columns, {stop} are needed; reserve them first")
+            raise EngineError(f"the block table has {self.columns} columns, but needs {stop}; call reserve first")
         pages = self._rows[row]
         first, changed = start // self.page_size, len(pages)
         for index in range(len(pages) - 1, first - 1, -1):
@@ -134,7 +135,7 @@ class PagedCache(KVCache):
         return self.allocator.take()
 
     def _private_copy(self, page: int) -> int:
-        """Allocate a private copy of ``page``, to be filled by :meth:`publish`; drops one reference to ``page``."""
+        """Allocate a private copy of ``page``, which :meth:`publish` fills; drop one reference to ``page``."""
         copy = self._take()
         self._copies[copy] = self._copies.get(page, page)
         self.allocator.drop([page])
@@ -152,7 +153,7 @@ class PagedCache(KVCache):
             self._refer(target, self._rows[source])
 
     def move(self, moves: Seq[Move]) -> None:
-        """Carry out a compaction by moving rows of the block table; keys and values stay in place."""
+        """Carry out a compaction by moving rows of the block table. Keys and values stay in place."""
         for move in moves:
             self.allocator.drop(self._rows[move.target])
             self._rows[move.target], self._rows[move.source] = self._rows[move.source], []
@@ -161,12 +162,12 @@ class PagedCache(KVCache):
                 self.states.copy(move.source, torch.tensor([move.target], device=self.device))
 
     def keep(self, rows: int) -> None:
-        """Free the pages of all but the first ``rows`` rows."""
+        """Free the pages of all rows after the first ``rows`` rows."""
         for row in range(rows, self.slots):
             self.cut(row, 0)
 
     def snapshot(self, slot: int, length: int) -> PageSnapshot:
-        """Reference the whole pages of a row's first ``length`` tokens; copies nothing."""
+        """Reference the whole pages of a row's first ``length`` tokens, without a copy."""
         pages = tuple(self._rows[slot][: length // self.page_size])
         snapshot = PageSnapshot(pages, self.allocator)
         self.allocator.share(pages)
@@ -174,7 +175,7 @@ class PagedCache(KVCache):
         return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Let rows begin with the first ``length`` tokens of a snapshot, a whole number of pages."""
+        """Make rows begin with the first ``length`` tokens of a snapshot, which must be a whole number of pages."""
         if snapshot.allocator is not self.allocator:
             raise EngineError(
                 "a prefix was cached before the KV cache was released; clear the prefix store when releasing the cache"
@@ -189,7 +190,7 @@ class PagedCache(KVCache):
         self._mark(row, 0)
 
     def _mark(self, row: int, first: int) -> None:
-        """Mark the block-table entries of a row from ``first`` on as changed."""
+        """Mark a row's block-table entries as changed, starting at entry ``first``."""
         begin = row * self.table.shape[1]
         self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
 
@@ -210,7 +211,7 @@ class PagedCache(KVCache):
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Cells [N] of the flat pool for tokens at ``positions`` [N] of ``rows`` [N]; position -1: the spare page."""
+        """Return the cells [N] in the flat pool of ``positions`` [N] of ``rows`` [N]. Position -1 maps to the spare page."""
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
         cells = pages * self.page_size + at % self.page_size
@@ -227,7 +228,7 @@ class PagedCache(KVCache):
         return self.keys[layer].flatten(0, 1)[self.cells(torch.full_like(positions, slot), positions), 0]
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [pages, page_size, heads, size] of a layer that has been written to."""
+        """Return keys and values [pages, page_size, heads, size] of a layer that has been written to."""
         return self.keys[layer], self.values[layer]
 
     def _pool(self, pools: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:

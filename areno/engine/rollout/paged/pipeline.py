@@ -1,8 +1,8 @@
 """Overlap of host and device: step k + 1 is launched before the tokens of step k are read.
 
-A launch needs only the position of an unread token, which is known; the token itself stays on the device. The host's decisions
-come one step late: a sample that has just finished takes part in one surplus step, whose token is dropped. Results of samples
-that have left the batch in the meantime are dropped as well.
+A launch needs only the position of an unread token, which the host knows; the token itself stays on the device. The host's
+decisions come one step late. So a finished sample takes part in one surplus step, and its surplus token is dropped. Tokens of
+samples that have left the batch are dropped as well.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,7 +17,7 @@ Landed = tuple[Sequence, int, float]
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step: the row of each sample, and for each row the index of the token to sample (-1: none)."""
+    """A launched step: the row of each sample, and the index of the token that each row samples (-1: none)."""
 
     rows: dict[Sequence, int]
     indices: list[int]
@@ -37,7 +37,7 @@ class DecodePipeline:
         return _landed(before, running)
 
     def drain(self, running: Seq[Sequence]) -> list[Landed]:
-        """Return the tokens of the step in flight without launching another."""
+        """Return the tokens of the step in flight, without launching another step."""
         before, self._flight = self._flight, None
         return _landed(before, running)
 
@@ -65,7 +65,7 @@ class DecodePipeline:
         )
 
     def _source(self, sequence: Sequence) -> int:
-        """Row of the step in flight that samples the sample's last token; -1 if the host has it."""
+        """Return the row in the step in flight that computes the sample's next token; -1 if no unread token exists."""
         flight = self._flight
         if flight is None or sequence not in flight.rows:
             return -1

@@ -1,4 +1,4 @@
-"""Attention plans over a paged cache, equivalent to those over slots."""
+"""Attention plans over a paged cache, equivalent to the plans over slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areno.engine.rollout.slot_cache import ROW_STEP, PrefillPlan, PrefillSpan
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Packed spans of contexts. Each context is cached once; :meth:`finish` links its pages to all slots that share it."""
+    """Packed spans of contexts. Each context is cached once; :meth:`finish` shares its pages with the context's other slots."""
 
     cache: PagedCache  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """Cells of all contexts up to the end of their spans, concatenated."""
+        """The concatenated cells of all contexts, up to the end of each context's span."""
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
@@ -58,7 +58,7 @@ class PagedPrefillPlan(PrefillPlan):
         return torch.cat(cells)
 
     def finish(self) -> None:
-        """After the forward pass: link pages and copy recurrent states to the slots that share a context."""
+        """After the forward pass, link pages and copy recurrent states to all slots that share a context."""
         for span in self.spans:
             self.cache.link(span.slots[0], span.slots[1:])
         super().finish()
@@ -67,12 +67,12 @@ class PagedPrefillPlan(PrefillPlan):
 class PagedDecodePlan:
     """One new token for each of the first rows of the block table.
 
-    Allocates no pages: call :func:`open_cells` first. The computation depends on tensors only, so a captured graph can be
-    replayed with different positions in the same tensor.
+    The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors, so a captured
+    graph can be replayed with different positions in the same tensor.
 
     Args:
         cache: the KV cache.
-        positions: position of the new token of each row [rows]; -1 for padding, which writes to the spare page.
+        positions: position of each row's new token [rows]; -1 for padding rows, which write to the spare page.
         columns: number of columns to attend to, greater than every position.
     """
 
@@ -87,13 +87,13 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Allocate cells for a step over the first rows; return its plan, padded to a multiple of :data:`ROW_STEP`."""
+        """Allocate cells for a step over the first rows; return the step's plan, padded to a multiple of :data:`ROW_STEP`."""
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the pages and attend over them."""
+        """Append k, v [rows, heads, size] to the pages, and attend over the pages."""
         self._write(layer.layer, k, v)
         keys, values = self.cache.pool(layer.layer)
         return paged_attention(layer, q, keys, values, self._table, self._positions, self.columns)
@@ -107,7 +107,7 @@ class PagedDecodePlan:
 
 
 def open_cells(cache: PagedCache, positions: Seq[int]) -> None:
-    """Allocate a private cell in each of the first rows for the token at ``positions``; -1 skips a row."""
+    """Allocate a private cell for the token at ``positions`` in each of the first rows. Position -1 skips a row."""
     for row, position in enumerate(positions):
         if position >= 0:
             cache.extend(row, position, position + 1)

@@ -1,7 +1,7 @@
-"""Weight transfer engine for vLLM servers: the trainer broadcasts with gloo between CPUs and with NCCL between GPUs.
+"""Weight transfer engine for vLLM servers. Weights are broadcast with gloo between CPUs and with NCCL between GPUs.
 
-vLLM's workers import this module; their environment may lack areno. vLLM's calls control it: ``/init_weight_transfer_engine``
-joins the trainer's group; ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
+vLLM's workers import this module, and their environment may lack areno. ``/init_weight_transfer_engine`` joins the trainer's
+group. ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
 """
 
 import socket
@@ -36,7 +36,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightInfo(WeightTransferUpdateInfo):
-    """The broadcast tensors, in order. A bucket has at most ``bucket_bytes``, unless a single tensor is larger."""
+    """The broadcast tensors in order. A bucket has at most ``bucket_bytes``, unless a single tensor is larger."""
 
     names: list[str]
     dtypes: list[str]
@@ -45,7 +45,7 @@ class WeightInfo(WeightTransferUpdateInfo):
 
 
 class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
-    """Receives weights in a vLLM worker; see the module's docstring."""
+    """Receives weights in a vLLM worker (see the module's docstring)."""
 
     init_info_cls = GroupInfo
     update_info_cls = WeightInfo
@@ -71,11 +71,11 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         self._group = gloo(store, rank, init_info.size, options)
 
     def start_weight_update(self) -> None:
-        """Begin an update; the model cannot compute until :meth:`finish_weight_update`."""
+        """Start an update. The model cannot compute until :meth:`finish_weight_update` is called."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights. Overrides the base class, which would synchronize an accelerator even on a CPU."""
+        """Receive all weights. The base class would synchronize an accelerator even on a CPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -103,7 +103,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
             )
 
     def finish_weight_update(self) -> None:
-        """Finish the update; the model computes again, with the new weights."""
+        """Finish the update. The model can compute again, with the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -127,7 +127,7 @@ def _buckets(info: WeightInfo) -> Iterator[list[tuple[str, torch.dtype, list[int
 
 
 def _own_address(other: str) -> str:
-    """Address of this machine on the route to another one; sends nothing."""
+    """Address of this machine on the route to another machine. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])

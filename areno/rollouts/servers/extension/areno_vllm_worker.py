@@ -1,4 +1,4 @@
-"""Worker extension for vLLM servers, imported by vLLM's workers, whose environment may lack areno."""
+"""Worker extension for vLLM servers. vLLM's workers import this module, and their environment may lack areno."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ WeightTransferEngineFactory.register_engine("areno", "areno_vllm_transfer", "Are
 
 
 class ArenoWorker:
-    """Added to vLLM's worker class by ``--worker-extension-cls``."""
+    """The class that ``--worker-extension-cls`` adds to vLLM's worker class."""
 
     model_runner: Any
 
@@ -16,7 +16,7 @@ class ArenoWorker:
         """Repack output layers after a weight update, and return the number of layers.
 
         On a CPU, vLLM keeps a packed copy of the output layer. If this layer is tied to the embedding, an update changes only
-        the embedding, and the copy would keep the initial weights.
+        the embedding. Without repacking, the packed copy would keep the initial weights.
         """
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -36,7 +36,7 @@ def test_the_spare_page_is_never_handed_out():
 def test_running_out_of_pages_is_an_error_that_blames_the_scheduler():
     allocator = PageAllocator(2)
     allocator.take()
-    with pytest.raises(EngineError, match=r"all 1 pages .* scheduler admitted more"):
+    with pytest.raises(EngineError, match=r"all 1 pages .* scheduler has exceeded"):
         allocator.take()
 
 
