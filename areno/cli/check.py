@@ -87,7 +87,7 @@ def _python(report: dict[str, Any]) -> Iterator[Check]:
         "FAIL",
         "Python >= 3.11",
         f"{python['version']} ({python['executable']})",
-        "Install Python 3.11 or newer, and areno into it.",
+        "Install Python 3.11 or newer, then install areno into it.",
     )
     tested = system["system"] in ("Linux", "Darwin")
     detail = system["platform"] if tested else f"{system['platform']} is untested"

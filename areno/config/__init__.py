@@ -16,7 +16,7 @@ Options of other commands:
 
 For all commands:
 
-- ``options``: how an option is declared; ``parser``: flags and help; ``yaml_io``: YAML files.
+- ``options``: how an option is declared; ``parser``: flags and help, unknown flags and wrong types; ``yaml_io``: YAML files.
 - ``hooks``: user-defined functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
 - ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masking of
   secrets.

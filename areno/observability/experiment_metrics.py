@@ -104,7 +104,7 @@ _UPDATE: _Rows = (
     ("clipped_old_logp", "old_logp of the clipped tokens"),
     ("vocab_min_logits", "minimum logit of the vocabulary at each trained token, before the temperature"),
     ("vocab_max_logits", "maximum logit of the vocabulary at each trained token, before the temperature"),
-    ("rkl_loss", "distillation: reverse KL to the teacher per token"),
+    ("rkl_loss", "distillation: k1 estimate of the reverse KL to the teacher per token"),
     ("sapo_soft_gate", "SAPO: the gate per token"),
     ("sapo_scaled_gate_pos", "SAPO: the scaled gate of tokens with an advantage above 0"),
     ("sapo_scaled_gate_neg", "SAPO: the scaled gate of tokens with an advantage of 0 or less"),

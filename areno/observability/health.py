@@ -75,7 +75,7 @@ class HealthMonitor:
             raise ValueError(f"window must be at least 1 step, got {window}")
         self._window = window
         self.gap_limit = logprob_gap_limit
-        self._episodes: dict[str, _Condition] = {}
+        self._conditions: dict[str, _Condition] = {}
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
         self._parts: deque[dict[str, float]] = deque(maxlen=PARTS_WINDOW)
@@ -132,15 +132,15 @@ class HealthMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
-        episodes = {name: [e.held, e.absent, e.warned] for name, e in self._episodes.items()}
+        conditions = {name: [e.held, e.absent, e.warned] for name, e in self._conditions.items()}
         return {
-            **{"episodes": episodes, "loss_explained": self._loss_explained, "parts": [*self._parts]},
+            **{"episodes": conditions, "loss_explained": self._loss_explained, "parts": [*self._parts]},
             **{"start": [*self._start], "opposed": self._opposed},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of ``state_dict``."""
-        self._episodes = {
+        self._conditions = {
             name: _Condition(int(held), int(absent), bool(warned))
             for name, (held, absent, warned) in state["episodes"].items()
         }
@@ -153,18 +153,18 @@ class HealthMonitor:
         """Record whether a condition held in a step; return its warning if it is due."""
         if holds is None:
             return []
-        episode = self._episodes.setdefault(name, _Condition())
+        condition = self._conditions.setdefault(name, _Condition())
         if not holds:
-            episode.held = 0
-            episode.absent += 1
-            episode.warned = episode.warned and episode.absent < self._window
+            condition.held = 0
+            condition.absent += 1
+            condition.warned = condition.warned and condition.absent < self._window
             return []
-        episode.held += 1
-        episode.absent = 0
-        if episode.warned or episode.held < (self._window if name == "equal_rewards" else 1):
+        condition.held += 1
+        condition.absent = 0
+        if condition.warned or condition.held < (self._window if name == "equal_rewards" else 1):
             return []
-        episode.warned = True
-        return [message.replace("{n}", str(episode.held))]
+        condition.warned = True
+        return [message.replace("{n}", str(condition.held))]
 
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]

@@ -1,6 +1,6 @@
 """Rollouts: runs episodes, which return trajectories, and manages the replicas that generate tokens.
 
-- ``staleness``: limits the running episodes, and decides which trajectories are too old.
+- ``staleness``: limits the running episodes of ``areno run``, and decides which trajectories are too old.
 - ``dispatcher``: runs episodes and forms batches; ``episode_thread``: their event loop; ``tasks``: the dispatcher's state.
 - ``batches_ahead``: batches that ``areno train --rollout async`` generates ahead.
 - ``engine_client``: the engine as workflows see it; ``workflows``: the episodes.

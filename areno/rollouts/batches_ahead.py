@@ -15,7 +15,13 @@ from areno.training.loop import PlannedStep
 
 
 class BatchesAhead:
-    """Starts generating batches. ``begin`` is called with a step, and a dictionary from indices to items of the batch."""
+    """Starts generating batches before training needs them.
+
+    Args:
+        begin: starts the generation of a step's batch. It gets the step and the items to generate, by their index in the
+            batch, and returns a future per item. Items that were restored from a checkpoint are left out.
+        max_staleness: maximum number of steps that generation may be ahead of training.
+    """
 
     def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness

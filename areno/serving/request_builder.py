@@ -117,7 +117,7 @@ def check_text(text: str, param: str) -> None:
 
 
 def check_ids(param: str, ids: Iterable[int], vocabulary: int) -> None:
-    """Check that token ids are in the vocabulary. Raises ApiError 400 if one is not."""
+    """Check that all token ids are in the vocabulary. Raises ApiError 400 for any other id."""
     for token in ids:
         if not 0 <= token < vocabulary:
             raise bad_field(param, f"{token} is not a token id of this model; use ids from 0 to {vocabulary - 1}")

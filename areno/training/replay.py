@@ -82,7 +82,7 @@ class RecordedStep:
         weights = f"{base}, the initial model" if self.checkpoint is None else str(self.checkpoint)
         missing = self.step - self.start
         began = "the starting weights of the step"
-        behind = f"{missing} steps older than {began}" if missing else began
+        behind = f"{missing} step{'s' * (missing > 1)} older than {began}" if missing else began
         return [
             f"step {self.step}: {len(self.saved.rows)} rows ({kind})",
             f"weights: {weights} ({behind})",

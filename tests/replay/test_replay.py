@@ -102,7 +102,7 @@ def test_older_weights_are_reported_and_give_another_update(runs, tmp_path, caps
     shutil.rmtree(run / "checkpoints" / "step_000002")
     capsys.readouterr()
     assert replay(run, 2, "--out", tmp_path / "out") == 0
-    assert "step_000001 (1 steps older than the starting weights of the step)" in capsys.readouterr().out
+    assert "step_000001 (1 step older than the starting weights of the step)" in capsys.readouterr().out
     assert update_of(tmp_path / "out", 2)["logp_abs_diff_mean"] > 1e-3
     damaged = run / "checkpoints" / "step_000001" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])

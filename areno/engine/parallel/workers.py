@@ -131,7 +131,7 @@ class WorkerGroup:
                 start = Start(make, list(sys.path), threads, sharing, self._processes.log_file is not None)
                 with contextlib.suppress(OSError):  # the watching thread says why
                     self._send(rank, dumps(start))
-            self._gather("start", started)
+            self._gather("start", range(self.size), started)
         except BaseException:
             self._end(None)
             raise
@@ -164,7 +164,8 @@ class WorkerGroup:
 
     def begin(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Callable[[], list[Any]]:
         """Send a call; return a function that waits for the results. See :meth:`call`."""
-        return functools.partial(self._gather, method, self._ask(method, arguments, ranks or range(self.size)))
+        asked = ranks or range(self.size)
+        return functools.partial(self._gather, method, asked, self._ask(method, arguments, asked))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
         """Call a fast method on one rank immediately, even while the rank runs another call."""
@@ -217,11 +218,12 @@ class WorkerGroup:
         with rank.sending:
             rank.frames.send(text, SILENCE_S)
 
-    def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
+    def _gather(self, method: str, ranks: Sequence[int], futures: list[Future[Any]]) -> list[Any]:
         """Wait for all results. Errors of only some ranks, or of different types, fail the group."""
         wait(futures, return_when=FIRST_EXCEPTION)
         wait(futures, timeout=_SETTLE_S)
-        errors = [(rank, f.exception()) for rank, f in enumerate(futures) if f.done() and f.exception() is not None]
+        done = [(rank, future) for rank, future in zip(ranks, futures, strict=True) if future.done()]
+        errors = [(rank, future.exception()) for rank, future in done if future.exception() is not None]
         if not errors:
             return [future.result() for future in futures]
         rank, error = errors[0]

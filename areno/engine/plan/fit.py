@@ -174,7 +174,7 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
     lines += [
         "",
         "GiB held: memory of the fullest device. GiB sent (per device), waiting and seconds are for one optimizer step.",
-        "Layouts that begin with megatron: keep the full weights on every replica.",
+        "Layouts whose name begins with megatron: keep the full weights on every replica.",
     ]
     if options.tried:
         lines.append("Measured on this machine with random tokens; memory includes the whole process.")

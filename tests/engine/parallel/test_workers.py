@@ -83,6 +83,12 @@ def test_one_rank_that_fails_alone_ends_the_group(group, monkeypatch):
         group.call("add", 1)
 
 
+def test_an_error_in_a_call_of_some_ranks_names_the_rank(group, monkeypatch):
+    monkeypatch.setattr(workers, "_SETTLE_S", 0.5)
+    with pytest.raises(EngineError, match=r"rank 1 of 2 failed in fail_on: ValueError: this rank was told"):
+        group.call("fail_on", 1, 60.0, ranks=[1, 0])
+
+
 def test_a_killed_rank_is_named_with_its_signal_and_call(group):
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"rank 0 of 2 \(process \d+\) was killed by signal 9 in die_on"):
