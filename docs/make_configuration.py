@@ -235,7 +235,9 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
     if tell and entry.info.refused:
         yield f"*Only the default: {entry.info.refused}.*"
     if tell and entry.info.no_effect:
-        yield f"*Accepted without effect: {entry.info.no_effect}.*"
+        reason = entry.info.no_effect
+        condition = reason.removeprefix("only read ")
+        yield f"*Accepted without effect: {reason}.*" if condition == reason else f"*Only read {condition}.*"
     for value, words in entry.info.refused_values.items():
         yield f"*Not {value}: {words}.*"
 

@@ -39,7 +39,7 @@ def _per_group(
     rewards: Sequence[float], groups: Sequence[int], fn: Callable[[list[float]], list[float]]
 ) -> list[float]:
     if len(rewards) != len(groups):
-        raise ValueError(f"advantages need one group per reward, got {len(rewards)} rewards and {len(groups)} groups")
+        raise ValueError(f"each reward needs a group index, got {len(rewards)} rewards and {len(groups)} group indices")
     members: dict[int, list[int]] = {}
     for index, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         if not math.isfinite(reward):

@@ -260,7 +260,7 @@ def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
 
 
 def untruncated(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The rows that are not truncated. With ``mask_no_eos_with_zero``, train only on these rows."""
+    """The rows that are not truncated. With ``mask_no_eos_with_zero``, only these are trained on."""
     return [row for row in rows if not row.truncated]
 
 

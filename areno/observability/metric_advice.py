@@ -108,7 +108,7 @@ ADVICE: dict[str, Advice] = {
     "train/entropy": Advice(
         "falls slowly; 0.1 to 3 for a pretrained model",
         "If it is near 0, all answers are alike and learning stops: raise --temperature, lower --lr, or add a KL "
-        "term. If it rises steadily, the model degenerates: lower --lr",
+        "term. If it rises steadily, the model is degenerating: lower --lr",
     ),
     "train/ratio_mean": Advice("1 with one optimizer step per rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.5),

@@ -142,7 +142,7 @@ def _example() -> Path:
 def _report(root: Path, outcome: RealOutcome) -> None:
     exact = [step["rollout/reward_parts/exact"] for step in RunDirectory(root / "grpo").read_metrics()]
     print()
-    print(text_chart(exact, width=60, height=8, title="     exact answers among the samples of each GRPO step"))
+    print(text_chart(exact, width=60, height=8, title="     fraction of exact answers in each GRPO step"))
     print(
         f"\nExact answers to held-out orders: {outcome.exact_before:.1%} before, {outcome.exact_after:.1%} after "
         f"{outcome.steps} steps, in {outcome.seconds / 60:.0f} min."

@@ -287,7 +287,7 @@ def warnings(run: RunData) -> list[tuple[str, str]]:
 
 
 def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The environment as names and values."""
+    """Yield the facts in ``environment.json`` (versions, hardware, data sizes) as names and values."""
     for name, value in environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())

@@ -153,7 +153,7 @@ class RunDirectory:
         return read_entries(self.samples_path, self.open)
 
     def read_sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """The record of an index entry; without its ``rows`` if ``tokens`` is False. ArenoError if it cannot be read."""
+        """Return the record of an index entry, without ``rows`` if ``tokens`` is False. Raises ArenoError if it is damaged."""
         with self.open(self.samples_path) as file:
             record = read_sample(file, entry, tokens=tokens)
         if record is None:

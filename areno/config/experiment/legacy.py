@@ -30,7 +30,7 @@ class LegacyKey(NamedTuple):
 
 LEGACY_KEYS: dict[str, LegacyKey] = {
     "experiment_name": LegacyKey(
-        "experiment_name", "Name of the project; must not contain _ or /.", "async-ppo or sync-ppo"
+        "experiment_name", "Name of the experiment; must not contain _ or /.", "async-ppo or sync-ppo"
     ),
     "trial_name": LegacyKey("trial_name", "Name of this trial; must not contain - or /.", "current time"),
     "n_nodes": LegacyKey("cluster.n_nodes", "Number of machines.", "1"),

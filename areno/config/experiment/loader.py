@@ -212,7 +212,7 @@ def render_help(config_cls: type[BaseExperimentConfig]) -> str:
     """Format the help on all keys of an experiment, with a final newline."""
     doc = " ".join((config_cls.__doc__ or "").split("\n\n")[0].split())
     head = [
-        "usage: PROGRAM.py --config FILE.yaml [key=value ...] [~key ...]",
+        "usage: PROGRAM.py --config FILE.yaml [key=value ...] [+key=value ...] [~key ...]",
         "",
         f"{config_cls.__name__}: {doc}",
         "Set any key in the file or on the command line. null means no value; lists are written [a, b].",

@@ -177,5 +177,8 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         "Layouts whose name begins with megatron: keep the full weights on every replica.",
     ]
     if options.tried:
-        lines.append("Measured on this machine with random tokens; memory includes the whole process.")
+        lines.append(
+            "The last two columns were measured on this machine with random tokens: the memory of the whole process, or on a "
+            "GPU of PyTorch's tensors."
+        )
     return "\n".join(lines)

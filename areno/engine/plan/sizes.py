@@ -96,7 +96,7 @@ class Sizes(ABC):
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Maximum number of trained tokens of each row. The prompt, which has at least one token, is not trained."""
+        """Maximum number of tokens of each row that are trained on: the row without its prompt, of at least one token."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:

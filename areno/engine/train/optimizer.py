@@ -68,7 +68,7 @@ class OptimizerOptions:
         return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
 
     def working_bytes(self, device: torch.device) -> int:
-        """Estimate an update's working memory on ``device`` in bytes, in addition to optimizer states and gradients."""
+        """Estimate the bytes that an update needs on ``device``, not counting optimizer states and gradients."""
         if self.adam_bf16:
             return adam_bf16.WORKING_BYTES
         return adam_8bit.working_bytes(device) if self.adam_8bit else 0

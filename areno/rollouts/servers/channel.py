@@ -85,7 +85,9 @@ class ServerChannel:
             try:
                 arrived[number] = self.catch_up(replica)
             except EngineError as error:
-                logger.warning("sending weights to server %d failed, so it will load them from a folder: %s", number, error)
+                logger.warning(
+                    "sending weights to server %d failed, so it will load them from a folder: %s", number, error
+                )
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:

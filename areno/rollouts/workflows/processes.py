@@ -107,7 +107,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Return ``["value", returned]`` or ``["error", text]``. The list is sent as JSON, so the trainer never unpickles."""
+    """Return ``["value", returned]`` or ``["error", text]``. It is sent as JSON, so the trainer unpickles nothing."""
     try:
         job = pickle.loads(sent)
         os.environ.update(job["environment"])
