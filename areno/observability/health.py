@@ -39,7 +39,7 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
 
 
 @dataclass(slots=True)
-class _Condition:
+class _History:
     """History of one condition: consecutive steps with it and without it, and whether a warning was issued."""
 
     held: int = 0
@@ -75,7 +75,7 @@ class HealthMonitor:
             raise ValueError(f"window must be at least 1 step, got {window}")
         self._window = window
         self.gap_limit = logprob_gap_limit
-        self._conditions: dict[str, _Condition] = {}
+        self._histories: dict[str, _History] = {}
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
         self._parts: deque[dict[str, float]] = deque(maxlen=PARTS_WINDOW)
@@ -132,16 +132,16 @@ class HealthMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
-        conditions = {name: [e.held, e.absent, e.warned] for name, e in self._conditions.items()}
+        histories = {name: [e.held, e.absent, e.warned] for name, e in self._histories.items()}
         return {
-            **{"episodes": conditions, "loss_explained": self._loss_explained, "parts": [*self._parts]},
+            **{"episodes": histories, "loss_explained": self._loss_explained, "parts": [*self._parts]},
             **{"start": [*self._start], "opposed": self._opposed},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of ``state_dict``."""
-        self._conditions = {
-            name: _Condition(int(held), int(absent), bool(warned))
+        self._histories = {
+            name: _History(int(held), int(absent), bool(warned))
             for name, (held, absent, warned) in state["episodes"].items()
         }
         self._loss_explained = self._loss_explained or bool(state["loss_explained"])
@@ -153,18 +153,18 @@ class HealthMonitor:
         """Record whether a condition held in a step; return its warning if it is due."""
         if holds is None:
             return []
-        condition = self._conditions.setdefault(name, _Condition())
+        history = self._histories.setdefault(name, _History())
         if not holds:
-            condition.held = 0
-            condition.absent += 1
-            condition.warned = condition.warned and condition.absent < self._window
+            history.held = 0
+            history.absent += 1
+            history.warned = history.warned and history.absent < self._window
             return []
-        condition.held += 1
-        condition.absent = 0
-        if condition.warned or condition.held < (self._window if name == "equal_rewards" else 1):
+        history.held += 1
+        history.absent = 0
+        if history.warned or history.held < (self._window if name == "equal_rewards" else 1):
             return []
-        condition.warned = True
-        return [message.replace("{n}", str(condition.held))]
+        history.warned = True
+        return [message.replace("{n}", str(history.held))]
 
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
