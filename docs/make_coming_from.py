@@ -31,10 +31,10 @@ Options of `areno convert` itself come before the settings: `areno convert --kin
 the printed command with `--dry-run`, which checks options, paths and the reward function and estimates the memory, but loads
 neither model nor data.
 
-For `areno train`, two things always differ from TRL and verl. A *reward function* gets one record with the model's answer and
-the data row, and returns a number or named parts ([rewards](rewards.md)). So you must adapt the signature of your function.
-*Data* is a file or folder of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as text or messages
-([data](data.md)).
+For `areno train`, the reward function and the data always differ from TRL and verl. A *reward function* gets one record with
+the model's answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt the
+signature of your function. *Data* is a file or folder of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as
+text or messages ([data](data.md)).
 
 ## AReaL
 

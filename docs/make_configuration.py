@@ -99,7 +99,7 @@ actor:
 ```
 
 In Python, `load_expr_config(sys.argv[1:], GRPOConfig)` of `areno.config.experiment` returns the configuration and the
-file's path; a subclass of `GRPOConfig` may add fields of its own. The program's option `--help` prints every key.
+file's path; a subclass of `GRPOConfig` may add fields. The program's option `--help` prints every key.
 
 ## How a file is read
 
@@ -113,14 +113,13 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. The program's
   `cluster.fileroot`.
 - **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting. For example,
   `ref` and `critic` inherit path and backend from `actor`, and the group size is inherited from `gconfig.n_samples`.
-- **By machine.** `auto` values and unset sizes are resolved according to the machine, and a run prints the resolved values. If
-  the default on a cluster differs, the tables give that default in parentheses, as for `cpu`.
+- **By machine.** `auto` values and unset sizes are resolved according to the machine, and a run prints the resolved values. For
+  some settings, such as `cpu`, the tables give a different default for clusters in parentheses.
 - **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
   services (`admin_api_key`, `wandb_api_key` and similar settings) are omitted; set these keys again, or use the services'
   environment variables.
-- **Errors.** All mistakes are listed at once, each with the value and the remedy. For an unknown name, the message suggests the
-  nearest known name. Requesting an unsupported feature is an error, unless the setting has its default value (areno's default,
-  or the default in parentheses).
+- **Errors.** Mistakes are listed together, each with the value and the remedy. For an unknown name, the message suggests a
+  similar known name. A setting that requests an unsupported feature is an error, unless it has its default value.
 - **Notice.** Some settings are accepted but have no effect in areno: sections of unused backends, resources for cluster
   schedulers, keys of services, and settings that another setting overrides. One notice in the log lists these settings with the
   reasons.
@@ -133,23 +132,23 @@ each, and `areno:d2` generates on two devices. areno's own engine always trains,
 selects vLLM or SGLang. Optimizer states are sharded across the data-parallel ranks; `actor.fsdp.shard_weights` determines
 whether weights and gradients are sharded as well. On a CPU, a device is a process. `ref` and `critic` run on the actor's ranks.
 
-The grammar is `BACKEND[NAME]:SIZES` with the letters d (data), t (tensor), p (pipeline), c (context) and e (expert), for the
-backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert
-layers a different layout than attention layers. `allocation_mode` sets several backends at once: `areno:d2+fsdp:d2` uses
-separate devices, and `areno[rollout]:d2|fsdp[actor]:d2` the same devices. areno also translates the forms of earlier versions,
-in which m is the tensor-parallel size. `areno.d2m1+d2m1` uses separate devices, and `d2m1` alone the same devices. Sizes by
-model, as in `actor_gen:d2,*:d4`, give training its own devices. [Layouts](layouts.md) describes the supported layouts, and
-[servers](servers.md) the requirements of vLLM and SGLang. If a layout is impossible, the error suggests the nearest possible
-layout.
+The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number: d (data), t (tensor), p (pipeline), c (context) or
+e (expert). areno supports d and t; vllm and sglang also support p. fsdp supports d, t and c; megatron and archon support all
+five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers. `allocation_mode`
+sets several backends at once: `areno:d2+fsdp:d2` uses separate devices, and `areno[rollout]:d2|fsdp[actor]:d2` the same
+devices. areno also translates the forms of earlier versions, in which m is the tensor-parallel size. `areno.d2m1+d2m1` uses
+separate devices, and `d2m1` alone the same devices. Sizes by model, as in `actor_gen:d2,*:d4`, give training its own devices.
+[Layouts](layouts.md) describes the supported layouts, and [servers](servers.md) the requirements of vLLM and SGLang. If a
+layout is impossible, the error says how to correct the layout.
 
 ## Common mistakes that are errors
 
 - `actor.kl_ctl` or `actor.kl_loss_coef` above 0 without a `ref`. If unset, `kl_ctl` is 0.1 with a `ref` and without
   `kl_loss_coef`, and 0 otherwise.
-- `rejection_sampling` without `use_decoupled_loss`, whose importance weight the section bounds.
-- Normalization over groups whose size is not `n_samples`, or is 1.
-- `actor.temperature` or `actor.max_new_tokens` with a different value than in `gconfig`, which sampling uses.
-- An evaluation without `valid_dataset`, or `valid_dataset` without an evaluation.
+- `rejection_sampling` without `use_decoupled_loss`. The section bounds the importance weight of the decoupled loss.
+- A `group_size` other than `n_samples`, or `mean_level: group` with `n_samples` 1.
+- An `actor.temperature` or `actor.max_new_tokens` that differs from the value in `gconfig`, which sampling uses.
+- Evaluator settings without `valid_dataset`.
 
 """
 _COLUMNS = "| Setting | Type | Default | Meaning |\n|---|---|---|---|"
@@ -167,7 +166,7 @@ def render() -> str:
 
 
 def declared() -> dict[str, type]:
-    """Return all classes of settings by name: the classes of all experiments, and the base classes of these classes."""
+    """Return all classes of settings by name: the classes of experiments and sections, and their base classes."""
     found: dict[str, type] = {}
     for root in (PPOConfig, GRPOConfig, SFTConfig, RWConfig, DPOConfig):
         kinds = [root, *(e.kind for e in paths_of(root).values() if e.shape in ("section", "sections"))]
@@ -179,7 +178,7 @@ def declared() -> dict[str, type]:
 
 
 def where_used() -> dict[str, list[str]]:
-    """Map each class to the keys of the sections with its settings, in YAML files of all kinds of experiments."""
+    """Map the name of each section class to the dotted paths of its sections in YAML files of all kinds of experiments."""
     places: dict[str, dict[str, None]] = {}
     for root in (GRPOConfig, DPOConfig, SFTConfig, RWConfig):
         for path, entry in paths_of(root).items():
@@ -197,7 +196,7 @@ def _section(declaration: type, places: list[str]) -> str:
         shown = ", ".join(f"`{path}`" for path in places[:4])
         lines.append(f"\nUsed as {shown}{' and others' if len(places) > 4 else ''}.")
     if bases:
-        lines.append(f"\nHas the settings of {' and '.join(f'[{base}](#{base.lower()})' for base in bases)} as well.")
+        lines.append(f"\nAlso has the settings of {' and '.join(f'[{base}](#{base.lower()})' for base in bases)}.")
     refused, no_effect = _common(entry.info.refused for entry in own), _common(entry.info.no_effect for entry in own)
     if refused:
         lines.append(f"\nNot supported: {refused}.")
@@ -233,7 +232,7 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
     if entry.info.choices:
         yield f"One of {', '.join(entry.info.choices)}."
     if tell and entry.info.refused:
-        yield f"*Only the default: {entry.info.refused}.*"
+        yield f"*Only the default is accepted: {entry.info.refused}.*"
     if tell and entry.info.no_effect:
         reason = entry.info.no_effect
         condition = reason.removeprefix("only read ")
@@ -245,9 +244,8 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
 def _quickstart() -> str:
     lines = [
         "## Keys of the quickstart\n",
-        "`main_async_ppo.py` and `main_sync_ppo.py` take the keys below without a file. The keys are translated to the "
-        "settings of "
-        "PPOConfig, which can also be set directly.\n",
+        "`main_async_ppo.py` and `main_sync_ppo.py` take the keys below and need no file. The keys are translated to "
+        "settings of PPOConfig, which can also be set directly.\n",
         "| Key | Default | Setting | Meaning |\n|---|---|---|---|",
     ]
     for name, key in LEGACY_KEYS.items():

@@ -32,8 +32,8 @@ class Feature:
 
     Attributes:
         name: name of the feature.
-        flags: options, ``always``, or empty if ``areno train`` lacks the feature. settings: paths of settings, ``always``, or
-            empty if ``areno run`` lacks the feature.
+        flags: options, ``always``, or empty if ``areno train`` lacks the feature.
+        settings: paths of settings, ``always``, or empty if ``areno run`` lacks the feature.
     """
 
     name: str

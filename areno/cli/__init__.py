@@ -6,8 +6,8 @@ The flags of commands with many flags are declared outside this package:
 - ``eval``, ``export``: ``areno/config/eval_options.py``; ``serve``, ``chat``: ``areno/config/serve_options.py``.
 - ``run``, ``launch``: settings of YAML files, in ``areno/config/experiment/*_sections.py``.
 
-The modules of other commands declare their own:
+The modules of the other commands declare their own flags:
 
-- a machine, or a configuration: ``check``, ``env``, ``convert``, ``scale``, ``quickstart``, ``completion``.
-- recorded runs: ``inspect``, ``report``, ``explain``, ``plot``, ``diff``, ``replay``, ``view``.
+- Commands that need no run: ``check``, ``env``, ``convert``, ``quickstart``, ``completion``.
+- Commands for existing runs: ``inspect``, ``report``, ``explain``, ``plot``, ``diff``, ``replay``, ``view``, ``scale``.
 """

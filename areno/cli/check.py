@@ -1,7 +1,7 @@
 """``areno check``: reports whether this machine is ready to train, and how to fix problems.
 
-No GPU is needed. FAIL: training cannot work (exit code 1); WARN: training may be slower or may fail; INFO: something optional
-is missing or unused.
+No GPU is needed. FAIL means that training cannot work (exit code 1), WARN that training may be slower or may fail, and INFO
+that something optional is missing or unused.
 """
 
 import os

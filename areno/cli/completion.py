@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 def _command(name: str) -> _Command:
     """Read the options of a command from its parser.
 
-    The options that files in ``areno/algorithms`` add are omitted, because reading them would import torch.
+    The options that files in ``areno/algorithms`` add are omitted, because reading these files would import torch.
     """
     module, rest = importlib.import_module(f"areno.cli.{name}"), _Value()
     options: dict[str, _Value] = {}

@@ -74,7 +74,7 @@ class EvalProgress:
             route_console(lambda line: self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True))
 
     def scored(self, records: list[RewardRecord], rewards: list[float | None]) -> None:
-        """Add answers with their rewards; None for a reward that failed."""
+        """Add answers with their rewards; a reward that failed is None."""
         if self._answers is not None:
             self._answers.append(records, rewards)
         valid = [reward for reward in rewards if reward is not None]

@@ -23,14 +23,14 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno explain",
-        description="Explain a metric: its meaning and unit, what is normal, and what to do if it is not.",
+        description="Explain a metric: its meaning and unit, its normal values, and what to do about other values.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "metric",
         metavar="METRIC",
         nargs="?",
-        help="A metric by full name or short name, such as reward; omit it to list all.",
+        help="A metric by full name or short name, such as reward; without a name, all metrics are listed.",
     )
     parser.add_argument("--run", metavar="RUN", help="Also show the values of the metric in this run directory.")
     arguments = parser.parse_args(argv)
@@ -97,7 +97,7 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """The recorded name that the query matches: the query itself, such as NAME/max; otherwise the metric, or its mean."""
+    """Return the recorded name that matches the query: the query itself (such as NAME/max), the metric, or its mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 
@@ -107,7 +107,7 @@ def _course(data: RunData, name: str, one: Explanation | None) -> Iterator[str]:
     finite = [value for value in series.values if math.isfinite(value)]
     yield f"{name} in {data.path}: {len(series.values)} values, steps {series.steps[0]} to {series.steps[-1]}"
     if not finite:
-        yield "  none of them is finite"
+        yield "  none of the values is finite"
         return
     numbers = {"first": series.values[0], "last": series.last, "min": min(finite), "max": max(finite)}
     yield "  " + "   ".join(f"{label} {value:.4g}" for label, value in numbers.items())
@@ -116,5 +116,5 @@ def _course(data: RunData, name: str, one: Explanation | None) -> Iterator[str]:
     if advice is None or advice.accepts(series.last) is None:
         return
     outside = sum(not advice.accepts(value) for value in series.values)
-    state = "in" if advice.accepts(series.last) else "outside of"
-    yield f"  the last value is {state} the normal range ({advice.range}); {outside} of {len(series.values)} are outside"
+    state = "in" if advice.accepts(series.last) else "outside"
+    yield f"  the last value is {state} the normal range ({advice.range}); {outside} of {len(series.values)} values are outside"

@@ -1,6 +1,7 @@
-"""``areno inspect``: shows what a run sampled and trained on: a list of samples, or one sample turn by turn and token by token.
+"""``areno inspect``: shows what a run sampled and trained on: a list of samples, or one sample by turns and tokens.
 
-It reads only the run directory, no model or tokenizer, so it works on a run in progress and on a run from another machine.
+The command reads only the run directory, and needs no model or tokenizer. It also works on a run in progress and on a run
+from another machine.
 """
 
 import json
@@ -27,16 +28,16 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno inspect",
-        description="List the newest samples of a run, or show one of them (--sample): its conversation, if one was "
-        "recorded, and for each token its role, whether it is trained on (*), its log-prob at sampling time, and its "
-        "advantage.",
+        description="List the newest samples of a run, or show one sample (--sample): its conversation, if recorded, and "
+        "its tokens. Each token is shown with its role, its log-prob at sampling time and its advantage; * marks tokens that "
+        "are trained on.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
     parser.add_argument("--sample", metavar="ID", help="Sample to show, as listed: STEP/PROMPT/SAMPLE.")
     parser.add_argument("--step", type=int, metavar="N", help="List the samples of this step only.")
     parser.add_argument(
-        "--limit", type=int, metavar="N", default=_NEWEST, help="How many samples to list (default: %(default)s)."
+        "--limit", type=int, metavar="N", default=_NEWEST, help="Number of samples to list (default: %(default)s)."
     )
     parser.add_argument(
         "--all", action="store_true", help="Also show context tokens one by one, and long messages in full."
@@ -68,8 +69,9 @@ def _find(entries: Entries, name: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {name}: no such sample; the run has {sample_id(entries[0])} to {sample_id(entries[-1])}, of which "
-        "only the best, worst and first sample of each step's first prompts are recorded; omit --sample to list them"
+        f"--sample {name}: no such sample; the run has {sample_id(entries[0])} to {sample_id(entries[-1])}, but "
+        "only the best, worst and first sample of each step's first prompts are recorded; omit --sample to list the "
+        "recorded samples"
     )
 
 
@@ -83,11 +85,11 @@ def _list(run: RunData, entries: Entries, total: int) -> Iterator[str]:
         answer = answer if len(answer) <= _ANSWER_WIDTH else answer[: _ANSWER_WIDTH - 1] + "…"
         yield f"{sample_id(entry):<12}{entry['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
     if len(entries) < total:
-        yield f"the newest {len(entries)} of {total} samples; --limit lists more, --step the samples of one step"
+        yield f"the newest {len(entries)} of {total} samples; --limit lists more, and --step lists the samples of one step"
 
 
 def _parts(sample: Mapping[str, Any]) -> str:
-    """Format the parts of a sample's reward in brackets; empty if it has none."""
+    """Format the parts of a sample's reward in brackets; empty if the reward has no parts."""
     parts = ", ".join(f"{name} {part:g}" for name, part in sample.get("reward_parts", {}).items())
     return f" [{parts}]" if parts else ""
 
@@ -97,7 +99,7 @@ def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
     yield f"sample {name}  reward {float(sample['reward']):g}{_parts(sample)}  finish {sample['finish_reason']}"
     yield from _conversation(sample.get("messages") or (), every_token)
     if "rows" not in sample:
-        yield "The tokens of this sample were not saved (only those of a step's first samples are). Its text:"
+        yield "The tokens of this sample were not saved (a run saves tokens only for the first samples of a step). Its text:"
         yield f"  prompt: {sample['prompt']!r}"
         yield f"  answer: {sample['completion']!r}"
         return

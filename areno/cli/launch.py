@@ -5,8 +5,8 @@ from collections.abc import Sequence
 USAGE = """\
 usage: areno launch FILE.yaml [key=value ...]
 
-Prints what 'areno run' with the same arguments would start on a cluster, without starting it: the batch script with
-scheduler.type=slurm, the resources to be reserved with scheduler.type=ray.
+Prints what 'areno run' with the same arguments would start on a cluster, without starting it. With
+scheduler.type=slurm, this is the batch script; with scheduler.type=ray, the resources to reserve.
 """
 
 

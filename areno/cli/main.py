@@ -26,10 +26,10 @@ COMMANDS = {
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
     "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
-    "plan": "Estimate the memory of a training run, and whether it fits.",
+    "plan": "Estimate the memory of a training run, and report whether the run fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "replay": "Train on the recorded samples of a step again, with different loss options.",
-    "report": "Write the report of a run as one page: did it learn, why did it end, what to change.",
+    "report": "Write a one-page report of a run: whether it learned, why it ended, and what to change.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a run in progress.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",
@@ -76,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """Return the command to call: with ``--resume``, the one that wrote the run."""
+    """Return the command to call; with ``--resume``, this is the command that wrote the run."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume

@@ -1,4 +1,6 @@
-"""``areno plan``: estimates the memory of a training run by phase, and what to change if it does not fit. Loads no model."""
+"""``areno plan``: estimates the memory of each phase of a run, and suggests changes if the run does not fit. No model is
+loaded.
+"""
 
 import json
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         action="append",
         metavar="NAME",
         help="What to draw, such as reward, loss, grad_norm or any name in metrics.jsonl; * stands for any text. "
-        "Repeatable: draws one chart below the other. Default: reward.",
+        "Repeatable: the charts are drawn one below the other. Default: reward.",
     )
     parser.add_argument("--out", metavar="FILE", required=True, help="File to write: .svg, .csv or .parquet.")
     parser.add_argument("--x", choices=X_AXES, default="step", help="Horizontal axis (default: %(default)s).")
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="NAME=RUN,RUN,...",
-        help="Draw the mean of these runs, with a band from the lowest to the highest. Repeatable.",
+        help="Draw the mean of these runs, with a band from the lowest to the highest value. Repeatable.",
     )
     parser.add_argument("--title", default="", help="Title above the first chart.")
     parser.add_argument(

@@ -22,8 +22,8 @@ def run(argv: Sequence[str]) -> int:
         prog="areno replay",
         usage=_USAGE,
         description="Train again on the rows recorded in a step of a run, with the run's configuration and any changes to the "
-        "loss, the advantages or the optimizer, such as --lr 1e-6; compare the statistics with the recorded ones. Uses the "
-        "rows of --save-rollouts if there are any, else the recorded samples, and starts from the newest checkpoint "
+        "loss, the advantages or the optimizer, such as --lr 1e-6; compare the statistics with those of the run. Uses the "
+        "rows of --save-rollouts if available, otherwise the recorded samples, and starts from the newest checkpoint "
         "saved before the step. Nothing is generated, and nothing is written to the run directory.",
         allow_abbrev=False,
     )
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _of_run(path: Path, arguments: Namespace, out: Path, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Replay a run of ``areno train``; return the statistics of its updates."""
+    """Replay a run of ``areno train``; return the statistics of each replayed update."""
     from areno.config.replayed import replay_options
 
     options = replay_options(path, changes, out)
@@ -72,7 +72,7 @@ def _of_run(path: Path, arguments: Namespace, out: Path, changes: Sequence[str])
 
 
 def _of_experiment(path: Path, arguments: Namespace, out: Path, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Replay an experiment; return the statistics of its updates."""
+    """Replay an experiment; return the statistics of each replayed update."""
     from areno.experiments.replay import prepared, replay_config, run_replay
     from areno.training.replay import find_replay
 
@@ -90,7 +90,7 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _table(recorded: Mapping[str, Any], replayed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format the statistics of the first and the last update next to the recorded ones."""
+    """Format the statistics of the first and the last update next to the recorded statistics."""
     from areno.training.replay import compared
 
     last = compared(recorded, replayed[-1])

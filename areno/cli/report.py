@@ -15,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno report",
         description="Write the report of a run (report.html), even if the run is in progress or was killed, and print "
-        "its verdict: did it learn, why did it end, what is wrong, what to change.",
+        "its verdict: whether it learned, why it ended, what is wrong, and what to change.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

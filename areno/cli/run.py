@@ -10,7 +10,7 @@ USAGE = """\
 usage: areno run FILE.yaml [key=value ...]
        areno run --resume RUN [key=value ...]
        areno run FILE.yaml --help        list all settings of the experiment
-       areno run FILE.yaml --dry-run     check everything and show what would run
+       areno run FILE.yaml --dry-run     check settings and data, and show what would run
 
 Any setting can be overridden: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 train_dataset.type in the file selects the kind of experiment: rl, sft, rw or dpo. --resume continues the run in a directory; to
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """Return the run directory that ``--resume`` names, and the other arguments; None unless ``areno run`` wrote it."""
+    """Return the run directory in ``--resume`` and the other arguments; None unless ``areno run`` wrote that run."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
     if RESUME not in words[:-1]:
         return None

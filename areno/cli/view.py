@@ -15,8 +15,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno view",
-        description="Show runs in the browser while they train: curves, samples token by token, conversations with tools, "
-        "configurations side by side, logs. Nothing is changed, and nothing leaves this machine.",
+        description="Show runs in the browser, even while they train: curves, samples token by token, conversations with "
+        "tools, configurations side by side, and logs. Nothing is changed, and nothing leaves this machine.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="Folder with runs. Default: runs.")
@@ -24,13 +24,16 @@ def run(argv: Sequence[str]) -> int:
         "--host", default="127.0.0.1", help="Address to listen on; addresses other than loopback need --api-key."
     )
     parser.add_argument(
-        "--port", type=int, metavar="N", help="Port; 0 picks a free one. Default: 6333, or a free one if that is taken."
+        "--port",
+        type=int,
+        metavar="N",
+        help="Port; 0 picks a free port. Default: 6333, or a free port if 6333 is in use.",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
         default=os.environ.get(API_KEY_VARIABLE) or None,
-        help=f"Key that the page asks for. Default: the environment variable {API_KEY_VARIABLE}, or none.",
+        help=f"Key that users must enter. Default: the environment variable {API_KEY_VARIABLE}, or none.",
     )
     parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     arguments = parser.parse_args(argv)

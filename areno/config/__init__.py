@@ -5,8 +5,8 @@ Options of ``areno train``:
 - ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: all of these options.
 - ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
-- ``prepare``: turns arguments into a checked run; ``validate``: checks; ``resume``: ``--resume``; ``summary``: the printed
-  summary.
+- ``prepare``: turns arguments into a checked run; ``validate``: checks of options; ``resume``: ``--resume``.
+- ``summary``: the printed summary.
 
 Options of other commands:
 
@@ -18,9 +18,9 @@ For all commands:
 
 - ``options``: how an option is declared; ``parser``: flags and help, unknown flags and wrong types; ``yaml_io``: YAML files.
 - ``hooks``: user-defined functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
-- ``machine``: defaults by device; ``packages``: optional packages; ``tracking``: tracking services; ``secrets``: masking of
-  secrets.
-- ``reward_weights``: weights of the parts of a reward; ``setting_names``: the setting for each option.
+- ``machine``: defaults that depend on the machine; ``packages``: optional packages; ``tracking``: tracking services.
+- ``secrets``: masking of secrets.
+- ``reward_weights``: weights of the parts of a reward; ``setting_names``: the settings that correspond to options.
 - ``saved_rollouts``: the number of steps whose training rows are saved.
 """
 

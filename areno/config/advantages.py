@@ -1,8 +1,8 @@
 """The registry of advantage estimators. Built-in estimators are imported lazily, so that listing their names does not
 import torch.
 
-An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` lists the prompt index of
-each sample.
+An estimator is a function ``(rewards, groups) -> advantages``. Its arguments cover all samples of a step: ``rewards``
+contains the reward of each sample, and ``groups`` the index of its prompt.
 """
 
 from collections.abc import Callable, Sequence

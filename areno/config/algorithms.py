@@ -49,8 +49,8 @@ class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
     A loss with a parameter ``knobs`` receives an instance of ``options``. A loss parameter with the name of an option receives
-    the option's value. This option may be declared in ``options``, listed in ``uses``, or built in for this algorithm. The name
-    of a built-in option is matched without the prefix ``<name>_``.
+    the option's value. This option may be declared in ``options``, listed in ``uses``, or built in for this algorithm. The
+    algorithm's name at the start of a built-in option is ignored: GRPO's ``clip_eps`` receives ``grpo_clip_eps``.
 
     Attributes:
         name: registry name, lower-case.
@@ -140,7 +140,7 @@ class AlgorithmSpec:
         return functools.partial(loss, **bound) if loss is not None and bound else loss
 
     def built_in_knobs(self) -> dict[str, Option]:
-        """Map each parameter of the default loss that receives a built-in option to that option."""
+        """Return the built-in options that the default loss receives, by the name of the parameter."""
         loss = self.resolve_default_loss()
         names = inspect.signature(loss).parameters if loss is not None else {}
         declared = {entry.name: entry for entry in options_of(TrainOptions)}
@@ -159,7 +159,7 @@ class AlgorithmSpec:
 
 
 def _sections(declaration: type) -> dict[str, type]:
-    """Map the name of each optional field that holds a dataclass of options to that dataclass."""
+    """Return the dataclass of each field annotated ``Section | None``, by the name of the field."""
     hints = typing.get_type_hints(declaration)
     classes = {
         e.name: [cls for cls in typing.get_args(hints[e.name]) if is_dataclass(cls)] for e in fields(declaration)

@@ -58,7 +58,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because only the models of that option are saved in the background; "
+            "has no effect without --model-save-interval, because only models of that option are written in the background; "
             "set --model-save-interval too",
         )
     if not options.track:
@@ -81,7 +81,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         if options.rollout_backend != "areno":
             yield (
                 "return_routed_experts",
-                "has no effect with servers, from which areno does not read expert routing; remove the option",
+                "has no effect with servers, because areno does not read their expert routing; remove the option",
             )
         if options.rollout_url:
             for name in servers[1:]:

@@ -70,7 +70,7 @@ class EvalOptions(CommandOptions):
     dataset_path: str | None = option_from(
         BasicOptions,
         "dataset_path",
-        help="Prompts: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of them, a save_to_disk folder, or a hub "
+        help="Prompts: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of such files, a save_to_disk folder, or a hub "
         "reference name[:config[:split]] such as gsm8k:main:test. Required.",
     )
     dataset_loader_fn: str | None = option_from(
@@ -137,7 +137,7 @@ class EvalOptions(CommandOptions):
     json: bool = option(False, group="Evaluation", help="Print one line of JSON instead of a table.")
 
     def as_train_options(self) -> TrainOptions:
-        """Convert to the options of a run."""
+        """Return the equivalent options of ``areno train``."""
         names = [entry.name for entry in options_of(EvalOptions) if entry.name not in _EVAL_ONLY]
         values = {_RENAMED.get(name, name): getattr(self, name) for name in names}
         return TrainOptions(**values | ({"ckpt": None} if is_address(self.ckpt) else {}), run_dir="")

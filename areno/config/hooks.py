@@ -27,7 +27,7 @@ from areno.python_process import python_command, search_path
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A user-defined callable, passed in ``option`` as ``file.py`` (with ``default_name``) or ``file.py:function``."""
+    """A user-defined callable. Its ``option`` takes ``file.py:function``, or ``file.py`` for the function ``default_name``."""
 
     option: str
     default_name: str
@@ -169,7 +169,7 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 
 def named_object(spec: str, *, option: str) -> Any:
-    """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``; ``option`` is for messages."""
+    """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``; ``option`` appears in messages."""
     if ".py" in spec:
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():

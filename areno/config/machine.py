@@ -45,7 +45,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
-    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if this is possible."""
+    """Return why the attention heads (`HEADS`) of a model cannot be divided among ``tp_size`` ranks; empty if they can be."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:
@@ -98,7 +98,9 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
 
 
 def tensor_parallel_problem(fsdp: bool = False) -> str:
-    """Return why the installed transformers has no tensor parallelism (with FSDP, if ``fsdp``); empty if it has."""
+    """Return why the installed transformers does not support tensor parallelism (with ``fsdp``, combined with FSDP); empty if
+    the installed version supports it.
+    """
     if fsdp:
         return transformers_problem("tensor parallelism together with FSDP", 5, 23)
     return transformers_problem("tensor parallelism", 5, 21)

@@ -1,4 +1,5 @@
-"""Declaration of options: each is a dataclass field made by ``option(...)``, from which flags, YAML keys and help are derived.
+"""Declaration of options. Each option is a dataclass field made by ``option(...)``; its flag, YAML key and help are derived
+from the field.
 
 The options themselves are in the modules ``*_options.py`` of this package. The settings of experiments (YAML) are in
 ``experiment/*_sections.py`` and are made by ``setting(...)`` of ``experiment/setting_declaration.py``.
@@ -45,8 +46,7 @@ class OptionInfo:
         inherits: dotted path of another setting; a setting that is unset or empty takes the other setting's value, if any.
         inner: for a section, paths that replace the ``inherits`` of some fields, by field name; a field with an empty
             path inherits nothing.
-        documented: default according to the documentation of the format, if areno's default differs; a setting with this value
-            is treated as unset.
+        documented: AReaL's documented default, if areno's default differs; a setting with this value is treated as unset.
     """
 
     help: str  # one or two sentences for ``--help``
@@ -134,7 +134,7 @@ class Option:
 
     @property
     def bounds_remedy(self) -> str:
-        """The allowed interval as advice."""
+        """Advice that states the allowed values, such as ``give a number above 0``."""
         info = self.info
         if info.remedy:
             return info.remedy
@@ -186,7 +186,7 @@ def check_options(values: Any, prefix: str = "") -> None:
 
 
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
-    """Return a field annotation's shape, its type (of a value, or a section's class), and whether None is allowed."""
+    """Return a field annotation's shape, the type of one value (or a section's class), and whether None is allowed."""
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]

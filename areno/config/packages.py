@@ -21,7 +21,7 @@ _MODULES_OF_EXTRAS = {
 
 
 def transformers_problem(what: str, major: int, minor: int) -> str:
-    """Return that ``what`` needs a newer transformers than the installed one; empty if it does not."""
+    """Return a message that ``what`` needs a newer transformers; empty if the installed version is new enough."""
     installed = version("transformers")
     if tuple(map(int, installed.split(".")[:2])) >= (major, minor):
         return ""

@@ -18,7 +18,7 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""Options that have a different name in some commands, for hints."""
+"""Options that have a different name in another command; an error message suggests the right name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ TRAIN = CommandText(
     "areno train",
     "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
     "Train a language model with the local areno engine: load data, roll out, score, update and save.",
-    "Every on/off option has a --no- form, and every option can be set in the --config file. "
+    "Every on/off option has a --no- form, and every option except --config can be set in the --config file. "
     "Names in parentheses after an option are the built-in algorithms that read the option; variants such as dapo may also "
     "read the option.",
 )
@@ -317,7 +317,8 @@ def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load_config(flags["config"]) if "config" in flags else {}
     if "config" in loaded:
         raise UsageError(
-            f"--config {flags['config']}: config cannot be set in a config file; copy the lines of that file into this file"
+            f"--config {flags['config']}: config cannot be set in a config file; replace this line with the options of the "
+            "other file"
         )
     return loaded
 

@@ -101,7 +101,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def base_of(model: str) -> str:
-    """Return the folder or repo id of a model: for an adapter, its base model; for a GGUF file, the converted folder."""
+    """Return the folder or repo id of a model: of the base model for an adapter, and of the converted model for a GGUF file."""
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):
         require_packages("gguf", f"{base} needs")
@@ -146,7 +146,7 @@ def _base_problem(path: Path, option: str) -> str:
 
 
 def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:
-    """Return the problem of a path or ``repo[:config[:split]]``; with a loader, any other text is allowed."""
+    """Return the problem of a path or ``repo[:config[:split]]``; a loader may accept any text that is not a path."""
     path = Path(text).expanduser()
     if path.exists():
         return _data_file_problem(path, has_loader, option)

@@ -44,8 +44,8 @@ class PolicyLossOptions:
     m2_threshold: float | None = option(
         None,
         above=0,
-        help="M2PO: mask the tokens with the largest squared log-ratios until the mean over the other tokens is below this "
-        "value.",
+        help="M2PO: mask tokens, those with the largest squared log-ratios first, until the mean squared log-ratio of the "
+        "remaining tokens is below this value.",
     )
 
     @property
@@ -54,7 +54,7 @@ class PolicyLossOptions:
         return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that conflict or have no effect: the name, and the problem with its remedy."""
+        """For each option that conflicts or has no effect, yield its name, and the problem with the remedy."""
         if self.use_sapo_loss and self.use_cispo_loss:
             yield "use_sapo_loss", "and use_cispo_loss are mutually exclusive; use only one of them"
         if self.use_sapo_loss and self.use_decoupled_loss:
@@ -104,8 +104,8 @@ class RejectionSamplingConfig:
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="Quantity compared with the bounds: r, log r, (log r)^2 / 2, r - log r - 1, or the larger of the two KL "
-        "divergences between the token's Bernoulli distributions.",
+        help="Quantity compared with the bounds: r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - 1 (kl_k3), or "
+        "the larger KL divergence between the token's Bernoulli distributions (binary_kl).",
     )
     agg: str = option(
         "mean",
@@ -120,7 +120,7 @@ class RejectionSamplingConfig:
             self.lower = 0.0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield invalid bounds and actions for the metric: the name, and the problem with its remedy."""
+        """For each bound or action that is invalid for the metric, yield its name, and the problem with the remedy."""
         lower, upper = self.lower, self.upper
         if lower is not None and lower > upper:
             yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap the two bounds"

@@ -35,8 +35,8 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
     """Parse and check the arguments of ``areno plan``, which takes the options of ``areno train``.
 
-    Data and rewards may be missing unless ``needs_data`` is true. ``--device auto`` is checked for this machine but not
-    replaced.
+    Data and rewards may be missing unless ``needs_data`` is true. ``--device auto`` is resolved only for the
+    checks.
     """
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)

@@ -42,7 +42,7 @@ _NOT_REPEATED: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "max_sequences", "early_stop_patience", "resume")),
     **{"track": (), "trace": False, "keep_best": False},
 }
-"""Options of the run that a replay resets, because a replay neither evaluates nor reports, and writes to another directory."""
+"""Options of the run that a replay resets: options of evaluation, reporting, saving and the length of the run."""
 _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},

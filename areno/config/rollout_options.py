@@ -121,8 +121,8 @@ class RolloutOptions:
     max_staleness: int = _rollout(
         1,
         minimum=0,
-        help="Asynchronous rollout: maximum number of updates between the weights that sampled a token and the weights "
-        "trained on it.",
+        help="Asynchronous rollout: maximum number of updates by which the weights that sampled a token may lag behind the "
+        "weights being trained.",
     )
     workflow: str | None = _rollout(
         None,

@@ -24,7 +24,7 @@ class BasicOptions:
     dataset_path: str | None = _basic(
         None,
         path="place",
-        help="Training data: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of them, a save_to_disk folder, "
+        help="Training data: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of such files, a save_to_disk folder, "
         "or a hub reference name[:config[:split]] such as gsm8k:main. Required.",
     )
     dataset_loader_fn: str | None = _basic(
@@ -98,7 +98,7 @@ class BasicOptions:
     dry_run: bool = _basic_free(
         False,
         stored=False,
-        help="Check everything, print the resolved configuration and the memory plan, and exit.",
+        help="Check options, paths and functions, print the resolved configuration and the memory plan, and exit.",
     )
 
 
@@ -144,8 +144,8 @@ class CheckpointOptions:
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background, if one process has the full model. A second copy "
-        "of the weights takes memory.",
+        help="Write the models of --model-save-interval in the background, if one process has the full model. This takes "
+        "memory for a second copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,

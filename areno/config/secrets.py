@@ -1,7 +1,7 @@
 """Removes secrets from plain data.
 
-API key settings are omitted. Other values that look like secrets by name or form, and all environment variables of workers,
-become ``${oc.env:NAME}``; set these variables before loading a file with such values.
+Settings for API keys are omitted. Other values that look like secrets by name or form, and all environment variables of
+workers, are replaced by ``${oc.env:NAME}``. The variable NAME must be set when a file with such a value is loaded.
 """
 
 import re

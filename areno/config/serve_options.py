@@ -150,8 +150,8 @@ class ChatOptions(CommandOptions):
         None,
         metavar="FILE.json",
         unset="none",
-        help="Initial messages of a conversation, such as few-shot examples: a JSON list of objects with role and "
-        "content. --system replaces a system message in the list.",
+        help="File with the initial messages of a conversation, such as few-shot examples: a JSON list of objects with "
+        "role and content. --system replaces a system message in the list.",
     )
     max_tokens: int = _rollout(1024, minimum=1, help="Maximum tokens of an answer.")
     temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 decodes greedily.")

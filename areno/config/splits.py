@@ -17,8 +17,8 @@ def split_files(folder: Path, split: str, option: str) -> list[Path]:
     """Return the data files of a split in a folder, all of one format.
 
     A file belongs to the split with which its name starts (``test.jsonl``, ``test-00000-of-00002.parquet``; ``valid``, ``val``
-    and ``dev`` mean ``validation``, and ``eval`` means ``test``). If no file name starts with ``train``, the files without a
-    split in their names are the training data. If no file name contains a split, all files belong to every split.
+    and ``dev`` mean ``validation``, and ``eval`` means ``test``). If no file name starts with ``train``, the files whose
+    names start with no split are the training data. If no file name starts with a split, all files belong to every split.
     """
     files = _data_files(folder)
     members = [file for file in files if _belongs(file, split)]

@@ -120,8 +120,8 @@ class UpdateOptions:
         "token",
         algorithms=("grpo",),
         choices=("token", "sequence", "dr_grpo"),
-        help="Loss aggregation: mean over all tokens (token), mean over the answers of each answer's mean (sequence), or "
-        "token sums divided by the constant --max-new-tokens (dr_grpo).",
+        help="Loss aggregation: mean over all tokens (token), mean of the per-answer means (sequence), or mean of the "
+        "per-answer sums, divided by the constant --max-new-tokens (dr_grpo).",
     )
     advantage: str = _groups(
         "group",
@@ -129,7 +129,7 @@ class UpdateOptions:
         metavar="NAME|FILE.PY:FUNCTION",
         help="How rewards become advantages: group, group_mean, rloo, batch, or your own function.",
     )
-    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term against the reference; 0 loads no reference.")
+    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term against the reference; 0 means no KL term.")
     dpo_beta: float = _dpo(0.1, above=0, help="Inverse temperature of the preference margin.")
     dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
     dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed fraction of flipped preferences.")

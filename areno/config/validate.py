@@ -96,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems of combinations and input paths, for all commands; ``split`` is the split of the data to read."""
+    """Yield problems of combinations and input paths that several commands check; ``split`` is the split to read."""
     yield from _combinations(options)
     yield from _paths(options, split)
     try:
@@ -311,7 +311,7 @@ def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
 
 
 def _replicas(options: TrainOptions) -> Iterator[str]:
-    """Yield options that cannot be combined with rollout processes."""
+    """Yield invalid server options, and options that cannot be combined with rollout processes."""
     for name in ("rollout_server_command", "rollout_server_args"):
         try:
             shlex.split(getattr(options, name) or "")

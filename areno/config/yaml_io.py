@@ -1,4 +1,4 @@
-"""Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
+"""Reads and writes options as YAML: a flat mapping from option names, with dashes or underscores, to values.
 
 The options stored with a run exclude the run's location and options that the run does not read, so that the file works as a
 ``--config`` file.
@@ -42,8 +42,8 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
 
 
 def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings by dotted name; with ``indexed``, also the values in lists of mappings:
-    ``name.0.key``.
+    """Yield each value in nested mappings, with its dotted name. With ``indexed``, lists of mappings are flattened too, to
+    names such as ``name.0.key``.
     """
     for name, value in values.items():
         if indexed and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -86,7 +86,7 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values for ``config.yaml``: all options that the run reads.
+    """Return the values for ``config.yaml``: the options that the run reads, except those with ``stored=False``.
 
     Paths are absolute, so that the run can be resumed from any folder.
     """

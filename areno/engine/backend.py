@@ -73,7 +73,7 @@ class Backend(Generator, Protocol):
         """Limit the total number of concurrent sequences of all replicas; None restores the configured limit per replica."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """If the configured ``prefix_cache_tokens`` is 0, turn the prefix cache on or off; otherwise do nothing."""
+        """Turn the prefix cache on or off. Has no effect unless the configured ``prefix_cache_tokens`` is 0."""
 
     def end_rollout(self) -> None:
         """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
@@ -135,7 +135,7 @@ class Backend(Generator, Protocol):
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write the optimizer states and the models of trainable roles other than the actor, so that training can resume."""
+        """Write what a resumed run needs besides the actor's weights: all optimizer states, and the other trainable models."""
 
     def load_state(self, checkpoint: Path) -> None:
         """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
@@ -146,8 +146,8 @@ class Backend(Generator, Protocol):
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call ``function(engine, *arguments)`` on every rank, and return the results in rank order.
 
-        If all ranks raise errors of the same type, an error of this type is raised. Otherwise an error on any rank raises
-        EngineError.
+        If all ranks fail with the same type of error, raises an error of this type. If only some ranks fail, or if the types
+        differ, raises EngineError.
         """
 
     def close(self) -> None:

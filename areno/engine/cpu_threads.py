@@ -1,9 +1,9 @@
 """Adapt PyTorch's CPU thread count to the cores that other programs leave free.
 
 If another process is busy on one of two cores, two OpenMP threads are twice as slow as one thread, because every
-parallel region waits for the thread on the busy core. The thread count therefore follows the load. It is set after the
-model has been loaded, and revised at most every ``PERIOD_S`` seconds. Each change is logged. ``OMP_NUM_THREADS`` fixes
-the count. Results are bitwise reproducible at equal thread counts.
+parallel region waits for the thread on the busy core. The thread count therefore follows the load. The count is set
+after the model has been loaded, and revised at most every ``PERIOD_S`` seconds. Each change is logged.
+``OMP_NUM_THREADS`` fixes the count. Results are bitwise reproducible at equal thread counts.
 """
 
 import logging
@@ -24,7 +24,7 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """Return the new thread count, at most ``most``, given that other programs leave ``free`` cores."""
+    """Return the new thread count, at most ``most``, if other programs leave ``free`` cores unused."""
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)
@@ -52,7 +52,7 @@ class CpuThreads:
         self.adapts = False
 
     def begin(self) -> None:
-        """Start to follow the load; has no effect if already started.
+        """Start adapting the thread count to the load, unless this has already started.
 
         Call this method before loading a model, because the CPU load during loading determines the first count. The
         maximum is the calling thread's count, limited to the cores that the process may use.

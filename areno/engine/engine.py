@@ -1,6 +1,6 @@
 """All models of a run on one device. The actor generates and trains. The other roles score rows, and some also train.
 
-Rollout and training share the actor's module, so weights are never copied for a rollout. ``version`` counts optimizer
+Rollout and training share the actor's module, so a rollout needs no weight transfer. ``version`` counts optimizer
 steps. Every generated token carries the version of the weights that sampled it.
 """
 
@@ -54,7 +54,7 @@ _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed mem
 
 
 class Engine:
-    """The models of a run on one device. If ``path`` is an adapter, it is merged into its base model."""
+    """The models of a run on one device. If ``path`` is an adapter, the adapter is merged into its base model."""
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
@@ -87,7 +87,7 @@ class Engine:
             self._refuse_speculation(can_roll_back=bool(cache_shape.layers))
         self._token_bytes = cache_shape.bytes_per_token + (model.routers.bytes_per_token if model.routers else 0)
         budget = config.kv_cache_tokens or kv_tokens(config, self.path, self.roles.values(), self._token_bytes)
-        logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, self._token_bytes)
+        logger.debug("loaded %s: the KV cache has %d tokens of %d bytes each", self.path, budget, self._token_bytes)
         peers, interval = config.peers, config.decode_progress_interval_s
         progress = DecodeProgress(interval, peers.replica, peers.layout.dp_size) if peers.leads else None
         common: dict[str, Any] = {
@@ -162,7 +162,7 @@ class Engine:
         loop.scheduler.max_running = limit
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """If the configured ``prefix_cache_tokens`` is 0, turn the prefix cache on or off; otherwise do nothing."""
+        """Turn the prefix cache on or off. Has no effect unless the configured ``prefix_cache_tokens`` is 0."""
         if self.config.prefix_cache_tokens == 0:
             prefixes = self.loop.prefixes
             prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if enabled else 0
@@ -192,7 +192,7 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights until the rollout ends or a model trains. All ranks must call this method."""
+        """Gather sharded weights, and keep them gathered until the rollout ends or a model trains. All ranks must call this."""
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
@@ -238,7 +238,7 @@ class Engine:
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records of the rows trained by the actor since the last call, keyed by ``observed`` number."""
+        """Return, by ``observed`` number, the token records of the rows on which the actor has trained since the last call."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

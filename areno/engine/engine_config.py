@@ -52,11 +52,11 @@ class EngineConfig:
 
     @property
     def compute_dtype(self) -> str:
-        """Compute dtype of the models: ``float32`` or ``bfloat16``."""
+        """Compute dtype of the models: ``float32``, ``bfloat16`` or ``float16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
-        """Options for loading the checkpoint set by ``option``."""
+        """Options for loading a checkpoint. ``option`` is the option that specifies the checkpoint, for error messages."""
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,

@@ -1,4 +1,4 @@
-"""Liveness counter of this process. Every long-running operation advances the counter."""
+"""Liveness counter of this process. Long-running operations advance the counter."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """Context length and vocabulary limits of a model, read from its configuration before any weights are loaded.
 
-On a GPU, a row that exceeds a limit would crash the process by indexing an embedding table out of bounds. A model with
-rotary embeddings would silently run at positions on which it was never trained.
+A row that exceeds a limit would index an embedding table out of bounds, which crashes the process on a GPU. With rotary
+embeddings, the model would silently run at positions on which it was never trained.
 """
 
 from collections.abc import Iterable
@@ -49,10 +49,10 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     """Check that a checkpoint has an embedding for every id that the tokenizer produces.
 
     A special token that neither the tokenizer nor the chat template inserts, such as padding, may have an id without an
-    embedding. The engine rejects a prompt that contains this token.
+    embedding. The engine rejects prompts that contain such a token.
 
     Args:
-        option: option that sets the checkpoint, for error messages.
+        option: option that specifies the checkpoint, for error messages.
 
     Returns:
         Maximum number of tokens of a row; None if the model states no limit.

@@ -56,12 +56,12 @@ def score(
 ) -> list[Any]:
     """Score rows with a policy (log-probs), a critic (values) or a reward model (rewards).
 
-    ``routed`` holds each row's recorded expert choices. They are replayed if the model is prepared for routing replay.
+    ``routed`` holds each row's recorded expert choices. The choices are replayed if the model is prepared for routing replay.
 
     Returns:
         ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
-        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. On a stage of a
-        ``pipeline`` before the last stage, the list is empty.
+        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. The
+        list is empty on all stages of a ``pipeline`` except the last.
     """
     results: list[Any] = []
     batches = _batches(model, rows, micro_bs, temperatures, routed)
@@ -112,7 +112,7 @@ def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> 
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
-    """Split rows, in order, into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens, or of one longer row."""
+    """Split rows, in order, into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens. A longer row runs alone."""
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:

@@ -10,7 +10,7 @@ Placement = dict[str, list[str]]
 
 
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Place the workers of all roles. The first worker of the first role is on the first node.
+    """Place the workers of all roles. The first worker of the first role is on the first node that the role allows.
 
     Workers with GPUs fill one node after another. Workers without GPUs go to the node with the fewest cores in use. Raises
     UsageError if there are too few GPUs, or if a role's ``nodelist`` and ``exclude`` leave no node.

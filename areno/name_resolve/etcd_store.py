@@ -1,6 +1,6 @@
 """Stores names in etcd, through its HTTP gateway. Each value with a time to live has a separate lease.
 
-An etcd lease lasts a whole number of seconds, but at least 2 s. A value exists up to half a second longer than its lease. A
+An etcd lease lasts a whole number of seconds, at least two. A value exists up to half a second longer than its lease. A
 restarted etcd server still has its values, and restarts all leases.
 """
 

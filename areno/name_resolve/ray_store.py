@@ -90,7 +90,7 @@ class RayStore:
         return bool(self._call("touch", name, ttl))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor, and retry while the actor restarts. This is safe, because a restarted actor is empty."""
+        """Call a method of the actor. Retry while the actor restarts, which is safe because a restarted actor is empty."""
         deadline = time.monotonic() + _CALL_S
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own

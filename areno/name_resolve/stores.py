@@ -20,7 +20,7 @@ class NameStore(Protocol):
     """Values by name, with an optional time to live in seconds. Errors are ArenoErrors."""
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value. Without ``replace``, return False if there is a value. Only one concurrent writer succeeds."""
+        """Set a value. Without ``replace``, return False if there is a value: of concurrent writers, only one succeeds."""
 
     def read(self, name: str) -> str | None:
         """Return the value of a name, or None if the name has no value."""

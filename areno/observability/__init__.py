@@ -1,8 +1,8 @@
 """Logs, metrics, traces, the terminal display and health warnings of a run.
 
-- ``scalars``: gives the metrics of a step of ``areno train`` their names; ``log_lines``: its documented log lines.
+- ``scalars``: names the metrics of a step of ``areno train``; ``log_lines``: the documented log lines.
 - ``experiment_metrics``: the metrics of ``areno run`` by name, with their meaning.
-- ``stats_collector``: collects further statistics of a step of ``areno run``, including statistics recorded by your code.
+- ``stats_collector``: collects the statistics of a step of ``areno run``, including those that your code records.
 - ``stats_logger``: writes a step of ``areno run`` to the log, ``metrics.jsonl`` and tracking services.
 - ``tracking_services``: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow; ``tensorboard``: the event files.
 - ``train_metrics``: the meaning of each metric of ``areno train``; ``metric_advice``: normal values and remedies.
@@ -12,6 +12,6 @@
 - ``step_memory``: the memory of a run, for its metrics; ``memory_profiler``: snapshots of GPU memory.
 - ``environment`` and ``data_size``: the machine, the versions and the size of the data, for ``environment.json``.
 
-Import only the submodules that you need: a command that only logs then starts fast. No submodule imports torch when it
-is imported.
+Import only the submodules that you need, so that a command that only logs starts fast. Importing a submodule does not
+import torch.
 """

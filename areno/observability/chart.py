@@ -10,7 +10,7 @@ from typing import IO, NamedTuple, TextIO
 
 
 class _Glyphs(NamedTuple):
-    """Characters of a chart. ``down`` and ``up`` are pairs: the start and the end of a segment."""
+    """Characters of a chart; ``down`` and ``up`` hold two each, for the start and the end of a segment."""
 
     flat: str
     down: str

@@ -1,4 +1,4 @@
-"""The amount of data of a run, for ``environment.json``: a model memorizes prompts that it sees hundreds of times."""
+"""Counts the examples and prompts of a run for ``environment.json``, to show how often training repeats a prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epo
 
 
 def _distinct_prompts(rows: Any) -> int | None:
-    """The number of distinct prompts; None if a row has no prompt or if reading all rows may take long."""
+    """The number of distinct prompts; None if a row has no prompt or if counting may take too long."""
     if len(rows) > _MOST_ROWS:
         return None
     columns = getattr(rows, "column_names", None)
@@ -38,6 +38,6 @@ def _distinct_prompts(rows: Any) -> int | None:
 
 
 def _asked(prompt: Any) -> Any:
-    """The prompt without the final answer of a conversation for SFT."""
+    """The prompt; of an SFT conversation, the messages before the final answer."""
     ends = isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
     return prompt[:-1] if ends and prompt[-1].get("role") == "assistant" else prompt

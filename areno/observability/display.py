@@ -1,8 +1,8 @@
 """Progress of a run: a live display on a terminal, or one log line per step elsewhere.
 
-Except for the current memory, everything in the live display is also in the log or in ``metrics.jsonl``. A thread redraws the
-display, so that the clock of a phase advances during a step. Warnings scroll above the display. When the run ends, the ``with``
-block or an exit handler restores the cursor. :mod:`areno.observability.screen` lays out the lines.
+The statistics and samples in the live display are also in the files of the run. A thread redraws the display, so that the
+clock of a phase advances during a step. Warnings scroll above the display. When the run ends, the ``with`` block or an
+exit handler restores the cursor. :mod:`areno.observability.screen` lays out the lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEMORY_EVERY_S = 5.0
 
 
 class ProgressDisplay:
-    """Progress reports of a trainer. Use it as a context manager, so that it always stops.
+    """Progress reports of a trainer. Use as a context manager, so that the display always stops.
 
     The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``entropy``, ``grad_norm``, ``response_len``,
     ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``.
@@ -47,7 +47,7 @@ class ProgressDisplay:
         self.total_steps = 0
 
     def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
-        """Start a run of ``total_steps``, of which ``done_steps`` were completed before the run was resumed."""
+        """Start the display of a run of ``total_steps``; a resumed run has already completed ``done_steps``."""
         self.total_steps = total_steps
         self._pace = _Pace(done_steps)
 
@@ -61,10 +61,10 @@ class ProgressDisplay:
         sample: ShownSample | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a finished step (from 0) as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
+        """Log a finished step (0-based) as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
 
-        Instead of this line, a live display shows the ``stats``, the means of the reward's ``parts`` and a ``sample``
-        of the step.
+        A terminal with a live display shows the ``stats``, the means of the reward's ``parts`` and a ``sample`` of the
+        step instead.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]

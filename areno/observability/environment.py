@@ -69,7 +69,7 @@ def _gpus() -> list[str]:
 
 
 def _gpu_memory() -> dict[str, int]:
-    """Size of the smallest GPU's memory, if there is a GPU."""
+    """Memory size of the GPU with the least memory; empty without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}

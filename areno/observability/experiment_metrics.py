@@ -1,7 +1,7 @@
 """The statistics of experiments with their meaning; ``docs/statistics.md`` is generated from this table.
 
-The quickstart documents some statistics under names that are shorter than the recorded names. The logger adds these
-short names as aliases; ``SHORT_NAMES`` lists them.
+The quickstart documents shorter names for some statistics. The logger adds these names as aliases; ``SHORT_NAMES``
+lists them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and res
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
-    ("kl_rewards", "KL estimate to the reference times -kl_ctl, summed over the trained tokens of a sample"),
+    ("kl_rewards", "-kl_ctl times the KL estimate to the reference, summed over the trained tokens of a sample"),
     ("final_reward", "reward of each response after penalty, bias, scaling, clip, normalization and KL"),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "tokens of each prompt"),

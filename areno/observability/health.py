@@ -1,8 +1,9 @@
 """Early warnings when a run cannot learn, each with its cause and a remedy.
 
-A warning is issued when its condition has held long enough. It is repeated only after ``window`` consecutive steps
-without the condition, so that an intermittent condition does not flood the log. Checkpoints store the state of the
-monitor as JSON, so that a resumed run issues the same warnings as an uninterrupted run.
+Equal rewards cause a warning after ``window`` consecutive steps, and most other conditions immediately. A warning is
+repeated only after ``window`` consecutive steps without its condition, so that an intermittent condition does not flood
+the log. Checkpoints store the state of the monitor as JSON, so that a resumed run issues the same warnings as an
+uninterrupted run.
 """
 
 import math
@@ -52,8 +53,8 @@ class HealthMonitor:
 
     Args:
         window: number of consecutive steps with equal rewards before a warning. Any warning is repeated only after
-            ``window`` steps without its cause.
-        logprob_gap_limit: tolerated mean absolute difference of rollout and train log-probs.
+            ``window`` steps without its condition.
+        logprob_gap_limit: tolerated mean absolute difference between rollout and train log-probs.
         grouped: whether advantages are relative to the group, so that they sum to zero.
         max_new_tokens: response length limit; None if unknown.
         settings: maps ``areno train`` options in the warnings to the names of this run's settings.
@@ -118,7 +119,7 @@ class HealthMonitor:
         return [f"step {step}: {text}" for text in warnings]
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
-        """Explain a loss near 0, once per run; otherwise return an empty string. For the arguments see :meth:`observe`."""
+        """Return an explanation of a loss near 0, once per run, otherwise "". The arguments are those of :meth:`observe`."""
         loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
         if self._loss_explained or not rewards or loss is None or grad_norm is None:
             return ""
@@ -243,7 +244,7 @@ class HealthMonitor:
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """The limit that truncated responses of this mean length, and the option that raises the limit."""
+        """The limit at which responses of this mean length were truncated, and the option that raises this limit."""
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
             return "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"

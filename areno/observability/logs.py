@@ -24,7 +24,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the stream or, while a live display is active, those of ``live_level`` and above to the display."""
+    """Writes records to the stream; while a live display is active, writes those of ``live_level`` and above to the display."""
 
     writer: ClassVar[Callable[[str], None] | None] = None
 

@@ -78,7 +78,7 @@ ADVICE: dict[str, Advice] = {
         "loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while there is something to learn; applies if wrong answers get a reward of 0 or less",
+        "0.1 to 0.9 while there is something to learn, if wrong answers get a reward of 0 or less",
         "If it is near 0, use easier prompts, or run SFT first. If it is near 1, the task is solved: use harder prompts",
     ),
     "rollout/advantages_mean": Advice(
@@ -202,7 +202,8 @@ ADVICE: dict[str, Advice] = {
     "train/dpo_reward_margin": Advice("0 at first, then positive and rising", _RISING_PAIRS, low=0),
     "train/dpo_chosen_reward": Advice(
         "near 0; often falls slightly while the rejected reward falls faster",
-        "If both fall far below 0, the model forgets its answers: raise --dpo-beta, lower --lr, use fewer --epochs",
+        "If chosen and rejected rewards fall far below 0, the model forgets its answers: raise --dpo-beta, lower --lr, or use "
+        "fewer --epochs",
     ),
     "train/rm_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice("0.5 at first, then 0.6 to 0.9", _RISING_PAIRS, 0.5, 1),

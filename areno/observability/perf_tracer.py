@@ -35,10 +35,10 @@ from areno.errors import ArenoError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIRST_TASK_TRACK = 1_000_000_000
-"""Tracks of asyncio tasks start here, above every thread id of the operating system."""
+"""Number of the first track for asyncio tasks, above every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
-"""Name of an event that is recorded when areno's clock is read: it gives the offset between this clock and the profiler's."""
+"""Name of the event that marks a reading of areno's clock in the profile, to compute the offset of the profiler's clock."""
 
 
 class Category(StrEnum):

@@ -109,7 +109,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8)
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Number the rows whose tokens will be recorded, so that the engine keeps the values that training computes for these rows.
+    """Number each row whose tokens will be recorded: for numbered rows, the engine keeps the values that training computes.
 
     Args:
         prompts: the prompt of each sample.
@@ -153,7 +153,7 @@ def row_records(
 def reward_records(
     prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, data: Sequence[Mapping[str, Any]] = ()
 ) -> list[RewardRecord]:
-    """Describe training rows as samples. ``prompts`` are the prompt indices of the groups, and ``data`` their data rows."""
+    """Describe training rows as samples. ``prompts`` are the groups' prompt indices, and ``data`` the groups' data rows."""
     counts: Counter[int] = Counter()
     records = []
     for row in rows:

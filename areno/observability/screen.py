@@ -64,7 +64,7 @@ class RunHeading:
     """Description of the run, shown in the first line.
 
     Attributes:
-        gap_limit: difference of rollout and train log-probs above which a run warns; infinite if it never warns.
+        gap_limit: difference between rollout and train log-probs above which a run warns; infinite if it never warns.
     """
 
     algorithm: str = ""
@@ -84,7 +84,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes used by the run (``what`` describes the count), and free and total bytes of the machine or device."""
+    """Bytes used by the run (``what`` describes what is counted), and free and total bytes of the machine or device."""
 
     used: int
     free: int
@@ -94,7 +94,7 @@ class MemoryUse:
 
 @dataclass(slots=True)
 class ScreenState:
-    """The contents of the display; ``trends`` has ``reward`` and ``loss``, and ``parts`` the parts of the reward by name."""
+    """The contents of the display; ``trends`` has the keys ``reward`` and ``loss``; ``parts`` has the reward parts by name."""
 
     heading: RunHeading = field(default_factory=RunHeading)
     done: int = 0

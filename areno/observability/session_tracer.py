@@ -136,7 +136,7 @@ class SessionTracer:
                 session.counters[name] = session.counters.get(name, 0) + count
 
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
-        """Set the outcome of a task's sessions except failed sessions, and flush if due; unknown tasks are ignored.
+        """Set the outcome of a task's sessions, except those that failed; flush if due. Unknown tasks are ignored.
 
         Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.
         """

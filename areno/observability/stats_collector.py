@@ -20,7 +20,7 @@ COUNT_SUFFIX = "__count"
 
 
 class ReduceType(StrEnum):
-    """How to reduce a statistic. ``AVG_MIN_MAX`` gives three numbers; the others give one number under its name."""
+    """How to reduce a statistic. Each type except ``AVG_MIN_MAX`` exports a number under the statistic's name."""
 
     AVG_MIN_MAX = "avg_min_max"
     """``name/avg``, ``name/min`` and ``name/max``."""
@@ -29,7 +29,7 @@ class ReduceType(StrEnum):
     MIN = "min"
     MAX = "max"
     SCALAR = "scalar"
-    """Mean of plain numbers, with their count under ``name__count``."""
+    """Mean of plain numbers; their count is also exported, under ``name__count``."""
     TIMING = "timing"
     """Seconds: their sum within a process, and the maximum of these sums across processes."""
 

@@ -1,8 +1,8 @@
 """Writes the statistics of a step of ``areno run`` to ``metrics.jsonl``, to tracking services and, as a table, to the log.
 
-The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The table
-has the time of the step and the time since the start, which keeps counting after a recovery. A service that fails is
-disabled, because training must not depend on an external server.
+The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The heading
+also has the duration of the step and the time since the start of the run, including the time before a recovery. A
+service that fails is disabled, because training must not depend on an external server.
 """
 
 import logging
@@ -21,7 +21,7 @@ _MIN_WIDTH = 36
 
 
 class StatsLogger:
-    """Reports the statistics of an experiment; owns its ``services``; ``clock`` returns seconds."""
+    """Reports the statistics of an experiment; closes ``services`` at the end. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class StatsLogger:
         dropped = self._run_dir.truncate_after(self._global_step)
         if dropped:
             step = self._global_step + 1
-            _log.info("dropped %d lines of steps after global step %d, which are repeated", dropped, step)
+            _log.info("dropped %d lines of steps after global step %d; these steps are repeated", dropped, step)
 
     def reset(self) -> None:
         """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError on failure."""

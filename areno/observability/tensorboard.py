@@ -2,8 +2,8 @@
 
 Importing ``tensorboard`` takes half a second, so the thread imports the package at the first write; the training loop only
 fills a queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread
-ends, the queue is still written, so that no event is lost without ``close``. PyTorch's ``SummaryWriter`` is not used, because
-it starts another thread: from Python 3.12 on, no thread can start once the main thread has ended.
+ends, the queue is still written, so that no event is lost if ``close`` is not called. PyTorch's ``SummaryWriter`` is not used,
+because it starts another thread: from Python 3.12 on, no thread can start once the main thread has ended.
 """
 
 import concurrent.futures.thread  # noqa: F401  imported here because its exit handler cannot be registered at exit
@@ -112,7 +112,7 @@ class EventWriter:
             self._failure = error
             if not threading.main_thread().is_alive():
                 _log.error(
-                    "TensorBoard events in %s are incomplete, close() was never called: %s", self._log_dir, error
+                    "TensorBoard events in %s are incomplete, because close() was not called: %s", self._log_dir, error
                 )
 
     def _new_path(self) -> Path:

@@ -20,7 +20,7 @@ def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, 
 
     Args:
         perf: ``enabled``, ``save_interval`` and ``profile_steps`` of the ``perf_tracer`` section; None disables the tracer.
-        session: ``enabled`` and ``flush_threshold`` of its ``session_tracer`` section; None disables the tracer.
+        session: ``enabled`` and ``flush_threshold`` of ``perf_tracer.session_tracer``; None disables the tracer.
     """
     global _perf, _sessions
     _perf.save(force=True)

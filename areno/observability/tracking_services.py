@@ -226,7 +226,7 @@ def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> T
 
 
 def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> TrackingService:
-    """Open a Trackio run in a local database in ``TRACKIO_DIR``, or a Hugging Face Space."""
+    """Open a Trackio run in a local database in ``TRACKIO_DIR`` or in a Hugging Face Space."""
     if (mode == "online") != bool(section.space_id):
         remedy = "set trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
         raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")

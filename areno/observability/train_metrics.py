@@ -28,7 +28,7 @@ class Metric:
 
 _ROLLOUT: _Rows = (
     ("rewards_{mean,std,max,min}", "reward", "reward over the samples of the step"),
-    ("reward_parts/NAME", "reward", "mean of a part of the reward, if it has [parts](rewards.md#named-parts)"),
+    ("reward_parts/NAME", "reward", "mean of a part of the reward, if the reward has [parts](rewards.md#named-parts)"),
     ("accuracy", "fraction", "samples with a reward above 0"),
     ("advantages_{mean,std}", "advantage", "advantages of the trained response tokens"),
     ("logprobs_mean", "nats", "log-prob of response tokens, recorded while sampling"),
@@ -100,7 +100,7 @@ _UPDATE: _Rows = (
     (
         "logp_abs_diff_mean",
         "nats",
-        "absolute difference of rollout and train log-prob per token, in the first optimizer step of a batch",
+        "absolute difference between rollout and train log-prob per token, in the first optimizer step of a batch",
     ),
     ("advantage_mean", "advantage", "advantages of the trained response tokens"),
     ("response_len", "tokens", "trained tokens of a row"),
@@ -120,7 +120,7 @@ _UPDATE: _Rows = (
     (
         f"kl_reward_{_SUMMARY}",
         "reward",
-        "with `--kl-reward-coef`: KL reward of a row (the KL estimate times minus the coefficient, summed over the "
+        "with `--kl-reward-coef`: KL reward of a row (minus the coefficient times the KL estimate, summed over the "
         "row's tokens)",
     ),
     (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under the reference"),
@@ -193,7 +193,11 @@ _SPEED: _Rows = (
         "tokens/s",
         "tokens generated per second of rollout; with SFT, DPO and RM, tokens of the rows per second of training",
     ),
-    ("step_{rollout,train,e2e}_time_s", "seconds", "time of rollout, of training and of both together, by the engine"),
+    (
+        "step_{rollout,train,e2e}_time_s",
+        "seconds",
+        "time of rollout, of training and of both together, measured by the engine",
+    ),
     ("policy_train_wall_time_s", "seconds", "time to update the policy"),
     ("reward_score_time_s", "seconds", "time to reward the samples"),
     ("step_wall_time_s", "seconds", "time of the whole step"),

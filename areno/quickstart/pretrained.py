@@ -43,7 +43,9 @@ _GRPO = {
 
 @dataclass(frozen=True, slots=True)
 class RealOutcome:
-    """Fractions of exact answers to held-out orders, before and after training; the fields are the keys of ``summary.json``."""
+    """Result of the quickstart, with the fractions of exact answers to held-out orders; its fields are the keys of
+    ``summary.json``.
+    """
 
     exact_before: float
     exact_after: float
@@ -60,7 +62,7 @@ def quickstart_real(
     """Evaluate, train and evaluate again, print the results, and write ``<run>/summary.json``.
 
     Args:
-        ckpt: a folder, a GGUF file or a repo id; None: SmolLM2, see :func:`default_model`.
+        ckpt: a folder, a GGUF file or a repo id; None selects :func:`default_model`.
 
     Raises:
         UsageError: the model does not exist, or ``run_dir`` is not empty.
@@ -109,7 +111,7 @@ def default_model() -> str:
 
 
 def _check(model: str) -> None:
-    """Raise UsageError if a model is unreachable; the message names alternatives."""
+    """Raise UsageError if a model is unreachable; the message suggests alternatives."""
     try:
         check_reachable(model)
     except UsageError as error:

@@ -1,7 +1,7 @@
 """The toy task of the quickstart: sums of three-digit numbers with a verifiable reward.
 
 For "Step by step, what is 347 + 182?" the demonstrations always show the work; for the plain wordings most state only the
-answer. After SFT the model can show the work too, but rarely does so for a plain wording. GSPO rewards only the correct
+answer. After SFT the model can show the work for a plain wording, but rarely does so. The reward of GSPO checks only the
 answer, and the model learns to show the work for every wording. A hash of the two numbers decides whether a sum is held out.
 """
 

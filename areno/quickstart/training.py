@@ -16,7 +16,7 @@ _LINE_EVERY_S = 5.0
 
 
 class BriefLines(PlainProgress):
-    """Progress in piped output: a line every few seconds instead of one per step."""
+    """Progress in piped output: a line every few seconds instead of a line per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class BriefLines(PlainProgress):
         sample: ShownSample | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Print at most every few seconds, and always at the last step."""
+        """Print a line at the last step, and otherwise at most every few seconds."""
         super().step_done(step, stats, sample, parts)
         now = time.monotonic()
         if now - self._printed < _LINE_EVERY_S and step + 1 < self.total_steps:
@@ -45,7 +45,7 @@ def run_folder(run_dir: str | None) -> Path:
     """Return the folder of the run (default ``runs/quickstart-<time>``) and print it."""
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
     if root.exists() and any(root.iterdir()):
-        raise UsageError(f"--run-dir {root}: the folder is not empty; choose another or delete it")
+        raise UsageError(f"--run-dir {root}: the folder is not empty; choose another folder, or delete this one")
     print(f"Output folder: {root}\n")
     return root
 

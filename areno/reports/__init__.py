@@ -7,6 +7,6 @@
   (:mod:`problems`, :mod:`reward_problems`, :mod:`overfitting`, :mod:`hacking`), based on :mod:`evidence`.
 - :mod:`trends`: changes beyond noise; :mod:`advice`: names and values of options; :mod:`checkpoints`: saved models.
 - :mod:`explanation`: the meaning of a metric and its normal values.
-- :mod:`compare`, :mod:`divergence`, :mod:`comparison_text`: the differences of two runs, and the first step that differs.
+- :mod:`compare`, :mod:`divergence`, :mod:`comparison_text`: the differences between two runs, and the first step that differs.
 - :mod:`plot`, :mod:`svg`: curves of several runs; :mod:`export`: metrics and samples of several runs as tables.
 """

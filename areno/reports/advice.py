@@ -31,7 +31,7 @@ class OptionAdvice:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """Write the options in a text in the syntax of the run's command."""
+        """Rewrite the option names in a text in the syntax of the run's command."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:

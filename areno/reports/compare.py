@@ -1,4 +1,4 @@
-"""Compares two runs: settings, environment, curves, and the first step that differs with its possible cause.
+"""Compares two runs: settings, environment, curves, and the first step that differs, with possible causes.
 
 A run of ``areno train`` can be compared with a run of ``areno run`` by the metrics in ``KEYS`` and the shared settings.
 """
@@ -127,7 +127,7 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs have the same results so far: equal steps, values, and settings that may change results."""
+        """Whether steps, values (within the tolerance) and settings that may change results are the same so far."""
         decisive = any(setting.changes_results for setting in self.settings)
         lengths = {run["last_step"] for run in self.runs}
         return not decisive and len(lengths) == 1 and self.divergence.different is None
@@ -239,8 +239,8 @@ def _causes(
 ) -> list[SettingDifference]:
     """Differences that can affect the first phase that differs.
 
-    If no differing setting affects that phase directly, but an earlier step is not bit-equal, all differing settings are
-    possible causes, because they act through the weights.
+    If no differing setting affects that phase directly, but an earlier step is not bit-equal, all differing settings that
+    change results are possible causes, because they act through the weights.
     """
     if result.different is None:
         return []

@@ -53,7 +53,10 @@ def _first_difference(comparison: RunComparison) -> Iterator[str]:
         yield f"No difference: {shared} are bit-equal."
     elif result.different is None:
         assert result.unequal is not None
-        yield f"No difference: {shared} agree to 1e-6, not bit-equal since step {result.unequal.step}: {result.unequal.text}."
+        yield (
+            f"No difference: {shared} agree to 1e-6, but are not bit-equal since step {result.unequal.step}: "
+            f"{result.unequal.text}."
+        )
     else:
         yield from _step(comparison, result.different)
 
@@ -84,7 +87,7 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
 
 
 def _row(setting: SettingDifference) -> list[str]:
-    more = f"  (and {setting.same} alike)" if setting.same else ""
+    more = f"  (and {setting.same} more)" if setting.same else ""
     return [f"  {setting.name}{more}", *map(_value, setting.values)]
 
 

@@ -176,7 +176,7 @@ def phase_of(metric: str) -> str:
 
 
 def _first_sample_step(a: Entries, b: Entries) -> int | None:
-    """The first step whose recorded samples differ according to the indices, which contain no tokens."""
+    """The first step whose recorded samples differ in the sample index, which contains no tokens."""
     size = min(len(a), len(b))
     if not size:
         return None
@@ -194,7 +194,7 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 
 
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
-    """Describe the first phase of a step that differs, based on the samples, or on the metrics if the samples agree."""
+    """Describe the first phase in which a step differs, based on the samples, or on the metrics if the samples agree."""
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)
     by_samples = _sample_difference(*samples, same_order=a.is_experiment == b.is_experiment)
@@ -276,7 +276,9 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
     if first == second:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
-        return f"different numbers of prompts: {len(first)} and {len(second)} are recorded; those recorded in both are equal"
+        return (
+            f"different numbers of prompts: {len(first)} and {len(second)} are recorded; prompts in both runs are equal"
+        )
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
         return "the same prompts in a different order"
     index = next(key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key))

@@ -72,7 +72,7 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """The reward part whose late mean is lowest in its range, if that mean is in the lower half; otherwise ``""``.
+        """The reward part whose late mean is lowest relative to the part's range, if it is in the lower half; otherwise ``""``.
 
         Parts that are never above 0 (penalties) do not count.
         """

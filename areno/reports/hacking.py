@@ -21,9 +21,9 @@ AT_COST = 0.2
 MOST = 0.5
 """Minimum fraction of the best answers that must be repetitive or identical to count as a sign."""
 MORE = 0.3
-"""Minimum growth of that fraction since the start: initial repetition is due to the model or the task."""
+"""Minimum growth of the fraction in ``MOST`` since the start: initial repetition is due to the model or the task."""
 SHORT_ANSWER = 20
-"""Length in characters of short answers such as yes or no, which count as a sign only if nearly all are equal."""
+"""Maximum length in characters of short answers such as yes or no, which count as a sign only if nearly all are equal."""
 NEARLY_ALL = 0.9
 
 
@@ -97,7 +97,7 @@ def _unrewarded(up: _Part, down: _Part) -> str:
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
-    """Late samples with the largest difference of two parts."""
+    """Late samples with the largest difference between two reward parts."""
     samples = evidence.samples
 
     def difference(index: int) -> float:
@@ -108,9 +108,9 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 
 
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
-    """The best answers to early or late prompts, if their reward is at least the median of these answers.
+    """The best answer to each early or late prompt, if its reward is at least the median of these best answers.
 
-    Late answers must also have a reward above the mean reward at the start.
+    Late answers must also have a reward above the mean reward at the start. Only evenly spaced answers are returned.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)
@@ -157,8 +157,8 @@ def _identical(evidence: Evidence) -> _Sign | None:
     shown = answer if len(answer) <= 60 else answer[:59] + "…"
     return _Sign(
         "identical",
-        f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start the "
-        f"most frequent answer was {before:.0%} of them).",
+        f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start, "
+        f"the most frequent answer made up {before:.0%}).",
         "The reward is high for this text, regardless of the prompt.",
         "Make the reward depend on the prompt, so that one text cannot be right for all prompts. If the reward "
         f"depends on the prompt already, raise --temperature, and add {evidence.advice.kl}.",

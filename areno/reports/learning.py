@@ -17,7 +17,7 @@ MIN_STEPS = 8
 LOST = 0.5
 """Fraction of a gain above which a later decline counts as a loss of the gain."""
 FOLLOWS = 0.5
-"""Change on held-out data, as a fraction of the change in training, that confirms the change in training even within noise."""
+"""Minimum held-out change, as a fraction of the training change, that confirms the training change even within noise."""
 LOSS_NOISE = 0.002
 """Relative noise of a held-out loss; the noise is small, because all evaluations use the same rows."""
 
@@ -105,7 +105,7 @@ class Progress:
     def _fell_and_stayed(self) -> bool:
         """Whether all later evaluations are below the first evaluation, and their mean is clearly below it.
 
-        Later evaluations are the second half. Their mean has less noise than a single evaluation.
+        Later evaluations are the second half of all evaluations. Their mean has less noise than a single evaluation.
         """
         trend, values = self.held_out, finite(self.run.series("eval_reward"))[1]
         later = values[len(values) // 2 :]
@@ -115,7 +115,7 @@ class Progress:
 
     @cached_property
     def flat_since(self) -> int | None:
-        """Step of the first evaluation from which later evaluations differ only by noise; None if it is late in the run."""
+        """Step of the first evaluation from which all evaluations differ only by noise; None if this step is late."""
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
             return None
@@ -123,7 +123,7 @@ class Progress:
         return int(steps[first]) if first < len(values) - 3 and steps[first] <= steps[-1] / 2 else None
 
     def _evaluation_noise(self, series: Series) -> float:
-        """Upper bound of the standard error of the difference of two evaluations: equal prompts reduce the true error."""
+        """Upper bound of the standard error of the difference between two evaluations: equal prompts reduce the true error."""
         values = finite(series)[1]
         if not self.by_reward:
             return LOSS_NOISE * abs(float(values[0])) if len(values) else math.inf

@@ -17,7 +17,7 @@ LOST = 0.2
 OVERLAP = 0.1
 """Minimum fraction of recorded held-out prompts that are also training prompts for the overlap to be reported."""
 PASSES = 3.0
-"""Minimum mean number of times that prompts are trained on for a policy to count as having memorized them."""
+"""A policy counts as having memorized its prompts only if it was trained on each prompt at least this often on average."""
 
 
 def overfitted(evidence: Evidence) -> RunProblem | None:
@@ -78,7 +78,7 @@ def _stopping(evidence: Evidence) -> str:
 
 
 def _passes(evidence: Evidence) -> float:
-    """Mean number of times that a prompt was trained on; a lower bound."""
+    """Lower bound of the mean number of times that each prompt was trained on."""
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)
@@ -104,7 +104,7 @@ def against_evaluation(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "against_evaluation",
         f"The training reward rose ({train}), but the evaluation reward fell from {short(held_out.peak)} at step "
-        f"{held_out.peak_step} to {short(held_out.last)}: training and evaluation reward different behavior, or the "
+        f"{held_out.peak_step} to {short(held_out.last)}: the training and evaluation rewards favor different behavior, or the "
         f"policy has specialized in its training prompts. {kept(evidence.run, evidence.advice, held_out.peak_step)}",
         "Look for a loophole of the reward in the best-rewarded samples, and close it. If there is no loophole, stop at the "
         f"best evaluation (--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",

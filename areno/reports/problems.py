@@ -1,4 +1,4 @@
-"""Detects problems of a run from its metrics; each problem has one remedy, and samples that show the problem.
+"""Detects problems of a run from its metrics; each problem has one remedy and, if possible, samples that show the problem.
 
 A problem is reported when it explains why a run does not learn, not as soon as it is noticeable.
 :mod:`areno.observability.health` warns earlier, in each step.
@@ -32,7 +32,7 @@ STALE = 4.0
 FAILED = 0.05
 """Fraction of failed rewards above which the failures bias the selection of training answers."""
 EPISODES_FAILED = 0.2
-"""Fraction of failed episodes that is reported; higher than ``FAILED``, because an agent fails on some prompts."""
+"""Fraction of failed episodes above which they are reported; above ``FAILED``, because agents usually fail on some prompts."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:

@@ -45,7 +45,7 @@ _LARGEST = {
 REFRESH_S = 60.0
 """Minimum number of seconds between two reports of a run in progress."""
 REFRESH_SHARE = 0.01
-"""Maximum fraction of a run's time that these reports may take."""
+"""Maximum fraction of a run's time that reports may take while the run is in progress."""
 _OPTION = re.compile(r"(?<![\w/.-])(--[a-z][a-z0-9-]*|[a-z]+(?:\.[a-z_]+)+=?(?=\s|[\w]))")
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -106,7 +106,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
 def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
     """Write the report of a run into its directory, or to the file ``out``; return the path of the file.
 
-    ``evidence`` is passed if it was already read from the run. Raises ArenoError if the file cannot be written.
+    Pass ``evidence`` if it was already collected; None collects it. Raises ArenoError if the file cannot be written.
     """
     html = report_html(run, evidence)
     if out is None:

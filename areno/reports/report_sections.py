@@ -38,7 +38,7 @@ MAX_LINES = 500
 VALUE_CHARS = 300
 """Maximum number of characters of a setting's value."""
 WARNING_CHARS = 1000
-"""Characters of a warning."""
+"""Maximum number of characters of a warning."""
 MAX_FILES = 200
 """Maximum number of listed files."""
 _WIDTH, _HEIGHT = 460, 240  # chart size in px: labels stay readable at 360 px

@@ -145,7 +145,7 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 
 
 def _costs_reward(evidence: Evidence) -> bool:
-    """Whether truncated answers get lower rewards than complete answers; without a comparison, whether rewards do not rise."""
+    """Whether truncated answers get lower rewards than complete ones; with too few of either, whether rewards do not rise."""
     if evidence.at_highest:
         return False
     samples, late = evidence.samples, evidence.samples.late
@@ -160,7 +160,7 @@ def _costs_reward(evidence: Evidence) -> bool:
 
 
 def _raise_limit(evidence: Evidence) -> str:
-    """The remedy for unfinished answers; a higher limit does not help for repetitive answers."""
+    """The remedy for unfinished answers; for repetitive answers, it also covers a model that never stops."""
     samples = evidence.samples
     texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2

@@ -1,7 +1,7 @@
 """The files of a run as data, for the report, the viewer and the commands that compare runs.
 
 Runs of ``areno train`` and ``areno run`` are read in the same way: ``KEYS`` maps quantities of a run (reward, loss, ...) to the
-metric names of both commands. Only the metrics are read at once; other files are read when they are needed.
+metric names of both commands. Opening a run reads only its metrics; other files are read when they are needed.
 """
 
 import os
@@ -71,7 +71,7 @@ _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
 
 
 class RunData:
-    """A run directory; its metrics are read at once, and other data when it is used.
+    """A run directory; reads the metrics immediately, and other files when they are needed.
 
     Args:
         opened: function that opens the files of the run.
@@ -99,7 +99,7 @@ class RunData:
 
     @property
     def is_experiment(self) -> bool:
-        """Whether ``areno run`` wrote the run."""
+        """Whether ``areno run`` started the run."""
         return "experiment_name" in self.config
 
     @property

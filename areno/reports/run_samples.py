@@ -51,12 +51,12 @@ class RunSamples:
 
     @cached_property
     def early(self) -> Indices:
-        """Samples of the first steps, whose number is that of :func:`~areno.reports.trends.window`."""
+        """Samples of the first steps; :func:`~areno.reports.trends.window` determines the number of steps."""
         return np.flatnonzero(self.steps < self.steps[0] + self._width) if len(self) else np.zeros(0, np.int64)
 
     @cached_property
     def late(self) -> Indices:
-        """Samples of the last steps, whose number is that of :func:`~areno.reports.trends.window`."""
+        """Samples of the last steps; :func:`~areno.reports.trends.window` determines the number of steps."""
         return np.flatnonzero(self.steps > self.steps[-1] - self._width) if len(self) else np.zeros(0, np.int64)
 
     @property
@@ -68,7 +68,7 @@ class RunSamples:
         return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
 
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
-        """Samples with the highest or lowest reward; of equal rewards, samples with recorded tokens first, then the latest."""
+        """Samples with the highest or lowest reward; for equal rewards, first those with recorded tokens, then the latest."""
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
         keys = self.rewards[among] * (1 if highest else -1)
@@ -126,7 +126,7 @@ class RunSamples:
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[int]]:
-        """First answers by the text of their prompt, in order, among the first and the last samples of a run."""
+        """Maps prompt texts to the first answer of each step; covers the first and the last ``COMPARED`` of these answers."""
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
@@ -148,7 +148,7 @@ class RunSamples:
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
-        """The pairs of :attr:`recurring` with the largest difference of their rewards."""
+        """The pairs of :attr:`recurring` with the largest difference between their rewards."""
         pairs = [pair for pair in self.recurring if self.rewards[pair[0]] != self.rewards[pair[1]]]
         return sorted(pairs, key=lambda pair: -abs(self.rewards[pair[1]] - self.rewards[pair[0]]))[:count]
 

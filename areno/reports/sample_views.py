@@ -17,7 +17,7 @@ MAX_TOKENS = 6000
 SAMPLE_TOKENS = 400
 """Maximum number of tokens of a row that are shown individually, half from its start and half from its end."""
 CONTEXT_CHARS = 600
-"""Maximum number of characters of tokens that are not shown individually, such as a prompt."""
+"""Maximum number of characters of a segment whose tokens are not shown individually, such as a prompt."""
 MAX_SEGMENTS = 60
 """Maximum number of segments of a row that are shown."""
 TEXT_CHARS = 2000
@@ -49,7 +49,7 @@ class SegmentView:
 
 @dataclass(slots=True)
 class SampleView:
-    """A sample with formatted numbers; ``rows`` is empty if its tokens were not recorded or are too many."""
+    """A sample with formatted numbers; ``rows`` is empty if no tokens were recorded or the page already shows enough tokens."""
 
     id: str
     numbers: list[tuple[str, str]]

@@ -18,7 +18,7 @@ _INDEX = re.compile(r"\.\d+\.")
 
 
 def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Name and value of the settings that have a value: settings that differ from their defaults, and the other settings.
+    """Names and values of the settings that have a value: first those that differ from their defaults, then the others.
 
     A setting without a known default, such as a setting of a user's algorithm, counts as different. A setting with the same
     value as the setting from which it inherits does not count as different.

@@ -178,7 +178,7 @@ def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _thinned(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """Points to draw; a long line is reduced to the first point, the last point, and the extremes of intervals between."""
+    """Points to draw; a long line is reduced to the first point, the last point, and the extremes of intervals."""
     x, y, low, high = _arrays(line)
     count = len(x)
     if count <= MAX_POINTS:

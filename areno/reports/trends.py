@@ -10,7 +10,7 @@ from areno.reports.svg import short
 from areno.storage.metric_columns import Series
 
 CLEAR = 3.0
-"""A change is clear above this number of standard errors; noise alone exceeds this threshold in one of 700 runs."""
+"""A change is clear above this number of standard errors; noise alone causes a clear rise in one of 700 runs."""
 SHARE = 10
 """The compared start and end of a run each have 1 / SHARE of its steps."""
 AT_LEAST = 5

@@ -48,7 +48,7 @@ class Verdict:
             f"Did it learn? {HEADLINES[self.learned.state]} {self.learned.text}",
             f"Why did it end? {self.ending.text}",
         ]
-        lines += [f"What to do then? {self.ending.remedy}"] if self.ending.remedy else []
+        lines += [f"What to do next? {self.ending.remedy}"] if self.ending.remedy else []
         for problem in self.problems:
             shown = f" See samples {', '.join(problem.samples)}." if problem.samples else ""
             lines += [f"What is wrong? {problem.text}{shown}", f"What to change? {problem.remedy}"]
@@ -91,7 +91,7 @@ def _decided(state: State, keys: set[str]) -> State:
 
 
 def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]) -> RunProblem | None:
-    """A problem that describes a result without other problems."""
+    """The problem to report for a result if no other problem was found."""
     if problems:
         return None
     if result.state in ("lost", "worse"):

@@ -1,9 +1,10 @@
 """Runs reward functions in parallel, with a deadline per record. A failed record never gets a reward.
 
-Functions from a file run in worker processes, which import the file once, before the first rollout. A worker process is
-killed when a record exceeds its deadline. Each worker runs a plain function on one record at a time, and a coroutine
-function on many records at once, in an event loop. If a call blocks the event loop past the deadline, the worker is
-replaced. The records of this worker are retried one at a time, so that only the blocking record fails.
+Functions from a file run in worker processes, which import the file once, before the first rollout. A worker runs a
+plain function on one record at a time, and its process is killed when the record exceeds its deadline. A worker runs a
+coroutine function on many records at once, in an event loop, and cancels a call at its deadline. If a call blocks the event
+loop past the deadline, the worker is replaced. The records that were running in this worker are retried one at a time, so
+that only the blocking record fails.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class RewardRunner:
     """Runs one reward function on batches of records.
 
     Args:
-        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in an event loop. At its
-            deadline, a hanging call is abandoned, but its thread cannot be killed.
+        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in an event loop. A call
+            that hangs in a thread is abandoned at its deadline, because the thread cannot be killed.
         path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``. This function runs in processes, which can
             be killed.
         timeout_s: deadline per record, in seconds from the start of the call.
@@ -234,7 +235,7 @@ class RewardRunner:
         raise RewardError(f"reward function {self.name} cannot be imported: {reason}")
 
     def _handle_loss(self, batch: _RewardBatch, slot: WorkerSlot, reason: str, late: bool = False) -> None:
-        """Replace a worker that hangs or died. Fails or retries its running record, and requeues its other records."""
+        """Replace a worker that hangs or died. Fails or retries its running records, and requeues its waiting records."""
         if not slot.ready:
             self._fail_import(slot, reason)
         self._pool.replace(slot.position)

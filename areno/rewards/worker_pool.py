@@ -111,7 +111,7 @@ class RewardProcess(WorkerProcess):
         super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
 
     def payload(self, record: RewardRecord) -> Any:
-        """Pickle a record. Errors of pickling are propagated."""
+        """Pickle a record. Pickling errors propagate."""
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
@@ -164,7 +164,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Reason why the thread stopped, unless it was requested to stop."""
+        """Reason why the thread stopped; empty if :meth:`request_exit` stopped the thread."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:

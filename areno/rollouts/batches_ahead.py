@@ -18,8 +18,8 @@ class BatchesAhead:
     """Starts generating batches before training needs them.
 
     Args:
-        begin: starts the generation of a step's batch. It gets the step and the items to generate, by their index in the
-            batch, and returns a future per item. Items that were restored from a checkpoint are left out.
+        begin: starts the generation of a step's batch. Called with the step, and a dictionary from indices to items of the
+            batch. Returns one future per item. Items that were restored from a checkpoint are left out.
         max_staleness: maximum number of steps that generation may be ahead of training.
     """
 
@@ -59,7 +59,8 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Finished results that are not trained on yet, by step and index. A resumed run generates only the missing results."""
+        """Finished results that training has not used yet, by step and index. A resumed run generates only the missing
+        results."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()

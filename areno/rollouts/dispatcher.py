@@ -1,8 +1,8 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
-Rows wait in a queue. While there is capacity (:mod:`staleness`), the first row of the queue starts as a coroutine in the event
-loop of :mod:`episode_thread`. A batch takes the finished trajectories whose episodes started first, and shuffles them. This
-order reduces the bias towards short answers. A method that waits too long logs what it is waiting for. It raises an error at
+Rows wait in a queue. While there is capacity (:mod:`staleness`), the episode of the first row starts in the event loop of
+:mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, shuffled. Preferring early
+episodes reduces the bias towards short answers. A method that waits too long logs what it is waiting for. It raises an error at
 once if no more results can arrive. Too many consecutive rejected episodes stop the run with an error that contains the cause.
 """
 
@@ -57,10 +57,10 @@ class BatchDispatcher:
         dynamic_bs: count rejected episodes towards the batch size, so that a batch may have fewer trajectories.
             ``staleness`` must have ``replaces_rejected=False``.
         queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness`` may set a lower limit.
-        max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits it.
-        on_stale: ``regenerate`` runs the row of a stale trajectory again, ``drop`` discards the trajectory.
+        max_staleness: how many versions old a token may be when it is trained on; None: no limit besides that of ``staleness``.
+        on_stale: ``regenerate`` runs the row of a stale trajectory again, and ``drop`` discards the trajectory.
         max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: number of failures or rejections in a row that ends the run; None: 16 batches, at least 128.
+        max_rejections_in_a_row: number of consecutive failures or rejections that ends the run; None: 16 batches, at least 128.
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
@@ -155,8 +155,8 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch, and read rows ahead for the following batches.
 
-        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows that started
-        with another workflow or filter run again, and count as ``restarted``. ``rows`` is read in the caller's thread.
+        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows whose episodes
+        started with another workflow or filter run again, and count as ``restarted``. ``rows`` is read in the caller's thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
@@ -219,7 +219,7 @@ class BatchDispatcher:
         """Return the state for recovery: waiting and running rows, unused trajectories, and counters.
 
         Must be called between two batches. Running rows are saved as waiting rows, and restart in their original order. With
-        this state and the position in the data, a resumed run uses every row in exactly one batch.
+        this state and the position in the data, a resumed run skips no row, and uses no row in two batches.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)

@@ -1,4 +1,4 @@
-"""The client through which workflows use an engine. It is asynchronous, and works with any engine that accepts requests.
+"""The client through which workflows use an engine. It is asynchronous, and works with any :class:`RolloutEngine`.
 
 Every sampled token comes with its log-prob and the version of the weights that sampled the token. If the weights are updated
 while an answer is generated, the remaining tokens of the answer have the new version.
@@ -223,7 +223,7 @@ class EngineClient:
             if not future.done():
                 self.engine.cancel(future)
         if any(sequence.finish_reason == "abort" for sequence in sequences):
-            raise EngineError(f"request {rid}: the engine aborted it")
+            raise EngineError(f"request {rid}: the engine aborted the request")
         return sequences
 
     def _response(

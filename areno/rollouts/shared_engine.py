@@ -33,7 +33,7 @@ class SharedEngine:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context manager during which the engine generates. Its exit waits for the requests that have started."""
+        """Context manager in which the engine generates. On exit, waits for the requests that have started."""
         self.engine.run_on_all_ranks(_stamp, self.version)
         with self._lock:
             self._generates = True

@@ -1,4 +1,4 @@
-"""Limits the number of started episodes in ``areno run``, and thereby the staleness of the trained tokens.
+"""Limits the number of started episodes in ``areno run``, and thereby the staleness of the tokens in a batch.
 
 ``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group. The capacity has two limits:
 
@@ -6,8 +6,9 @@
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size) - (accepted + running) )
 
 Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` episodes
-were admitted earlier. In the order of admission, the episode would be used at version ``eta + v`` at the latest. This bounds
-admission only, because shorter episodes may overtake a long episode. :func:`too_old` checks each trajectory.
+were admitted earlier. If batches used episodes in the order of admission, the episode would be used at version ``eta + v`` at
+the latest. A long episode may be used later, because shorter episodes overtake it. Therefore, :func:`too_old` checks each
+trajectory.
 """
 
 import threading

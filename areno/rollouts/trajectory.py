@@ -2,10 +2,10 @@
 
 A trajectory is a dictionary of tensors with one row per sample. A sample that is a conversation may have several rows.
 
-Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens
-that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask`` (False
-for padding). Keys of shape ``[n]`` are ``rewards``, ``truncated`` (whether the engine reported that the last answer ended at a
-limit), ``temperature``, and ``reward_parts/NAME`` for each part of a reward. If routing was recorded, the key
+Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for tokens to train on), ``logprobs`` (float32, 0 for
+tokens that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask``
+(False for padding). Keys of shape ``[n]`` are ``rewards``, ``truncated`` (whether the engine reported that the last answer
+ended at a limit), ``temperature``, and ``reward_parts/NAME`` for each part of a reward. If routing was recorded, the key
 ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see :mod:`areno.types.routing`).
 """
 
@@ -104,7 +104,7 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise UsageError if a workflow's result lacks a key, or has a wrong shape, loss mask or non-finite number."""
+    """Raise UsageError if a workflow's result lacks a key, has a wrong shape or loss mask, or contains a non-finite number."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"

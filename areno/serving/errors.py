@@ -49,7 +49,7 @@ class ApiError(ArenoError):
 
 
 def bad_field(param: str, message: str, *, where: str | None = None, code: str | None = None) -> ApiError:
-    """Return an error 400 for the field ``param``. The message starts with ``where`` (default: ``param``)."""
+    """Return a 400 error for the field ``param``. The message starts with ``where`` (default: ``param``)."""
     return ApiError(400, f"{where or param}: {message}", param=param, code=code)
 
 

@@ -46,7 +46,7 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
-        """Return a factory of the response's grammar, or None. Raises UsageError if a schema is invalid or unsupported."""
+        """Return a factory of the response's grammar, if any. Raises UsageError if a schema is invalid or unsupported."""
         make = self._maker(expected, form)
         if make is None:
             return None
@@ -65,7 +65,7 @@ class Formats:
         return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """Return a factory of constraints. A constraint applies after the marker ``after``, an argument of the factory."""
+        """Return a factory of constraints. The factory's argument ``after`` is a marker after which a constraint applies."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
@@ -80,7 +80,7 @@ class Formats:
 
 
 class _IsolatedConstraint:
-    """Ends only the sample whose grammar fails. An error in the engine's thread would end all samples."""
+    """Ends only the sample whose grammar fails, because an exception in the engine's thread would end all samples."""
 
     def __init__(self, inner: TokenConstraint, vocabulary: int, eos_ids: Sequence[int], failures: list[str]) -> None:
         self._inner, self._failures, self._failed = inner, failures, False

@@ -1,4 +1,4 @@
-"""Implements ``POST /v1/messages``, Anthropic's Messages API, with the chat endpoint."""
+"""Implements ``POST /v1/messages``, Anthropic's Messages API, on top of the chat endpoint."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -75,7 +75,8 @@ class RequestMiddleware:
     def _check_host(self, scope: Scope, header: bytes) -> None:
         """Reject foreign ``Host`` headers on a loopback server without a key (DNS rebinding).
 
-        If the domain of a foreign web page resolves to 127.0.0.1, the page reaches the server, but sends its domain as host.
+        If the domain of a foreign web page resolves to 127.0.0.1, the page reaches the server, but its requests have that
+        domain in the ``Host`` header.
         """
         config, server = self._service.config, scope.get("server")
         keyless = self._service.recorder is None and config.api_key is None
@@ -118,7 +119,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Reject too large bodies of requests without a content length, while the body is read."""
+    """Reject a request as soon as its body is too large. Needed for requests without a content length."""
     size = 0
 
     async def read() -> Message:

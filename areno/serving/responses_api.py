@@ -1,4 +1,4 @@
-"""Implements ``POST /v1/responses``, OpenAI's Responses API, with the chat endpoint. Responses are not stored."""
+"""Implements ``POST /v1/responses``, OpenAI's Responses API, on top of the chat endpoint. Responses are not stored."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Request schemas of the chat and text completion endpoints, with the supported fields.
 
-Undeclared fields are ignored. Declared fields are validated strictly, and ``null`` means unset. The field names are those of
-OpenAI's API and common extensions of other servers: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``,
-``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
+Undeclared fields are ignored, except in messages. Declared fields are validated strictly, and ``null`` means unset. The field
+names are those of OpenAI's API and common extensions of other servers: ``top_k``, ``min_p``, ``repetition_penalty``,
+``stop_token_ids``, ``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -24,7 +24,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class StrictSchema(BaseModel):
-    """Base of every schema. Types are strict, numbers must be finite, and unknown fields are ignored."""
+    """Base of every schema. Types are strict, and numbers must be finite. By default, undeclared fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -118,7 +118,7 @@ class GenerationBody(RequestBody):
 
 
 class ChatMessage(StrictSchema):
-    """A message. Extra fields are passed to the chat template."""
+    """A message. Undeclared fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 

@@ -61,7 +61,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 class AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a limit on open connections. None means unlimited."""
+    """uvicorn without its signal handlers, and with a limit on open connections (None: unlimited)."""
 
     def __init__(self, app: FastAPI, max_connections: int | None) -> None:
         super().__init__(
@@ -138,7 +138,7 @@ class ForegroundServer:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until a signal arrives, and finish running requests. A second signal cancels these requests.
+        """Serve until a signal arrives, then finish running requests. A second signal cancels these requests.
 
         Raises ArenoError if loading the model failed.
         """

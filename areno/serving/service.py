@@ -207,7 +207,7 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return their number."""
+        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return how many were cancelled."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
@@ -237,10 +237,10 @@ async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, An
 
 @contextlib.contextmanager
 def reduced_gc() -> Iterator[None]:
-    """Collect garbage less often, and exclude the objects that exist now, such as modules, the model and the tokenizer.
+    """Collect garbage less often, and exclude existing objects, such as modules, the model and the tokenizer.
 
-    A server allocates many small live objects, and a full collection would scan a million others. Garbage collection took a
-    fifth of the server's time. The old thresholds are restored at the end, because training must release dead tensors.
+    With default settings, garbage collection took a fifth of a server's time, because full collections scanned a million
+    long-lived objects. The old thresholds are restored at the end, because training must release dead tensors.
     """
     _freeze_heap()
     with _gc_lock:
@@ -258,6 +258,6 @@ def reduced_gc() -> Iterator[None]:
 
 @functools.cache
 def _freeze_heap() -> None:
-    """Exclude all current objects from garbage collection. Runs once per process: a second freeze would keep garbage."""
+    """Exclude all current objects from garbage collection. Runs only once, because a second freeze would keep garbage."""
     gc.collect()
     gc.freeze()

@@ -2,7 +2,7 @@
 
 - ``run_layout``: paths of each front end, and a run's newest model; ``run_dir``: the files of a run directory.
 - ``run_lock``: one writer per run; ``run_status``: how the run ended.
-- ``files``: opens and replaces files; ``log_file``: parts of a log.
+- ``files``: opens and replaces files; ``log_file``: sections of a log.
 - ``json_lines``: reads ``.jsonl`` files; ``metric_columns``: ``metrics.jsonl`` as columns; ``sample_index``: the
   index of ``samples.jsonl``.
 - ``checkpoint_folder``: folders of checkpoints, each complete or absent; keeps the newest N and deletes older ones.

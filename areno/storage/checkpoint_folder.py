@@ -1,14 +1,14 @@
 """The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
 
-It keeps the newest N checkpoints and deletes older ones (``prune``).
+:meth:`CheckpointFolder.prune` deletes old checkpoints.
 
 A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
 What a killed process leaves behind therefore has a name that starts with a dot, and is removed at the next start. A checkpoint
 that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one
 step share files as hard links if the file system supports them, so files are replaced, never modified in place.
 
-A damaged checkpoint is neither loaded nor deleted. It is renamed to ``.damaged-...``, and the previous one is used. An
-unreadable checkpoint ends the run with an error, because the cause may be temporary.
+A damaged checkpoint is neither loaded nor deleted. It is renamed to ``.damaged-...``, and the previous checkpoint is
+used. An unreadable checkpoint stops the run with an error, because the cause may be temporary.
 """
 
 import itertools
@@ -96,14 +96,14 @@ class CheckpointFolder:
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or None; rename newer, damaged checkpoints to ``.damaged-...``.
+        """Return the newest undamaged checkpoint, or None; rename damaged checkpoints that are newer to ``.damaged-...``.
 
         Args:
             step: consider only the checkpoint after this many completed steps.
             check: raises ``DamagedCheckpointError`` for an unusable checkpoint; None verifies the manifest.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable (all keep their names), or one cannot be read.
+            CheckpointError: checkpoints exist but none is usable (all keep their names), or a checkpoint cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -167,7 +167,7 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints beyond ``keep``."""
+        """Delete the oldest checkpoints beyond ``keep``, except the newest checkpoint up to ``sound_until``."""
         if self.keep is None:
             return
         steps = self.steps()
@@ -198,7 +198,7 @@ class CheckpointFolder:
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of a step. After an interruption it is intact or hidden."""
+        """Delete the checkpoint of a step. If the deletion is interrupted, the checkpoint is intact or hidden."""
         trash = self.root / f"{_TRASH}{self.path(step).name}"
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(self.path(step), trash)

@@ -26,7 +26,7 @@ _UNLISTED = {f"{STATE_FOLDER}/{name}" for name in (STATE_FILE, _MANIFEST)}
 _THREADS = 8
 _DIGEST = "sha256"
 FORMAT = 1
-"""Format of a checkpoint's trainer state; a change that older versions cannot read increments it."""
+"""Format number of a checkpoint's trainer state, incremented by changes that older versions cannot read."""
 
 
 def write_manifest(folder: Path) -> None:

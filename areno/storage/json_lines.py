@@ -25,7 +25,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Read complete lines from a file's current position on; yield the size in bytes and the record of each.
+    """Read complete lines from a file's current position on; yield the size in bytes and the record of each line.
 
     The record is None if :func:`parse_record` returns None, or the line has more than ``MAX_BYTES``.
     """

@@ -10,7 +10,7 @@ PART_BYTES = 2**16
 class LogPart:
     """Complete lines of a log, the byte positions at which they begin and end, and the size of the file.
 
-    A line of more than ``PART_BYTES`` is split into several sections.
+    A line of more than ``PART_BYTES`` is split across several sections.
     """
 
     lines: list[str]
@@ -20,7 +20,7 @@ class LogPart:
 
 
 def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
-    """Read at most ``PART_BYTES`` of a log: after a byte position, before one, or at the end of the file."""
+    """Read at most ``PART_BYTES`` of a log: after or before a byte position, or at the end of the file."""
     size = file.seek(0, 2)
     is_forward = after is not None and 0 <= after <= size
     if is_forward:

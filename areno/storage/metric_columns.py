@@ -1,6 +1,6 @@
 """Reads ``metrics.jsonl`` into columns, and follows the file while a run writes it.
 
-Ten thousand steps of sixty numbers take about 10 MB of memory, and a second to read.
+Ten thousand steps of sixty metrics take about 10 MB of memory, and are read in about a second.
 """
 
 from __future__ import annotations  # subscripts of `array` exist from Python 3.12 on
@@ -68,11 +68,11 @@ class MetricColumns:
 
     @property
     def last_step(self) -> int:
-        """Step of the newest record; -1 before the first."""
+        """Step of the newest record; -1 without records."""
         return self.times.steps[-1] if self.times.steps else -1
 
     def update(self) -> None:
-        """Read complete new lines; after a resume has replaced the file, read all again."""
+        """Read complete new lines. If a resume has replaced the file, read all lines again."""
         if not self.path.exists():
             self._restart()
             return
@@ -97,7 +97,7 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """Read the beginning of the last line that was read before, as it is in the file now."""
+        """Read the current beginning of the last line that :meth:`update` read. A change means that the file was replaced."""
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

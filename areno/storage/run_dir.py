@@ -4,8 +4,8 @@
     warnings.jsonl  log.txt  events/  checkpoints/  rollouts/  summary.json  report.html
 
 Each line of the ``.jsonl`` files is valid JSON (NaN and infinity become strings) and reaches the operating system before the
-call returns. ``truncate_after`` resets the files of a killed run to the state of its checkpoint, so that a resumed run
-writes no step twice.
+method that writes it returns. ``truncate_after`` resets the files of a killed run to the state of its checkpoint, so that a
+resumed run writes no step twice.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError into an ArenoError that names the file and the remedy."""
+    """Turn an OSError into an ArenoError with the file and the remedy in its message."""
     try:
         yield
     except OSError as error:

@@ -50,7 +50,10 @@ def is_run(path: Path) -> bool:
 
 
 def is_experiment(run: Path, option: str) -> bool:
-    """Whether ``areno run`` wrote a run directory. Raises UsageError naming ``option`` if ``config.yaml`` is unreadable."""
+    """Whether ``areno run`` wrote a run directory.
+
+    Raises UsageError, which mentions ``option``, if ``config.yaml`` is unreadable.
+    """
     return "experiment_name" in _config(run, option)
 
 
@@ -66,7 +69,7 @@ def newest_model(source: str | Path, option: str) -> str:
     """Return the newest model in a run directory or a folder of checkpoints; any other ``source`` is returned unchanged.
 
     Raises:
-        UsageError: a run has no checkpoint, or its configuration is unreadable; the message names ``option``.
+        UsageError: a run has no checkpoint, or its configuration is unreadable; the message mentions ``option``.
         CheckpointError: a checkpoint cannot be read.
     """
     path = Path(source).expanduser()
@@ -94,7 +97,8 @@ class SavedModels:
 def saved_models(run: Path, option: str) -> SavedModels:
     """Return what a run has saved.
 
-    Raises UsageError naming ``option`` if the configuration is unreadable, and CheckpointError if a checkpoint is unreadable.
+    Raises UsageError, which mentions ``option``, if the configuration is unreadable. Raises CheckpointError if a checkpoint is
+    unreadable.
     """
     layout, folder, root = _roots(run, option)
     checkpoints = CheckpointFolder(folder)

@@ -1,7 +1,8 @@
-"""Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process ends.
+"""Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process exits.
 
-The lock belongs to the open file, which child processes do not inherit, so the lock is released even if the process is killed.
-The lock file remains after the run. While the lock is held, the file names the process that holds it.
+The lock belongs to the open file, which child processes do not keep open, so the lock is released even if the process is
+killed. The lock file remains after the run. While the lock is held, the lock file contains the process id and the host name
+of its holder.
 """
 
 import errno
@@ -25,7 +26,7 @@ _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close inherited descriptors in a forked child, which would otherwise hold the locks after the parent has ended."""
+    """Close inherited descriptors in a forked child. Open descriptors would hold the locks after the parent has exited."""
     while _descriptors:
         os.close(_descriptors.pop())
 
@@ -82,7 +83,7 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
             holder = os.pread(descriptor, 500, 0).decode(errors="replace").strip() or "another process"
             raise UsageError(f"{folder} is being written to by {holder}; wait until it ends, {remedy}") from error
         _log.warning(
-            "%s: the file system does not support locks (%s); make sure that no other process writes there",
+            "%s: the file system does not support locks (%s); make sure that no other process writes to this folder",
             *(folder, error.strerror),
         )
         return False

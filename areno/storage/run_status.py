@@ -39,7 +39,7 @@ def recorded_status(run_dir: RunDirectory) -> Iterator[None]:
 def read_status(run_dir: RunDirectory) -> dict[str, Any]:
     """Return the status of a run: ``state``, ``started``, ``ended``, and ``signal`` or ``error``; {} if none was recorded.
 
-    The state is ``killed`` if the process has ended without recording it.
+    The state is ``killed`` if the process has exited without recording its end.
     """
     status = run_dir.read_json(run_dir.status_path)
     if status.get("state") == RUNNING and not is_locked(run_dir.path):

@@ -1,8 +1,8 @@
 """Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes one user turn, unless it already contains chat markers. If the tokenizer uses a BOS token, the
-result starts with exactly one BOS token. A template writes this token itself. Plain text gets the tokenizer's BOS
-token, unless the text already starts with BOS.
+A text prompt becomes one user turn, unless it already contains chat markers. A chat template writes
+the BOS token itself, if the model uses BOS. Plain text gets the BOS token that the tokenizer adds, unless the text already
+starts with this token.
 """
 
 import json
@@ -110,7 +110,7 @@ def render_generation_prompt(
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Token ids of each prompt, with exactly one BOS token if the tokenizer uses BOS."""
+    """Token ids of each prompt. Plain text gets the tokenizer's BOS token, unless the text already starts with this token."""
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)

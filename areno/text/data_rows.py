@@ -105,7 +105,7 @@ PROMPT_FIELDS = ("messages", "prompt", "question")
 
 
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a row to ``prompt`` and ``response``. Rows with these keys, and rows in unknown formats, are unchanged.
+    """Convert a row to ``prompt`` and ``response``. Rows with either key, and rows in unknown formats, are unchanged.
 
     If the last of ``messages`` is from the assistant, this message becomes the response, and the earlier messages
     become the prompt. ``question`` and ``answer`` become prompt and response.

@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end of generation: the replacement of an incomplete character, or nothing."""
+        """Return the remaining text at the end of generation: an incomplete character as decoded, or nothing."""
         decoded = self._decode(self._window)
         return self._emit(decoded, len(decoded))
 
@@ -73,7 +73,10 @@ class IncrementalDetokenizer:
         return new
 
     def _settle(self, decoded: str) -> str:
-        """Emit the beginning of a long sequence of invalid bytes. Decoding such sequences would take quadratic time."""
+        """Emit the beginning of a long sequence of invalid bytes.
+
+        Decoding the whole sequence for each token would take quadratic time.
+        """
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])
             if head + self._decode(self._window[cut:]) == decoded:

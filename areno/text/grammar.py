@@ -47,7 +47,7 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a factory for the state of one sample; the factory is cheap to call. Raises UsageError: the schema is
+    Returns a factory for the state of one sample; the factory is cheap to call. Raises UsageError if the schema is
     invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is slow or has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
@@ -65,8 +65,8 @@ def tool_call_constraint(
 ) -> ConstraintFactory:
     """Constrain to tool calls in the format of ``parser``, without other text.
 
-    Parameter schemas that are only partly supported are partly enforced. If the tool has ``"strict": true``, such a
-    schema is an error.
+    If llguidance supports only a part of a parameter schema, only this part is enforced. If the tool has
+    ``"strict": true``, such a schema is an error.
 
     Args:
         parser: the model's format, which must have a ``shape``.
@@ -178,7 +178,7 @@ class _Compiler:
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
     def factory(self, rules: str, after: str | None, what: str) -> ConstraintFactory:
-        """A state factory for a grammar. The rule ``body`` is the response; errors call the grammar ``what``."""
+        """A state factory for a grammar. The rule ``body`` is the response. Error messages call the grammar ``what``."""
         matcher = self._matcher(f"{self._start(after)}\n{rules}", what)
         return lambda: _GrammarState(matcher.deep_copy(), self._tokens, self._vocab_size)
 

@@ -10,18 +10,20 @@ from areno.errors import ArenoError, UsageError
 
 
 def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
-    """Return the files in ``inputs``, and the matching files below its folders. Raises UsageError if an input yields none."""
+    """Return the files in ``inputs``, and the files in its folders that match ``pattern``. Raises UsageError if an input yields
+    no file.
+    """
     files: list[Path] = []
     for path in map(Path, inputs):
         matches = sorted(path.rglob(pattern)) if path.is_dir() else [path] if path.is_file() else []
         if not matches:
-            raise UsageError(f"{path}: no {pattern} there; pass such a file, or a folder that contains some")
+            raise UsageError(f"{path}: found no {pattern}; pass such a file, or a folder that contains such files")
         files += matches
     return files
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of a ``.jsonl`` file; None for a malformed line, such as the last one of a killed process."""
+    """Yield the objects of a ``.jsonl`` file; None for a malformed line, such as the last line if the process was killed."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -32,7 +34,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str], str]) -> int:
-    """Call ``work(inputs, output)`` with the command line, print its summary, and return the exit code."""
+    """Call ``work(inputs, output)`` with the paths in ``argv``, print the returned summary, and return the exit code."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage)
         return 0
@@ -48,7 +50,7 @@ def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str
 
 
 def write_output(output: str | Path, text: str) -> None:
-    """Write ``text`` to a file. Raises UsageError if it cannot be written."""
+    """Write ``text`` to a file. Raises UsageError if the file cannot be written."""
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -56,7 +56,7 @@ class DataResponse(JSONResponse):
 
 
 def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event) -> FastAPI:
-    """Create the application; ``stopping`` ends its event streams."""
+    """Create the application; its event streams end when ``stopping`` is set."""
     app = FastAPI(title="areno view", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     _add_file_errors(app)
@@ -120,7 +120,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/diff")
     def diff(left: str, right: str) -> DataResponse:
-        """The differences of two runs, in the format of ``areno diff --json`` but without full paths."""
+        """The differences between two runs, in the format of ``areno diff --json`` but without full paths."""
         comparison = compare_runs(*(RunData(catalog.open(run).path, catalog.opened) for run in (left, right))).as_data()
         return DataResponse({**comparison, "runs": [{**run, "path": run["name"]} for run in comparison["runs"]]})
 

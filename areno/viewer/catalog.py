@@ -80,9 +80,9 @@ class RunCatalog:
         self.folder, self.shown = folder.resolve(), str(folder)
         self.opened = opener(self.folder)
         self.outside = 0
-        """Number of runs that are not shown, because they are links out of the folder."""
+        """Number of runs that are not shown, because they are links that lead outside the folder."""
         self.has_more = False
-        """Whether there are more than ``MAX_RUNS`` runs, of which the rest is not shown."""
+        """Whether there are more than ``MAX_RUNS`` runs; further runs are not shown."""
         self._searching, self._opening = threading.Lock(), threading.Lock()
         self._paths: dict[str, Path] = {}
         self._next_search = 0.0

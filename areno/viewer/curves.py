@@ -63,7 +63,7 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
 
 
 def _cursor(times: Series, count: int, records: int) -> str:
-    """Identifies the first ``count`` values of a series in the first ``records`` lines by the time of the last line.
+    """A cursor after the first ``count`` values of a series; it has the time of line ``records`` to detect a rewritten file.
 
     The cursor does not depend on the process, so a client's points remain valid if the server closes the run or restarts.
     """

@@ -25,7 +25,7 @@ _NEIGHBORS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """The samples to list. None means no filter. Bounds of steps and rewards are inclusive; a sample needs one of ``flags``."""
+    """The samples to list. None means no filter. Bounds are inclusive. With ``flags``, a sample needs at least one flag."""
 
     step_from: int | None = None
     step_to: int | None = None

@@ -25,8 +25,8 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
     Returns:
         - ``begin`` and ``end`` of the window
-        - ``sessions`` by submission, each with ``task, session, role, begin, end, status, reason``, ``phases`` (a list of
-          ``name, begin, end``) and ``version`` (the weight version when the session began)
+        - ``sessions`` in order of submission, each with ``task, session, role, begin, end, status, reason``, ``phases`` (a
+          list of ``name, begin, end``) and ``version`` (the weight version when the session began)
         - ``phases`` of the trainer
         - ``versions`` (``version, time``), starting with the last version before the window
         - ``earlier``: the ``until`` of the previous window, or null
@@ -119,7 +119,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(event: dict[str, Any]) -> float | None:
-    """The time at which an event of a trace was written, which is its end; None for other records."""
+    """The end of a trace event, which is also when the event was written; None for other records."""
     begin, duration = event.get("ts"), event.get("dur", 0)
     if event.get("ph") not in ("X", "i") or not (_is_number(begin) and _is_number(duration)):
         return None

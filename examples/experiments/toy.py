@@ -7,9 +7,9 @@ consist of this letter),
 ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
 
 A model can only improve by reinforcement learning if it sometimes succeeds at the task. This script trains the model from
-random weights with plain PyTorch in a few seconds. At first half of the training answers are right, and later one in
-twenty. All other training answers are random letters. The resulting mean reward is about 0.1 of at most 1. The teacher is
-this model after further steps on right answers.
+random weights with plain PyTorch in a few seconds. At first, all training answers are right. Later, one in ten
+is right, and all other training answers are random letters. The resulting mean reward is about 0.1 of at most 1. The teacher
+is this model after further steps on right answers.
 """
 
 from __future__ import annotations

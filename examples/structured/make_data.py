@@ -1,4 +1,4 @@
-"""Writes orders to a bakery as messages in free text, each with the JSON object of its content.
+"""Generates free-text messages with orders to a bakery, each with the JSON object of its content.
 
     python examples/structured/make_data.py --output /tmp/orders
 

@@ -1,6 +1,6 @@
 """Reward of an answer that should be a JSON object, in named parts: format, keys, types and values.
 
-The parts increase with each right key, type and value, so that wrong answers to a prompt get different rewards.
+The parts increase with each right key, type and value, so that partly right answers to a prompt get different rewards.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_values_of_a_run_are_shown_and_compared_with_the_normal_range(capsys, ru
     text = explain(capsys, "clip_fraction", "--run", run_dir)
     assert f"train/clip_fraction in {run_dir}: 4 values, steps 0 to 3" in text
     assert "first 0   last 0.1   min 0   max 0.3" in text
-    assert "the last value is in the normal range (0 to 0.2); 2 of 4 are outside" in text
+    assert "the last value is in the normal range (0 to 0.2); 2 of 4 values are outside" in text
     assert "▁█ ▃" in text
 
 

@@ -93,7 +93,7 @@ def test_commands_are_listed_sorted_with_their_descriptions(capsys):
         "check       Check whether this machine is ready to run AReno.",
         "env         Print an AReno environment/support report.",
         "export      Merge an adapter into its base model and write a full checkpoint.",
-        "plan        Estimate the memory of a training run, and whether it fits.",
+        "plan        Estimate the memory of a training run, and report whether the run fits.",
         "quickstart  ",
         "train       Run SFT, DPO, GSPO, GRPO, or PPO training.",
     ]

@@ -67,7 +67,7 @@ def test_the_newest_samples_are_listed_with_a_note_about_the_rest(tmp_path, caps
     records = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     expected = [f"{record['step']}/{record['prompt_index']}/{record['sample_index']}" for record in records]
     assert names == expected[-100:]
-    assert lines[-1] == "the newest 100 of 160 samples; --limit lists more, --step the samples of one step"
+    assert lines[-1] == "the newest 100 of 160 samples; --limit lists more, and --step lists the samples of one step"
     assert main(["inspect", str(run), "--limit", "160"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 161
 

@@ -62,7 +62,8 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],
-        "--return-routed-experts has no effect with servers, from which areno does not read expert routing; remove the option",
+        "--return-routed-experts has no effect with servers, because areno does not read their expert routing; remove the "
+        "option",
     ),
     (
         [*SFT, "--return-routed-experts"],

@@ -132,7 +132,11 @@ def test_the_command_reports_one_rank_and_all_ranks(tmp_path, tiny_checkpoint, c
     ]
     assert main(words) == 0
     text = capsys.readouterr().out
-    for line in ("columns are the peaks of the phases, per rank of 2", "all 2 ranks", "Ranks: 2 replicas; all share"):
+    for line in (
+        "columns are the peaks of the phases, for each of 2 ranks",
+        "all 2 ranks",
+        "Ranks: 2 replicas; all share",
+    ):
         assert line in text
     assert main([*words, "--tp-size", "2"]) == 2
     assert "num_key_value_heads 1, which is not divisible by 2" in capsys.readouterr().err

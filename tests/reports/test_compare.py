@@ -56,7 +56,10 @@ def test_rounding_is_reported_but_is_not_a_difference(tmp_path, capsys):
         capsys, write_run(tmp_path / "a", steps=3), write_run(tmp_path / "b", steps=3, metrics=nearly)
     )
     assert code == 0
-    assert "all 3 steps agree to 1e-6, not bit-equal since step 2: train/loss is 0.0833333333 and 0.0833333342" in text
+    assert (
+        "all 3 steps agree to 1e-6, but are not bit-equal since step 2: train/loss is 0.0833333333 and 0.0833333342"
+        in text
+    )
     assert data["divergence"]["unequal"]["metrics"][0]["relative"] == pytest.approx(1e-8, rel=1e-3)
 
 

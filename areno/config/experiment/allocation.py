@@ -81,17 +81,18 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """The quotient ``expert`` x ``expert_tensor`` / ``tensor``; 0 if the quotient is not an integer.
+        """Number of tensor-parallel groups per copy of a stage's experts; 0 if this number is not an integer.
 
-        The quotient equals ``expert`` if experts and other layers have the same tensor size.
+        The number is ``expert`` x ``expert_tensor`` / ``tensor``, and thus ``expert`` if experts and other layers have the same
+        tensor size.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
 
     @property
     def dims(self) -> str:
-        """The text of the sizes, such as ``d2t2``, without sizes of 1. Experts with a different tensor size get the attn|ffn
-        form.
+        """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted, except in ``d1``. If experts have a different tensor
+        size, the text has the attn|ffn form.
         """
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
@@ -302,7 +303,8 @@ def translate_legacy(text: str) -> str:
     """Translate legacy forms to the current form, and return other texts unchanged.
 
     ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is the tensor-parallel size. A training engine without a
-    backend becomes fsdp, or megatron with pipeline or expert parallelism. ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.
+    backend becomes megatron if it has pipeline or expert parallelism, and fsdp otherwise. ``actor_gen:d4,*:d8`` becomes
+    ``areno:d4+fsdp:d8``.
     Bare sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
     """
     compact = re.sub(r"\s+", "", text)

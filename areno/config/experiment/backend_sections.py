@@ -163,8 +163,8 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With pipeline parallelism, 1F1B has one model chunk per stage, and the other schedules have two. The zero-bubble "
-        "schedules run as Interleaved1F1B.",
+        "With pipeline parallelism and without pp_layers_per_stage, 1F1B has one model chunk per stage; other schedules have "
+        "two if possible. The zero-bubble schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(

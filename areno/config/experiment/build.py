@@ -26,7 +26,7 @@ from areno.errors import UsageError
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
-"""Short names of settings."""
+"""Short names of settings, with the full paths."""
 
 _REJECTION = "is now rejection_sampling.upper; set rejection_sampling.upper in the same section"
 _PROGRAM = "is a setting of the program that the file was written for; remove the key"
@@ -51,8 +51,8 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Messages by the last component of a key's path. The keys come from earlier versions of the format, or from programs whose
-YAML files are published.
+"""Messages about unknown keys, by the last component of a key's path. Such keys occur in files for earlier versions of the
+format, and in published YAML files of other programs.
 """
 
 _MISSING = "???"
@@ -103,8 +103,8 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: the teacher has no separate engine, because the actor's engine runs the teacher; keep path, "
-            "rl_loss_weight and distill_loss_weight, and remove the other settings"
+            "teacher: the actor's engine runs the teacher, so the teacher has no engine settings; keep path, rl_loss_weight "
+            "and distill_loss_weight, and remove the other settings"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
@@ -144,7 +144,7 @@ class _Context:
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Return every setting of a section with its value, its default, or ``${path}`` of the setting that it inherits."""
+    """Return every setting of a section with its value, its default, or ``${path}`` of the setting from which it inherits."""
     entries = settings_of(declaration)
     for key, value in values.items():
         if str(key) not in entries:
@@ -216,7 +216,7 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 
 
 def _followed(value: Any, root: Tree) -> Any:
-    """Return a copy with each ``${path}`` replaced by its value; OmegaConf would need 30 ms more.
+    """Return a copy with each ``${path}`` replaced by its value. OmegaConf would take 30 ms longer.
 
     Raises LookupError if an interpolation is not the path of a plain value.
     """

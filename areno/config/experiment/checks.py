@@ -118,7 +118,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
     for role, is_critic in {"actor": isinstance(config, RWConfig), "ref": False, "critic": True}.items():
         engine = engine_of(config, role)
         if engine is not None and engine.is_critic != is_critic:
-            kind = "a reward model or critic" if is_critic else "a policy"
+            kind = "a model with a scalar head" if is_critic else "a policy"
             yield (
                 f"{role}.is_critic {shown(engine.is_critic)}: {role} is {kind}; set {role}.is_critic={shown(is_critic)}"
             )
@@ -142,7 +142,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfig) -> Iterator[str]:
-    """Yield settings that only the actor's section may set, because ``role`` runs in the actor's engine."""
+    """Yield problems of settings that belong in the actor's section, because ``role`` runs in the actor's engine."""
     for spec in engine.scheduling_spec[:1]:
         if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
             yield (
@@ -235,7 +235,7 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
-    """Check that repeated settings are equal in all sections, because the trained policy also generates the samples."""
+    """Check that sections agree on the settings that they repeat, such as the sampling temperature."""
     sampled, rollout, batch = config.gconfig, config.rollout, config.train_dataset.batch_size
     for role in ("actor", "ref", "critic"):
         for name in ("temperature", "max_new_tokens"):

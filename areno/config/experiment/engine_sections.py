@@ -88,12 +88,12 @@ class MicroBatchSpec:
     """How the rows of an optimizer step are split into microbatches. The split does not change results."""
 
     n_mbs: int | None = setting(
-        1, "Number of microbatches per device, or the minimum number if max_tokens_per_mb is set.", minimum=1
+        1, "Number of microbatches per data-parallel rank (with max_tokens_per_mb: the minimum).", minimum=1
     )
     granularity: int = setting(1, "Number of adjacent rows that stay in one microbatch (2 for pairs).", minimum=1)
     max_tokens_per_mb: int | None = setting(
         None,
-        "Maximum tokens of a microbatch; choose what fits into memory. A longer row gets its own microbatch.",
+        "Maximum tokens of a microbatch; choose a value that fits into memory. A longer row gets its own microbatch.",
         minimum=1,
     )
     n_mbs_divisor: int = setting(1, "Make the number of microbatches a multiple of this value.", minimum=1)
@@ -223,7 +223,7 @@ class TrainEngineConfig:
     disable_dropout: bool = setting(
         False,
         "Train without dropout.",
-        no_effect="training never uses dropout, because rollouts use no dropout and the importance ratios would be noisy",
+        no_effect="training never uses dropout, which would make the importance ratios noisy",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     offload_activations: bool = setting(
@@ -256,7 +256,7 @@ class TrainEngineConfig:
         "How new weights are sent to the rollout replicas: shm (shared memory), xccl (a collective) or disk (a checkpoint).",
         choices=(AUTO, "shm", "disk", "xccl"),
         documented="xccl",
-        shown="auto (GPU: xccl, CPU: shm)",
+        shown="auto (one machine: usually xccl on GPUs, shm on CPUs)",
     )
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Settings of the backend fsdp.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, "Settings of the backend archon.")
@@ -317,7 +317,8 @@ class TrainEngineConfig:
             )
         if not self.gradient_checkpointing:
             because = (
-                "without gradient_checkpointing: only recomputed layers offload inputs; set gradient_checkpointing too"
+                "without gradient_checkpointing: only the inputs of recomputed layers are offloaded; set "
+                "gradient_checkpointing too"
             )
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
@@ -331,12 +332,12 @@ class TrainEngineConfig:
 
 @dataclass
 class NamedAlgorithm:
-    """An algorithm that replaces the loss of a section."""
+    """An algorithm, selected by name, that provides the loss."""
 
     algorithm: str = setting(
         "",
         "Algorithm that provides the loss, as in areno train --algo: gmpo, simpo, or your own as file.py:NAME. A variant of "
-        "the policy loss, such as cispo, only changes defaults of this loss.",
+        "the policy loss, such as cispo, only changes default settings.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Options of the algorithm, by name.")
 
@@ -381,7 +382,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     log_agent_stats_keys: list[str] = setting([], "Names of the agents' statistics to report; empty means all.")
     max_new_tokens: int = setting(
         1024,
-        "Maximum tokens of an answer: the length limit of the overlong penalty.",
+        "Maximum tokens of an answer, and thus the length limit for the overlong penalty.",
         minimum=1,
         inherits="gconfig.max_new_tokens",
         shown="gconfig.max_new_tokens",
@@ -461,17 +462,16 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Section that may be set: rollout or train. areno only checks this section, because the actor's engine runs the "
-        "teacher.",
+        "Which section may be set, rollout or train. The section is only checked, because the actor's engine runs the teacher.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "Used with engine_type rollout; must agree with the run's other sections.",
+        "For engine_type rollout; must agree with the run's other sections.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
-        None, "Used with engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
+        None, "For engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
     )
     path: str = setting(
         "", "Teacher: a model folder, a repo id, or the address of a server, such as http://HOST:8000/v1."
@@ -495,5 +495,5 @@ class TeacherConfig:
         if self.rl_loss_weight == self.distill_loss_weight == 0:
             yield (
                 "distill_loss_weight",
-                "and rl_loss_weight are both 0, so nothing is learned; set one of the two above 0",
+                "and rl_loss_weight are both 0, so nothing is learned; set at least one weight above 0",
             )

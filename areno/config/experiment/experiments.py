@@ -37,7 +37,7 @@ class BaseExperimentConfig:
     trial_name: str = setting("", "Name of the trial; must not contain - or /.", required=True)
     cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines and their shared folder.")
     allocation_mode: str = setting(
-        "", "All backends in one string, such as areno:d1+fsdp:d1; sets the backend of each section."
+        "", "Backends of several sections in one string, such as areno:d1+fsdp:d1 for rollout and actor."
     )
     seed: int = setting(1, "Seed of the data order and all sampling.", minimum=0, maximum=2**32 - 1)
     enable_offload: bool = setting(
@@ -48,7 +48,9 @@ class BaseExperimentConfig:
     total_train_epochs: int = setting(1, "Passes over the training rows.", minimum=1)
     total_train_steps: int | None = setting(None, "Stop after this many steps; null trains for all epochs.", minimum=1)
     total_train_n_seqs: int | None = setting(
-        None, "Stop after the step that reaches this many trained sequences; null trains for all epochs.", minimum=1
+        None,
+        "Stop after the step at which this many sequences have been trained on; null trains for all epochs.",
+        minimum=1,
     )
     tokenizer_path: str = setting(
         "", "Tokenizer, which must be the model's own tokenizer.", inherits="actor.path", shown="actor.path"
@@ -72,7 +74,7 @@ class BaseExperimentConfig:
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that depend on ``values``, the settings of the file and the overrides. Keys are dotted paths."""
+        """Return defaults that depend on ``values``, the settings that the user sets. Both dicts are keyed by dotted path."""
         return {}
 
 

@@ -23,7 +23,7 @@ of_gateway = partial(setting, no_effect="only read by services of _version v2")
 """Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
-"""Declares a timeout for starting a process without loading a model."""
+"""Declares a timeout for starting a process, not counting the time for loading a model."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -118,14 +118,14 @@ class GenerationHyperparameters:
 
 @dataclass
 class AgentConfig:
-    """Agents: how they run, and how their conversations become training rows."""
+    """How agents run, and how their conversations become training rows."""
 
     agent_cls_path: str = setting(
         "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty runs workflow.path instead."
     )
     admin_api_key: str = setting(
         "",
-        "Key for managing the sessions of the proxy. The proxy does not accept this key for completions.",
+        "Key for opening and closing sessions of the proxy. The proxy rejects completion requests with this key.",
         shown=ADMIN_KEY,
         no_effect="only the trainer opens and closes sessions, and the trainer needs no key",
     )
@@ -134,7 +134,7 @@ class AgentConfig:
     )
     mode: str = setting(
         "inline",
-        "inline runs agents in the rollout process; subproc runs agents in processes that can be killed.",
+        "inline runs agents in the trainer's process; subproc runs agents in separate processes, which can be killed.",
         choices=("inline", "subproc", "online"),
         refused_values={
             "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "
@@ -145,7 +145,7 @@ class AgentConfig:
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
-        "Has no effect: a request always continues from the recorded tokens of its conversation.",
+        "Has no effect: a request continues from the recorded tokens of its conversation whenever possible.",
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
@@ -213,7 +213,7 @@ class InferenceEngineConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "Exact staleness bound, in versions: trajectories with an older token are excluded from training. null sets no bound.",
+        "Exact staleness bound, in versions: no trajectory with an older token is trained on. null sets no bound.",
         minimum=0,
     )
     on_stale: str = setting(

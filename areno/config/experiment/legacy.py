@@ -58,7 +58,9 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "dataset.train_bs_n_seqs",
     ),
     "max_head_offpolicyness": LegacyKey(
-        "rollout.max_head_offpolicyness", "Maximum staleness of the data in versions; 0 is synchronous.", "0"
+        "rollout.max_head_offpolicyness",
+        "Number of versions that rollout may be ahead of training; 0 is synchronous.",
+        "0",
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
         "actor.mb_spec.max_tokens_per_mb", "Maximum tokens of a microbatch when training the actor.", "no limit"
@@ -84,7 +86,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",
         "Decoupled PPO: clip the ratio against the policy before the update.",
-        "as ppo.recompute_logprob",
+        "same as ppo.recompute_logprob",
     ),
     "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),
     "group_adv_norm": LegacyKey(
@@ -126,7 +128,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
         clock: returns Unix seconds, for the trial's name.
 
     Raises:
-        UsageError: lists all problems.
+        UsageError: the configuration is invalid.
         SystemExit: with code 0 after ``--help``.
     """
     args = parse_cli_args(argv)

@@ -76,7 +76,7 @@ def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Con
         The checked configuration, and the path of its file.
 
     Raises:
-        UsageError: lists all problems.
+        UsageError: the configuration is invalid.
         SystemExit: with code 0 after ``--help``.
     """
     args = parse_cli_args(argv)
@@ -107,7 +107,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
 
 
 def config_from(tree: Tree, config_cls: type[Config]) -> Config:
-    """Build a configuration from raw values and check the result. Raises UsageError with all problems."""
+    """Build a configuration from raw values and check the result. Raises UsageError if the configuration is invalid."""
     problems = Problems()
     config = build_config(with_presets(allocated(tree, config_cls)), config_cls, problems)
     for text in check_config(config) if config is not None else ():

@@ -32,7 +32,7 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     """Replace ``auto`` and unset sizes according to the machine; changes the checked configuration in place.
 
     Returns:
-        Lines for the log, one per changed setting.
+        Lines for the log, such as ``actor.dtype = bfloat16 (GPU)``.
 
     Raises:
         UsageError: a setting is impossible on this machine.
@@ -136,7 +136,11 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
 
 
 def _shards(actor: TrainEngineConfig) -> bool:
-    """Whether to shard weights by default: for fp32 AdamW without LoRA, or if the section megatron requests it."""
+    """Whether to shard weights by default.
+
+    The backend megatron shards weights if its section requests sharding. Other backends shard weights unless the actor uses
+    LoRA or an optimizer other than AdamW with fp32 moments.
+    """
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)
     return not actor.use_lora and (actor.optimizer is None or actor.optimizer.type == "adam")

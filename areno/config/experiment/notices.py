@@ -1,4 +1,4 @@
-"""The notice about settings of an experiment that are accepted but have no effect."""
+"""The notice about settings that are accepted but have no effect, and about settings of replaced backends."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,8 +18,10 @@ _NO_AGENT = ("rlvr", "multi_turn")
 
 
 def notice(config: BaseExperimentConfig) -> str:
-    """Format the notice, with one line per reason; empty if every setting has an effect. Settings at areno's defaults are not
-    listed.
+    """Return the notice; empty if there is nothing to list.
+
+    The notice lists settings without effect by reason, and settings of a replaced backend that areno's engine applies. Settings
+    with areno's defaults are not listed.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -29,7 +31,7 @@ def notice(config: BaseExperimentConfig) -> str:
     if lines:
         lines.insert(0, "settings that are accepted but have no effect in this run:")
     if applied := [f"  {path}: {effect}" for path, effect in _mapped(config)]:
-        lines += [f"settings of {backend_of(config)} that areno's engine applies in its place:", *applied]
+        lines += [f"settings of {backend_of(config)} that areno's engine applies instead:", *applied]
     return "\n".join(lines)
 
 
@@ -132,7 +134,9 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield from _changed(f"{role}.scheduling_spec.{index}", spec, ("cpu", "env_vars"), because)
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
-            because = "a reference splits rows only by max_tokens_per_mb; other splits give the same log-probs"
+            because = (
+                "rows of a reference are split only by max_tokens_per_mb, because every split gives the same log-probs"
+            )
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
 
@@ -151,5 +155,5 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     elif agent.chat_template_type != "hf":
         yield (
             "rollout.agent.chat_template_type",
-            "a request always continues from the recorded tokens of its conversation",
+            "a request continues from the recorded tokens of its conversation whenever possible",
         )

@@ -233,7 +233,7 @@ class MemoryProfilerConfig:
 
 @dataclass
 class RewardConfig:
-    """The reward function, for experiments without their own program."""
+    """The rewards of the built-in workflows: a function or a reward model."""
 
     fn: str = setting(
         "",
@@ -249,12 +249,14 @@ class RewardConfig:
     )
     on_error: str = setting(
         "drop",
-        "What to do if fn raises or no attempt returns in time: drop the episode (and stop after many consecutive failures), "
-        "or stop at once.",
+        "If fn raises or every attempt times out: drop drops the episode, and stops the run after many consecutive failures; "
+        "stop stops the run at once.",
         choices=("drop", "stop"),
     )
     timeout_seconds: float = setting(
-        15.0, "Timeout of one reward in seconds, after which the worker is killed.", above=0
+        15.0,
+        "Timeout of one reward call, in seconds. A coroutine is then cancelled; for other functions, the worker is killed.",
+        above=0,
     )
     max_retries: int = setting(3, "Maximum retries of a reward after a timeout or the death of a worker.", minimum=0)
     max_workers: int | None = setting(None, "Worker processes; null uses half of the cores.", minimum=1)
@@ -269,7 +271,7 @@ class RewardConfig:
 
 @dataclass
 class WorkflowConfig:
-    """The workflow, for experiments without their own program."""
+    """The workflow, unless a program passes its own workflow to the trainer."""
 
     path: str = setting("rlvr", "rlvr, multi_turn, agent, or a class as file.py:NAME or module.NAME.")
     kwargs: dict[str, Any] = setting({}, "Additional arguments, such as max_turns and turn_discount.")

@@ -1,4 +1,4 @@
-"""Converts a configuration to plain data and to YAML that loads as the same configuration, without secrets."""
+"""Converts a configuration to plain data and to YAML. The YAML loads as the same configuration, but has no secrets."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
-    """Write the configuration to a file, or to ``config.yaml`` in a folder, for `load_expr_config`; returns the file's path."""
+    """Write the configuration for `load_expr_config` to a file, or to ``config.yaml`` in a folder; return the file's path."""
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
         path = path / "config.yaml"

@@ -156,13 +156,13 @@ def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
-    """Yield problems for those settings in ``names`` that are changed but have no effect."""
+    """Yield a problem for each changed setting in ``names``: it has no effect, for the reason ``because``."""
     for name in changed(config, names):
         yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}"
 
 
 def at(path: str, problems: Problems) -> Iterator[str]:
-    """Prefix the problems of a section with its path."""
+    """Format the problems of the section at ``path``, each with the full path of the setting."""
     return (f"{path}.{name} {problem}" for name, problem in problems)
 
 

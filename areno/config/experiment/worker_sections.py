@@ -15,7 +15,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Schedulers that read a setting, by the reason why the other schedulers ignore the setting."""
+"""Schedulers that read a setting, by the setting's ``no_effect`` text."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -29,7 +29,7 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "Where names are stored: in files (nfs), an etcd server (etcd3), a Ray actor (ray), or the process itself (memory).",
+        "Where addresses are stored: in files (nfs), an etcd server (etcd3), a Ray actor (ray), or process memory (memory).",
         choices=("nfs", "memory", "etcd3", "ray"),
     )
     nfs_record_root: str = _cluster(
@@ -39,7 +39,7 @@ class NameResolveConfig:
         shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: the folder name_resolve below cluster.fileroot)",
     )
     etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, reachable from all machines.")
-    ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the names.")
+    ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the addresses.")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class ClusterSpecConfig:
         "GPUs per machine; 0 for CPU-only machines. On a single machine, 8 (the default of the format) counts as unset.",
         minimum=0,
         documented=8,
-        shown="what the machine has (slurm: required)",
+        shown="all GPUs of the machine (slurm: required)",
     )
 
 
@@ -115,7 +115,7 @@ class SchedulingSpec:
     )
     container_type: str = _slurm("apptainer", "Container runtime under Slurm.", choices=("apptainer", "none"))
     mount: str = _slurm("/storage:/storage", "Mounts of the container.")
-    nodelist: str | None = _cluster(None, "Nodes to use, comma-separated; addresses for Ray.")
+    nodelist: str | None = _cluster(None, "Nodes to use, comma-separated; for Ray, their addresses.")
     exclude: str | None = _slurm(None, "Nodes to exclude, comma-separated.")
     ray_placement_strategy: str = setting(
         "shared",
@@ -131,7 +131,7 @@ class SchedulingSpec:
 
 @dataclass
 class SchedulingStrategy:
-    """Placement of a role's devices."""
+    """Whether a role has its own devices or shares those of another role."""
 
     type: str = setting(
         "separation",

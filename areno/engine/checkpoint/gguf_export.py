@@ -24,7 +24,9 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 
 
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
-    """Write a ``transformers`` model. Matrices have the type f32, f16, bf16 or q8_0; vectors have the type f32.
+    """Write a ``transformers`` model. Matrices have the type ``kind`` (f32, f16, bf16 or q8_0), and vectors the type f32.
+
+    A matrix with rows that cannot be divided into blocks of q8_0 has the type f16.
 
     Raises UsageError before creating the folder if the architecture, rotary embeddings, layers or tokenizer are not supported.
     """

@@ -1,7 +1,7 @@
 """The allocator for large tensors on CPUs, on Linux with a C++ compiler.
 
-In a measurement, the training process had a memory peak of 5.4 GB with the allocator of glibc 2.36 and of 2.6 GB with
-this allocator. A step took the same time. The model had 135 M parameters, an adapter and recomputed activations, and
+In one measurement, the memory of the training process peaked at 5.4 GB with the allocator of glibc 2.36, and at 2.6 GB
+with this allocator. Steps took the same time. The model had 135 M parameters, an adapter and recomputed activations, and
 was trained on 64 rows. Compiling the allocator takes a second.
 """
 
@@ -34,5 +34,5 @@ class CachingAllocator:
         return int(self._functions.areno_memory_unused_bytes())
 
     def release_unused(self) -> None:
-        """Return to the system the memory kept for reuse."""
+        """Give the unused memory back to the system."""
         self._functions.areno_memory_release_unused()

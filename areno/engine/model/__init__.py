@@ -1,4 +1,4 @@
-"""One ``transformers`` module for both rollout and training, which differ only in the attention plan.
+"""One ``transformers`` module for both rollout and training, which use different attention plans.
 
 - ``loading``: loads a checkpoint as a policy, critic or reward model; ``packed_model``: base class of these models.
 - ``causal_lm``: the policy; ``value_model``: critics and reward models.

@@ -117,7 +117,7 @@ class Adapter:
         return functools.partial(setattr, parameter, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Weight plus adapter of an adapted layer that is not merged."""
+        """Return the merged weight of an adapted layer whose adapter is not merged yet."""
         return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:

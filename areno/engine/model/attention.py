@@ -1,8 +1,8 @@
 """The attention function that areno registers with ``transformers``.
 
-A forward pass gives every layer the same *plan* (keyword ``areno``). The plan determines which tokens attend to each
-other: packed sequences in training and prefill, and cache slots in decoding. areno registers no mask function, so
-``transformers`` builds no masks.
+A forward pass gives every layer the same *plan* (keyword ``areno``), which determines which tokens attend to each other.
+Training and prefill use a plan for packed sequences, and decoding uses a plan for cache slots. areno registers no mask
+function, so ``transformers`` builds no masks.
 
 Shapes: T tokens per call, H query heads, K key/value heads, head size D.
 """

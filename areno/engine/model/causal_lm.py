@@ -2,8 +2,8 @@
 
 ``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The
 head is the model class's ``forward`` with a pass-through module as body. Soft-capped or rescaled logits (Gemma,
-Granite, Cohere) therefore need no special handling. Rollout and training use the same body and head, so their results
-can differ only by rounding.
+Granite, Cohere) therefore need no special handling. Rollout and training use the same body and head. With the same
+weights, their results therefore differ only because of rounding.
 """
 
 import copy
@@ -62,7 +62,7 @@ class CausalLM(PackedModel):
             self._share = vocabulary_share(module)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, C], in the model's dtype. If the vocabulary is sharded, they have no gradient."""
+        """Logits [N, V] of hidden states [N, C], in the model's dtype. With a sharded vocabulary, logits have no gradient."""
         logits = self.own_logits(hidden)
         return logits if self._share is None else self._share.whole(logits)
 
@@ -84,7 +84,7 @@ class CausalLM(PackedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return :meth:`logprobs`, the entropies [N], and the minimum and maximum logits [N, 2].
 
-        Entropies and logits have no gradient. They are empty if not requested.
+        Entropies and logits have no gradient. Tensors that are not requested are empty.
         """
         kind = self.computes_on or self.device.type
         keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Output head computed in chunks, so that the logits of all rows are never in memory at once.
+"""Output head computed in chunks, so that the logits of all rows need not be in memory at once.
 
 Small chunks are efficient on a CPU. On a GPU, a chunk must be large enough to occupy the device. The head's gradients
 are summed over chunks in fp32. For bf16 weights, autograd would sum the gradients in bf16, which loses more precision

@@ -2,10 +2,10 @@
 
 On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs. oneDNN, which is also
 part of PyTorch, uses AVX-512 on these CPUs. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN reaches 440
-GFLOP/s. These numbers hold for at least 256 rows, both in the forward pass and in the gradient of the input. Weights
-are not repacked. Products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`) with AVX2 or
-AVX-512. On Intel CPUs, areno's kernel is used only for output layers with a large vocabulary, because MKL repacks their
-weights for each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
+GFLOP/s. These numbers hold for at least 256 rows, both in the forward pass and in the gradient of the input. Products
+with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`) with AVX2 or AVX-512. On Intel CPUs, areno's
+kernel is used only for output layers with a large vocabulary, because MKL repacks their weights for each product. For
+64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
 """
 
 import functools
@@ -29,7 +29,7 @@ _FEW_ROWS = 256
 
 
 def use_fast_products(module: nn.Module) -> None:
-    """Replace a model's plain linear layers with :class:`FastLinear` if it is faster on this CPU."""
+    """Replace a model's plain linear layers with :class:`FastLinear` where this class is faster on this CPU."""
     least = least_weight()
     if least is None:
         return
@@ -56,7 +56,7 @@ def use_row_products(module: nn.Module) -> None:
 
 @functools.cache
 def least_weight() -> int | None:
-    """Minimum number of weight elements for which other products are faster than MKL on this CPU; None without AVX2."""
+    """Minimum number of weight elements for which :class:`FastLinear` can beat MKL on this CPU; None if it never can."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None

@@ -200,7 +200,11 @@ def _prepared(
     ours: Callable[[M, Tensor], Tensor],
     stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
-    """Wrap a model and validate it: ``ours`` of its hidden states must equal ``stock`` (default: output of the stock body)."""
+    """Wrap a model. If ``validates``, check that areno's results agree with those of ``transformers``.
+
+    ``ours`` computes areno's results from hidden states. ``stock`` computes the expected results from the inputs of the
+    unwrapped model; None uses the hidden states of the model's body.
+    """
     if not validates:
         return _wrapped(module, name, attn_backend, stage, wrap)
     body: Any = getattr(module, str(module.base_model_prefix))

@@ -21,7 +21,7 @@ class Weights:
     whole: bool = True  # whether all weights are gathered on this rank
 
     def gather(self) -> None:
-        """Gather the weights until :meth:`release` is called."""
+        """Gather the weights, and keep them gathered until :meth:`release` is called."""
 
     def release(self) -> None:
         """Reshard gathered weights."""

@@ -2,8 +2,9 @@
 
 A recurrent layer carries a state along the tokens of a call. With the code of ``transformers``, the state of one packed
 sequence would silently enter the next sequence. areno therefore wraps each layer's ``forward``. In training, ``forward`` runs
-on one padded row per sequence. This is exact because a causal scan never reads the padding on the right. In rollouts,
-``forward`` runs on one sequence at a time with per-slot states, because padding would decay a cached state.
+on one padded row per sequence. This is exact because a causal scan never reads the padding on the right. In rollouts, every
+cache slot has its own state. A prefill runs ``forward`` on one sequence at a time, because padding would decay the cached
+state.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class SlotStates:
 
     @property
     def layers(self) -> _Layers:
-        """The states by layer, as the layers of older versions of ``transformers`` read them."""
+        """The states by layer. Recurrent layers of older ``transformers`` versions read this property."""
         return _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -85,7 +86,7 @@ class SlotStates:
         return full
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
-        """Write the convolution and recurrent states of the selected slots back."""
+        """Write back the convolution and recurrent states of the selected slots."""
         assert self._conv_rows is not None
         self._recurrent[layer_idx][self._rows] = state.to(self._recurrent[layer_idx].dtype)
         self._conv[layer_idx][self._rows] = self._conv_rows

@@ -34,7 +34,7 @@ class Routing(Protocol):
         """The experts [T, K] to use for the tokens of a pass, given the router's choice ``chosen`` [T, K]."""
 
     def again(self) -> Routing:
-        """The routing of the forward pass that activation checkpointing recomputes."""
+        """The routing to use when activation checkpointing recomputes the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Routers:
 
     @property
     def kind(self) -> torch.dtype:
-        """Smallest integer dtype with a maximum above all expert ids. The maximum marks a token without a record."""
+        """Smallest integer dtype whose maximum exceeds all expert ids. The maximum marks a token without a record."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
@@ -124,8 +124,8 @@ class Choosing(_TopkMode):
 class RecordTopk(_TopkMode):
     """Records the results of every router's ``topk`` in a forward pass, in the order of the calls.
 
-    Two forward passes over the same tokens that only round differently can choose different experts. Replaying the first
-    pass's choices in the second removes this difference when the two are compared.
+    Two forward passes over the same tokens can choose different experts merely because they round differently. To compare
+    such passes, the second pass replays the choices of the first pass.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from logits. The backward pass needs one buffer of the size of the logits instead of five.
+"""Log-probs and entropies from logits. The backward pass needs one buffer as large as the logits; autograd would need five.
 
 The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, the rank
 sends three numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the

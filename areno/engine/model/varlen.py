@@ -49,8 +49,8 @@ class VarlenKernel:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
 
         The last query of each sequence is at the position of the sequence's last key. ``starts`` holds the start of
-        each sequence and the total length (int32 [N + 1]), and ``longest`` the maximum length. Both are pairs: the
-        first element is for queries, the second for keys.
+        each sequence and the total length (int32 [N + 1]), and ``longest`` the maximum length. Each is a pair:
+        the first element is for queries, the second for keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

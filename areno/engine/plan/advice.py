@@ -15,7 +15,7 @@ Change = dict[str, Any]
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
     """Return command-line options that together make a run fit; the list is empty if no options do.
 
-    Options that do not change results come first.
+    The options are in order of increasing cost.
     """
 
     def planned(change: Change) -> tuple[bool, int]:

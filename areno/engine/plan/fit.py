@@ -174,11 +174,11 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
     lines += [
         "",
         "GiB held: memory of the fullest device. GiB sent (per device), waiting and seconds are for one optimizer step.",
-        "Layouts whose name begins with megatron: keep the full weights on every replica.",
+        "A layout named megatron:... keeps the full weights on every replica.",
     ]
     if options.tried:
         lines.append(
-            "The last two columns were measured on this machine with random tokens: the memory of the whole process, or on a "
-            "GPU of PyTorch's tensors."
+            "The last two columns were measured on this machine with random tokens. Their GiB are the memory of the whole "
+            "process or, on a GPU, of PyTorch's tensors."
         )
     return "\n".join(lines)

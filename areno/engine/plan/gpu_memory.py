@@ -1,7 +1,8 @@
 """Divides a GPU's memory: reserves the peak memory of training, and assigns the rest to the KV cache.
 
-The cache is a pool of fixed size that stays allocated between rollouts, so it must leave room for later allocations. These are
-optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and prefills in every rollout.
+The cache is a pool of fixed size that stays allocated between rollouts, so it must leave room for later allocations:
+optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and prefills in every
+rollout.
 """
 
 from __future__ import annotations

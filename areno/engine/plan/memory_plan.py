@@ -271,7 +271,7 @@ class _Planner:
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """Return the shape of a checkpoint. It is cached, because ``advise`` plans the same run many times."""
+    """Return the shape of a checkpoint. Shapes are cached, because ``advise`` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

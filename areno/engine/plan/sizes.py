@@ -72,11 +72,11 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share one memory: all ranks on a CPU, one rank on a GPU."""
+        """Number of ranks that share one memory: on a CPU, the ranks of all engines on the machine; on a GPU, one rank."""
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """Options that load the checkpoint set by ``option`` as shapes."""
+        """Options for loading the shapes of a checkpoint. ``option`` is the option that specifies the checkpoint."""
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod
@@ -91,12 +91,13 @@ class Sizes(ABC):
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
         """Row lengths of a replica's largest microbatch, and the number of microbatches of a step.
 
-        The number is for rows of maximum length. ``role`` is the trained role; an empty string means the actor.
+        The number of microbatches assumes rows of maximum length. ``role`` is the trained role; an empty string
+        means the actor.
         """
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Maximum number of tokens of each row that are trained on: the row without its prompt, of at least one token."""
+        """Per row, the maximum number of tokens to train on. The prompt (at least one token) is excluded."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:

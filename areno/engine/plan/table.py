@@ -32,7 +32,7 @@ def plan_table(plan: MemoryPlan) -> list[str]:
     """Lines of the table of memory by phase and purpose."""
     trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
-    each = f", per rank of {plan.layout.world_size}" if plan.layout.world_size > 1 else ""
+    each = f", for each of {plan.layout.world_size} ranks" if plan.layout.world_size > 1 else ""
     lines = [f"Memory plan in MiB ({size}); columns are the peaks of the phases{each}"]
     lines.append(f"  {'':<20}" + "".join(f"{phase.name:>12}" for phase in plan.phases))
     for part in PARTS:

@@ -52,7 +52,7 @@ _NF4_BYTES = 0.52
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Sizes in bytes of an optimizer step of a role, in addition to its weights and optimizer state."""
+    """Sizes in bytes for an optimizer step of a role. The peaks do not include the role's weights and optimizer state."""
 
     forward: int  # peak of a forward pass, including gradients of earlier microbatches
     carried: int  # gradients of earlier microbatches; 0 with a single microbatch
@@ -69,7 +69,7 @@ class UpdateBytes:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBytes:
-    """Sizes in bytes of a rollout, in addition to the weights."""
+    """Sizes in bytes for a rollout, not counting the weights."""
 
     peak: int
     cache: int  # final size of the KV cache
@@ -95,8 +95,8 @@ class ShapeOf:
     """The model of a checkpoint as shapes. If the layout has several ranks, the shapes are those of one rank's shard.
 
     Raises:
-        UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise it if the model's
-            code depends on tensor values.
+        UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise this
+            error if the model's code depends on tensor values.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ShapeOf:
 
         Args:
             lengths: number of tokens of each row of a microbatch.
-            scored: number of trained tokens of each row.
+            scored: number of tokens of each row that are trained on.
             config: optimizer options.
             several: whether there are several microbatches, so that gradients are accumulated.
             checkpointing: whether to recompute activations.
@@ -236,14 +236,14 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """The optimizer of a run. With one rank, it does not offload; with several ranks, it has stubs for the other ranks."""
+        """The optimizer of a run. With one rank, it does not offload. With several ranks, the other ranks are stubs."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
         return ZeroAdamW(parameters, config, RankContext(self.layout, data=_StubChannel(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
-        """The model's output for the loss, for rows whose last tokens are trained."""
+        """The model's output for the loss, for rows whose last tokens are trained on."""
         plan = PackedPlan(lengths)
         hidden = self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
         if self.kind == "reward":
@@ -304,7 +304,7 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences, and return the peak memory in bytes, without the cache."""
+        """Prefill the last ``rows`` of ``held`` sequences, and return the peak memory in bytes, not counting the cache."""
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()

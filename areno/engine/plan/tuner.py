@@ -40,8 +40,8 @@ def tune_sizes(
     Args:
         engine: engine or engine group with a loaded actor. Other models need not be loaded, because the plan counts them.
         rows: number of prompts of the dataset, which limits the batch size; None means unlimited.
-        capacity: memory available to a process in bytes; None means used plus free memory, on a CPU divided by the number
-            of ranks.
+        capacity: memory available to a process in bytes; None means the used plus the free memory, of
+            which each rank on a CPU gets an equal share.
 
     Returns:
         The options with the chosen sizes. ``drop_rollout_state`` is True unless the user has set this option.

@@ -1,13 +1,13 @@
 """AdamW with moments of one byte each: block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-A block of 256 numbers shares one fp32 scale, which is the number of largest magnitude. A table has 256 factors between
--1 and 1 (0 and 1 for the second moment). Each number is stored as the code of the factor nearest to the number divided
-by the scale. The relative spacing of the factors is finest near 1, and the smallest positive factor is below 1e-6. This
-implementation differs from others in three ways.
+Each block of 256 numbers has one fp32 scale: the number of largest magnitude in the block. A table has 256 factors
+between -1 and 1 (between 0 and 1 for the second moment). A number is divided by its block's scale, and stored as the
+code of the nearest factor. The relative spacing of the factors is finest near 1, and the smallest positive factor is
+below 1e-6. This implementation differs from others in three ways.
 
 *The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero,
 because a nonzero first moment would then be divided by epsilon alone. The root spans half as many decades as the
-moment. A weight still has a usable denominator if its gradients are a thousandth of the largest gradients in the block.
+moment. A weight therefore has a usable denominator even if its gradients are a thousandth of the largest in the block.
 
 *A table lookup finds the code.* The upper half of an fp32 number (sign, exponent and seven bits of the mantissa) is the
 index into a second table. The lookup is several times faster than a binary search, and its resolution is finer than
@@ -180,7 +180,7 @@ class Adam8bit(torch.optim.Optimizer):
             root.write(first, last, v.sqrt_().view(-1, BLOCK))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict()``. The method of PyTorch would convert the codes to floating point."""
+        """Load the result of ``state_dict()``. PyTorch's method would convert the codes to floating point."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for index, saved in state_dict["state"].items():

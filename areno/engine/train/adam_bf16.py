@@ -1,6 +1,6 @@
 """AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or masters are in fp32.
 
-Each step computes in fp32 and rounds the moments to the nearest bf16 number. The updated weights are never rounded to
+Each step computes in fp32 and rounds the moments to the nearest bf16 number. The weights or masters are not rounded to
 bf16, because an update of a thousandth of a weight would be lost.
 """
 
@@ -58,7 +58,7 @@ class AdamBf16(torch.optim.Optimizer):
             square.copy_(v)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict()``. The method of PyTorch would convert the moments to fp32."""
+        """Load the result of ``state_dict()``. PyTorch's method would convert the moments to fp32."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for index, saved in state_dict["state"].items():

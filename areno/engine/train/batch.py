@@ -45,10 +45,10 @@ def pack_rows(
     routers: Routers | None = None,
     count: RoutingCount | None = None,
 ) -> PackedBatch:
-    """Concatenate rows into a microbatch. With ``tree``, common prefixes are packed once if this saves a tenth of the tokens.
+    """Concatenate rows into a microbatch. With ``tree``, pack common prefixes once if this saves at least 10% of the tokens.
 
     The loss receives the same data with and without ``tree``; see :mod:`areno.loss_fns.loss_interface` for the keys of
-    ``data``. If set, ``routers`` replay the rows' recorded expert choices, and ``count`` counts the replayed choices.
+    ``data``. With ``routers``, the rows' recorded expert choices are replayed. ``count`` counts the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))

@@ -156,7 +156,10 @@ class FullyShardedAdamW(Optimizer):
         return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
 
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a shard's moments by their names in a saved state, decoded because 8-bit blocks are specific to the shard."""
+        """Return a shard's moments by their names in a saved state.
+
+        8-bit moments are decoded, because their blocks are specific to the shard.
+        """
         moments = self._adam.state.get(share)
         if not moments:
             return {}

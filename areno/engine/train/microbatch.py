@@ -1,8 +1,8 @@
 """Divide rows into forward passes: bins of rows within a token budget.
 
-There are two algorithms. ``ffd`` (first fit decreasing) takes rows from long to short and puts each row into the first
-bin with enough room, so that there are few bins. ``kk`` (the differencing method of Karmarkar and Karp) makes bins of
-nearly equal weight, which balances the work.
+There are two algorithms. ``ffd`` (first fit decreasing) puts each row, longest first, into the first bin with enough
+room, so that there are few bins. ``kk`` (the differencing method of Karmarkar and Karp) makes bins of nearly equal
+weight, which balances the work.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ Weights = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How the rows of an optimizer step are divided into microbatches. The division affects time and memory, but not
-    the result.
+    """How the rows of an optimizer step are divided into microbatches. The division affects time and memory, but
+    the result only by rounding.
 
     Raises:
         ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
@@ -63,7 +63,7 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Sort blocks by their first rows' tokens. Add each block to the tree with enough room that grows least."""
+        """Sort blocks by the tokens of their first rows. Add each block to the tree that has room and grows least."""
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
         trees: list[TokenTree] = []
@@ -109,7 +109,7 @@ class MicroBatching:
         return _split_to(bins, weights, min(self._wanted(len(bins)), len(weights)))
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Divide by differencing, into the smallest multiple of ``n_mbs_divisor`` for which all bins fit the budget."""
+        """Divide by differencing. Increase the number of bins by ``n_mbs_divisor`` until all bins fit the budget."""
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)

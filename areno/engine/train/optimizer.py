@@ -1,9 +1,9 @@
 """The interface of the engine's optimizers, and AdamW on one rank.
 
-Master weights are in fp32. If the model computes in fp32, its weights are also the master weights. If the model
-computes in bf16, the master weights are a second copy. Gradients of microbatches are summed in fp32. Each step updates
-the master weights, rounds them to bf16, and copies them to the model. A learning rate of 1e-6 therefore still changes
-the policy. Without master weights, rounding to bf16 would undo the update.
+Master weights are in fp32. If the model computes in fp32, its weights are also the master weights, unless master
+weights are offloaded. If the model computes in bf16 or fp16, the master weights are a second copy. Gradients of
+microbatches are summed in fp32. Each step updates the master weights, and copies them, rounded, to the model. Small
+updates, as with a learning rate of 1e-6, therefore accumulate. Without master weights, rounding would undo them.
 
 Moments are in fp32, bf16 or 8 bits; see :func:`make_adam`. Masters, moments and summed gradients may be in host memory
 instead of GPU memory.
@@ -197,15 +197,15 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes, without optimizer states and gradients."""
+        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes, not counting states and gradients."""
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
-        """Return the JSON data that, besides tensors, an exact resume needs."""
+        """Return the JSON data that an exact resume needs besides tensors."""
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's shards of the tensors that, besides the model's weights, an exact resume needs.
+        """Yield this rank's shards of the tensors that an exact resume needs besides the model's weights.
 
         Shards that an earlier rank also holds are skipped.
         """
@@ -381,7 +381,7 @@ def master_key(name: str) -> str:
 def saved_moments(
     saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions
 ) -> dict[str, Any]:
-    """Load the optimizer state of the shard of a parameter that ``index`` selects."""
+    """Load the optimizer state of a parameter's shard. ``index`` selects the shard."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
         return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
@@ -390,7 +390,7 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of the shard that ``index`` selects, in the form of :func:`adam_8bit.moments_in`.
+    """Load both moments of a parameter's shard, in the form of :func:`adam_8bit.moments_in`. ``index`` selects the shard.
 
     The file has 8-bit codes if the rank that wrote it used the quantization blocks of the unsharded tensor. Otherwise
     the file has decoded numbers.

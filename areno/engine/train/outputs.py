@@ -1,4 +1,4 @@
-"""The inputs of a loss that each kind of model computes for a packed batch."""
+"""Compute what a loss needs from the model: log-probs of a policy, values of a critic, or scores of a reward model."""
 
 from __future__ import annotations
 

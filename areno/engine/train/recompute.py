@@ -60,9 +60,10 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps the tensors that autograd saves in the block in host memory. Tensors from a GPU are page-locked.
+    """Moves the floating-point tensors that autograd saves within the block to host memory.
 
-    Copies are exact. They are ordered with the other work of the GPU, so that the next layer can reuse the GPU memory.
+    Copies from a GPU are exact, use page-locked memory, and run in order with the GPU's other work. The next layer can
+    therefore reuse the GPU memory.
     """
 
     def __init__(self) -> None:
@@ -89,8 +90,8 @@ def recompute_layers(
 ) -> None:
     """Enable or disable activation checkpointing with the methods of the installed ``transformers`` release.
 
-    ``keeping`` determines how layer inputs, the only tensors kept, are stored; None leaves them in place. ``contexts``
-    creates the context managers of a layer's forward pass and of its recomputation.
+    Only layer inputs are kept. ``keeping`` determines how they are stored; None leaves them in place. ``contexts`` creates
+    the context managers of a layer's forward pass and of its recomputation.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"

@@ -2,15 +2,15 @@
 
 Each replica holds the unsharded weights. All gradients are in one flat fp32 buffer, which is reduce-scattered over the
 replicas. Each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor
-parallelism, the ranks with the same shard of the model exchange gradients and weights. If possible, replicas on the
-CPUs of one Linux machine share one copy of the weights, and each replica updates its shard in place. Each rank saves
-its shard, and any layout can resume from the saved shards.
+parallelism, the ranks that hold the same shard of the model exchange gradients and weights. If possible, replicas on
+the CPUs of one Linux machine share one copy of the weights, and each replica updates its shard in place. Each rank
+saves its shard, and any layout can resume from the saved shards.
 
-With 8-bit moments, parameters and shards are aligned to quantization blocks of the flat buffer. The blocks are therefore those
-of a single process, and the result does not depend on the number of replicas. Tensors sharded by tensor parallelism have
-different blocks. When a run resumes in another layout, the moments of these tensors are quantized again.
+With 8-bit moments, parameters and shards are aligned to quantization blocks of the flat buffer. The blocks are
+therefore those of a single process, for any number of replicas. Tensors sharded by tensor parallelism have different
+blocks. When a run resumes in another layout, the moments of these tensors are quantized again.
 
-Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy them
+Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy data
 through the GPU.
 """
 
@@ -321,7 +321,7 @@ class ZeroAdamW(Optimizer):
         return masters + sum(self.config.moment_bytes(*one) for one in kept)
 
     def step_bytes(self, device: torch.device) -> int:
-        """See :meth:`Optimizer.step_bytes`; counts a shard and buffers."""
+        """See :meth:`Optimizer.step_bytes`."""
         several = self.peers.data.size > 1
         shared = several and device.type == "cpu"  # in shared memory gradients are summed and weights updated in place
         exchanged = _COPIES * 4 * min(_EXCHANGED, self._share * self.peers.data.size)

@@ -1,4 +1,4 @@
-"""Optimizer state on disk. Every rank writes the shards that it holds, and reads the shards that its layout needs.
+"""Optimizer state on disk. One of the ranks that hold a shard writes it. Each rank reads the shards that its layout needs.
 
     state.json                                      step count, parameter names, format of the moments
     shard-00001-model-00001-of-00001.safetensors    shards of rank 0: ``state.<parameter>.exp_avg``, ``master.<parameter>``
@@ -7,7 +7,7 @@ The files are PyTorch distributed checkpoints in safetensors format, which the `
 ``torch.distributed.checkpoint`` can read. A file's metadata has the offset of each shard in its tensor. A file holds
 one shard per tensor, so a rank with several shards of a tensor writes several files. PyTorch's writer is not used,
 because it needs one process group of all ranks and mistakes strided shards for contiguous shards. Its default format is
-pickle, which can run code when a file is read. Files in safetensors format cannot run code.
+pickle, which, unlike safetensors, can run code when a file is read.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SavedState:
     def read(self, key: str, index: Index) -> Tensor:
         """Read a shard of a tensor into host memory.
 
-        Raises KeyError if there is no tensor ``key``, and ValueError if some entries of the shard are missing in all files.
+        Raises KeyError if there is no tensor ``key``, and ValueError if the files lack some entries of the shard.
         """
         chunks = self._chunks[key]
         if not index:

@@ -1,8 +1,8 @@
 """Training: accumulates gradients over microbatches, clips the gradient, and applies or skips the update.
 
 The gradient of an optimizer step is the gradient of the loss over all rows of the step. Each microbatch's mean is
-weighted by the microbatch's share of the step's units (tokens, sequences or pairs). The result therefore does not
-depend on microbatch size or packing.
+weighted by the microbatch's share of the step's units (tokens, sequences or pairs). Except for rounding, the result
+therefore does not depend on microbatch size or packing.
 """
 
 import math
@@ -119,9 +119,9 @@ class TrainStep:
 
         Args:
             rows: at least one row; for a pair loss, chosen and rejected rows alternate.
-            mini_bs: maximum number of rows per forward and backward pass, or how each rank packs its rows into passes.
-            accumulation: number of microbatches per optimizer step, which needs an integer ``mini_bs``; None makes one step
-                of all rows.
+            mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each rank's rows into passes.
+            accumulation: number of microbatches per optimizer step, only with an integer ``mini_bs``; None makes one step of
+                all rows.
 
         Returns:
             Scalar statistics: means over the optimizer steps of this call. ``logp_*`` are from the first step, and ``lr``
@@ -252,7 +252,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all stages. The last stage measures the first ``weighing`` passes; others have weight 0."""
+        """Run the passes through all stages. Only the first ``weighing`` passes have a nonzero weight."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -347,7 +347,7 @@ class TrainStep:
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
-        """Turn training mode on or off. It enables recomputation, and is on only while gradients are computed.
+        """Turn training mode on or off. Layers are recomputed only in training mode.
 
         ``recompute``: whether to recompute layers, if the configuration allows recomputation.
         """
@@ -362,7 +362,11 @@ class TrainStep:
     def _recomputes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> bool:
-        """Whether to recompute layers. The default is True, except on a CPU with enough free memory for the activations."""
+        """Whether to recompute layers.
+
+        By default, layers are recomputed, except on a CPU without tensor parallelism, FSDP and pipeline stages if the free
+        memory suffices for all activations.
+        """
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
         if chosen is not None or self.model.device.type != "cpu" or not measurable:

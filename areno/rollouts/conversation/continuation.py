@@ -1,9 +1,9 @@
 """Continues a conversation from its recorded tokens, and tokenizes only the new text of a request.
 
-The chat template renders the conversation up to and including the model's answer, and then the conversation with the new
-messages. If the first text is a prefix of the second text, only the rest of the second text is tokenized. Its tokens are
-appended to the recorded tokens. Otherwise the template renders the history differently, usually without the reasoning. A
-deployed model would never see the recorded tokens as its context, so the request starts a new row (:class:`Forked`).
+The chat template renders the conversation twice: up to the model's last answer, and with the new messages. If the first text is
+a prefix of the second text, only the rest of the second text is tokenized and appended to the recorded tokens. Otherwise, the
+template renders the history differently, usually without the reasoning. In deployment, the model would not see the recorded
+tokens, so the request starts a new row (:class:`Forked`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
 """Why a request cannot continue from recorded tokens. The reasons: the template rewrites earlier turns, the template drops
-their reasoning, the answer does not end as the template ends answers, or the client edited the history."""
+their reasoning, the end of the answer differs from the end that the template renders, or the client edited the history."""
 
 _MARK = "\u241fareno\u241f"
 _LETTER = "a"
@@ -112,7 +112,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of ``text`` after ``anchor``, which matters because some tokenizers treat the start of a text specially."""
+    """Token ids of ``text`` after ``anchor``. Some tokenizers would encode ``text`` differently at the start of a string."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -143,7 +143,7 @@ def _after_answer(
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
     """Implement :func:`_after_answer` for an answer that ended at a stop token. The template must also render this token.
 
-    The stop token ends the turn. In formats without an end token, the stop token starts the next turn.
+    Usually, the stop token ends the turn. In formats without an end token, the stop token starts the next turn.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

@@ -27,7 +27,7 @@ _HASH_BITS = (1 << 63) - 1
 class ConversationRecorder:
     """The conversations of one API key; implements :class:`areno.serving.recording.SessionRecorder`.
 
-    The seeds of requests are derived from ``seed``. ``session`` is the traced session in which the recorder was created.
+    The seeds of requests are derived from ``seed``. ``session`` is the tracing session in which the recorder was created.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
@@ -65,7 +65,7 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """The longest answered turns that a request extends, and their number of messages. The most likely turn comes first."""
+        """Answered turns with the longest history that a request extends, and this history's length. The likeliest is first."""
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []

@@ -68,7 +68,7 @@ def sampled_roles(turn: Turn) -> list[Role]:
 
 
 def _call_spans(turn: Turn) -> list[tuple[int, int]]:
-    """Spans of tool calls in a turn's text, including the markers of tool calls. They are the gaps between pieces of text."""
+    """Spans of tool calls in a turn's text, including the markers. The spans are the gaps between pieces of text."""
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """Converts recorded turns to training rows: one row of prompt and sampled tokens per branch of a conversation.
 
 Consecutive turns share a row. If a conversation forks, each branch is a separate row, and only the first branch trains on the
-common prefix. Turns that were sampled at different temperatures are trained on in separate rows.
+common prefix. Turns that were sampled at different temperatures become separate rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +40,12 @@ class TrajectoryRow:
 
     @property
     def lacks_logprobs(self) -> bool:
-        """Whether trained tokens that were not sampled still lack log-probs."""
+        """Whether the row trains on tokens that were not sampled and still lack log-probs."""
         marks = zip(self.trained, self.sampled, strict=True)
         return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """Convert to a training row without advantages. Raises UsageError if trained tokens lack log-probs."""
+        """Convert to a training row without advantages. Raises UsageError if the row still lacks log-probs."""
         if self.lacks_logprobs:
             raise UsageError(
                 "a row trains on tokens that were not sampled (LossMaskPolicy) and have no log-probs yet; take samples from "
@@ -69,7 +69,7 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """The rows of one sample's turns. Rows without trained tokens are omitted.
+    """The rows of one sample's turns. Rows that train on no tokens are omitted.
 
     Raises:
         UsageError: ``policy`` selects prompt tokens, but the tokenizer cannot map tokens to text.

@@ -1,4 +1,4 @@
-"""Changes the number of replicas of a running experiment: both sides of ``areno scale``.
+"""Changes the number of replicas of a running experiment: implements ``areno scale``, and handles its requests in the fleet.
 
 A running fleet writes the number of replicas and the state of the last request to ``replicas.json`` in its run directory.
 ``areno scale`` writes a request to ``replicas.wanted.json``. The fleet handles one request at a time.

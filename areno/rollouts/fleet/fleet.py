@@ -1,7 +1,8 @@
 """A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine.
 
-Each replica is an engine in separate processes, without an optimizer or gradients. Replicas fail independently. A request goes
-to the least loaded replica. If this replica dies, the request restarts on another replica, unless its answer was streamed.
+Each replica is an inference server, or an engine in separate processes without an optimizer or gradients. Replicas fail
+independently. A request goes to the least loaded replica. If this replica dies, the request restarts on another replica, unless
+its answer was streamed.
 """
 
 import os
@@ -172,7 +173,7 @@ class RolloutFleet:
         return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
-        """Do nothing, because replicas generate at any time, unlike a :class:`SharedEngine`."""
+        """Do nothing, because replicas, unlike a :class:`SharedEngine`, can always generate."""
         return nullcontext()
 
     def enable_prefix_cache(self, enabled: bool) -> None:
@@ -357,7 +358,7 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """Return the broadcast channel, or None if servers were joined, get only an adapter, or cannot receive broadcasts."""
+        """Return the broadcast channel, or None if servers were joined, load only an adapter, or cannot receive broadcasts."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None

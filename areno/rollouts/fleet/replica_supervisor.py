@@ -70,7 +70,7 @@ class ReplicaJob:
 
     Attributes:
         make: starts a replica, given its number, its process options and a failure callback.
-        on_start: called with the number and the replica before the replica is ready. An exception makes the start fail.
+        on_start: called with the number and the replica before the replica is ready. If ``on_start`` raises, the start fails.
         on_given_up: called with the number and the error of a replica that is not restarted.
     """
 
@@ -107,7 +107,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The state of a replica number, which stays the same when the replica is replaced after a failure."""
+    """The state of the replica with a certain number. A replacement after a failure gets the same number."""
 
     number: int
     name: str

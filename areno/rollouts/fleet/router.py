@@ -85,7 +85,7 @@ class RequestRouter:
             self._finish(routed, error)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
-        """Route requests, and return one future per request. After :meth:`end`, raises the error that it was called with."""
+        """Route requests, and return one future per request. After :meth:`end`, raises the error that ``end`` was given."""
         opened = {}
         for request in requests:
             future: Future[RolloutResult] = Future()

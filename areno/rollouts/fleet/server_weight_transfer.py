@@ -1,7 +1,7 @@
 """Transfers new weights from a trainer to inference servers, by a broadcast or as a folder on disk or in shared memory.
 
-To verify a transfer, the log-probs of a fixed prompt are compared: a server must return the trainer's log-probs. A "success"
-response or changed output would not prove that the weights are right.
+A transfer is verified by comparing the server's log-probs of a fixed prompt with the trainer's. A "success" response or changed
+output would not prove that the weights are right.
 """
 
 import logging

@@ -62,7 +62,8 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Raise a UsageError on every rank if the trainer lacks a tensor, has another shape, or cannot merge an adapter exactly."""
+    """Raise a UsageError on every rank if a tensor is missing or has another shape, or if an adapter cannot be merged
+    exactly."""
     model = engine.actor.model
     trainer_shapes = shapes(engine)
     for spec in specs:

@@ -1,4 +1,4 @@
-"""The HTTP calls of a rollout replica to an inference server. They do not depend on the product (vLLM or SGLang)."""
+"""The interface of the HTTP calls that a rollout replica makes to an inference server (vLLM or SGLang)."""
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class ServerCalls(Protocol):
         """Abort samples, so that ``generate`` returns partial answers. Samples in the server's queue may still start."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint between two tokens of all running samples, and drop caches that the old weights computed."""
+        """Load a checkpoint while generation is paused, and discard caches that were computed with the old weights."""
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
         """Load an adapter under a name, and unload the adapter ``outdated`` if it is not empty."""
@@ -89,7 +89,7 @@ class ServerCalls(Protocol):
 
 @runtime_checkable
 class TransferCalls(Protocol):
-    """The HTTP calls of a product that can receive broadcast weights. ``transfers`` is whether this server supports it."""
+    """The HTTP calls of a product that can receive broadcast weights. ``transfers`` tells whether this server can do so."""
 
     transfers: bool
 
@@ -104,7 +104,7 @@ class TransferCalls(Protocol):
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """Load weights as :meth:`ServerCalls.load_weights` does. The group's first member broadcasts the weights."""
+        """Like :meth:`ServerCalls.load_weights`, but load weights that the group's first member broadcasts."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
@@ -127,7 +127,8 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 
 
 async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
-    """POST, and return the JSON of the response, or None without JSON. Raises EngineError as :class:`ServerCalls` does."""
+    """POST, and return the JSON of the response, or None if there is no JSON. Raises EngineError as :class:`ServerCalls`
+    does."""
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 
 

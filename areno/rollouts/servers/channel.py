@@ -45,7 +45,7 @@ class ServerChannel:
         self._sender: Backend | None = None
 
     def fits(self, engine: Backend) -> bool:
-        """Whether weights can be broadcast, because the checkpoint files use the tensor names of the trainer's model."""
+        """Whether weights can be broadcast. The checkpoint files must use the tensor names of the trainer's model."""
         if self._fits is None:
             self.specs = tuple(engine.run_on_all_ranks(weight_update.own_specs)[0])
             stored = _stored_names(self._path)
@@ -56,7 +56,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights, and keep them for later servers. Return the seconds taken by each server that got them."""
+        """Send the weights, and keep them for later servers. Return the seconds taken by each server that got the weights."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""

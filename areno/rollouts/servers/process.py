@@ -63,7 +63,7 @@ class InferenceServerProcess:
             self._process.kill()
             self._cut()
             self._lifeline.close()
-            raise EngineError("the server process exited during startup; see its log") from error
+            raise EngineError("the server process exited or did not respond during startup; see its log") from error
         self.url = f"http://{host}:{port}"
         threading.Thread(target=self._watch, name="areno-server", daemon=True).start()
 
@@ -103,6 +103,6 @@ class InferenceServerProcess:
         code = self._process.wait()
         self.failed = True
         if not self._closing:
-            cause = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             where = f" on {self._process.node}" if self._process.node else ""
-            self._on_failure(EngineError(self._reason or f"the server{where} ended {cause}"))
+            self._on_failure(EngineError(self._reason or f"the server{where} {cause}"))

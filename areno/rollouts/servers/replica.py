@@ -236,7 +236,7 @@ class ServerReplica:
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` on. Raises EngineError."""
+        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` on. May raise EngineError."""
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:

@@ -28,7 +28,7 @@ _PREFIX = "generate-tokens-"
 
 
 class VllmCalls:
-    """The HTTP calls of vLLM. ``extended`` is whether the server has areno's worker extension and transfer engine."""
+    """The HTTP calls of vLLM. ``extended`` tells whether the server has areno's worker extension and transfer engine."""
 
     product = "vLLM"
 

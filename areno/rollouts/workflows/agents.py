@@ -1,7 +1,7 @@
 """Runs any agent as a workflow. An agent has a method ``async run(data, **extra)``, and uses an OpenAI or Anthropic client.
 
-Only the server address of the client changes. The server records the exact tokens of all turns. They become training rows
-when ``run`` returns a reward.
+Only the address and the API key of the client change. The server records the exact tokens of all turns. The turns become
+training rows after ``run`` has returned.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class AgentWorkflow(RolloutWorkflow):
         agent: has a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode
             ``inline`` also ``http_client``. A ``run`` without ``**extra`` gets only the arguments that it declares.
         gconfig: default sampling settings of the agent's requests.
-        options: how the agent is run. In mode ``subproc``, the address and the key are also in the agent's environment (see
-            :attr:`AgentSession.environment`).
+        options: how the agent is run. In mode ``subproc``, the address and the key are also environment variables of the agent
+            (see :attr:`AgentSession.environment`).
         model_name: the model's name in requests.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Pickles users' functions and agents for other processes. Imports neither torch nor a model."""
+"""Pickles users' functions and agents for other processes. Imports neither torch nor model code."""
 
 import asyncio
 import inspect
@@ -22,8 +22,8 @@ def name_of(thing: Any) -> str:
 def pickled(thing: Any, option: str) -> bytes:
     """Pickle an object for another process. Error messages mention ``option``.
 
-    Objects that are defined in a user's file are pickled by value. The other process may be unable to import the file, or the
-    import would load a whole trainer. Objects of installed packages are pickled by reference.
+    Objects that are defined in a user's file are pickled by value, because the import of the file may fail in the other
+    process, or load a whole trainer. Objects of installed packages are pickled by reference.
     """
     function = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(function, "__module__", None) or "")

@@ -1,6 +1,6 @@
 """Runs agents in separate processes, so that an agent that blocks or crashes affects only its own episode.
 
-A process runs one agent at a time, with the session's environment variables. A process imports torch or a model only if the
+A process runs one agent at a time, with the session's environment variables. A process imports torch or model code only if the
 agent does.
 """
 
@@ -107,7 +107,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Return ``["value", returned]`` or ``["error", text]``. It is sent as JSON, so the trainer unpickles nothing."""
+    """Return ``["value", returned]`` or ``["error", text]``. The list is sent as JSON, so the trainer unpickles nothing."""
     try:
         job = pickle.loads(sent)
         os.environ.update(job["environment"])

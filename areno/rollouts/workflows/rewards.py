@@ -73,10 +73,10 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """Compute the reward, with its parts. Fields of ``data`` with the name of another argument are ignored.
+        """Compute the reward, with its parts. Fields of ``data`` that have the same name as another argument are ignored.
 
         Raises:
-            RewardError: the function raised, did not return finite numbers, or timed out or died in every attempt.
+            RewardError: the function raised or did not return finite numbers, or each attempt timed out or lost its process.
         """
         record = RewardRecord(
             prompt=prompt,

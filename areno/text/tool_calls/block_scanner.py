@@ -32,7 +32,7 @@ class BlockBody(ABC):
 
     @abstractmethod
     def read(self, source: GrowingText) -> Verdict:
-        """Continue parsing the text, which may have grown. The verdict depends only on the text."""
+        """Continue parsing the text, which may have grown. The result depends only on the text."""
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:

@@ -1,7 +1,7 @@
 """Finds the end of a JSON object or array in streamed text, and parses calls in JSON.
 
-The scanner resumes where it stopped, so a long argument takes linear time. Strict checks of the structure distinguish
-text with a brace from a call after a few characters. Line breaks in strings are allowed.
+The scanner resumes where it stopped, so a long argument takes linear time. Strict checks of the structure detect after a
+few characters that a brace in text does not start a call. Line breaks in strings are allowed.
 """
 
 import json
@@ -23,7 +23,7 @@ _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
 
 
 class ValueSpan(Protocol):
-    """Scans to the end of a value. ``at`` is the current position, which is the end of a closed value."""
+    """Scans to the end of a value. ``at`` is the current position and, once the value is closed, its end."""
 
     at: int
 

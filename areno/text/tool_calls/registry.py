@@ -77,7 +77,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Register a format. Raises UsageError if the name is ``auto``, or exists and ``replace`` is not set."""
+    """Register a format. Raises UsageError if the name is ``auto``, or if it exists and ``replace`` is not set."""
     if name == "auto" or (not replace and (name in _PARSERS or name in _ALIASES)):
         raise UsageError(f"tool-call parser {name!r} already exists; use another name or pass replace=True")
     _PARSERS[name] = parser
@@ -89,8 +89,9 @@ def list_tool_call_parsers() -> list[str]:
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """The format called ``name``. ``auto`` detects the format from chat template and added tokens; the default is JSON.
+    """The format called ``name``.
 
+    ``auto`` detects the format from the chat template and the added tokens, and uses JSON if it detects no format.
     Raises UsageError if the name is unknown.
     """
     if name == "auto":

@@ -24,7 +24,7 @@ export async function show(page, { params }) {
 
   function settings(title, list) {
     const rows = list.map((one) => [
-      [el("code", {}, one.name), one.same > 0 && el("span", { class: "muted" }, ` and ${one.same} alike`)].filter(Boolean),
+      [el("code", {}, one.name), one.same > 0 && el("span", { class: "muted" }, ` and ${one.same} more`)].filter(Boolean),
       ...one.values.map((value) => el("code", {}, shown(value))),
     ]);
     return [el("h2", {}, title), rows.length ? table(title, ["Name", name(left), name(right)], rows, { class: "diff" }) : el("p", {}, "No differences.")];

@@ -43,7 +43,7 @@ class Repair(Environment):
 
     Args:
         sandbox: sandbox in which the tests run; by default the first method that works.
-        replaying: a conversation is being replayed, so do not run tests; the conversation contains their results.
+        replaying: whether a conversation is being replayed; tests do not run, because the conversation contains their results.
 
     Raises:
         NoSandboxError: no sandbox works on this machine.

@@ -231,7 +231,7 @@ def own_tasks() -> int:
 
 
 def enter_namespaces(settings: dict[str, Any]) -> None:
-    """Enter namespaces without network, other processes and other files; forks this program."""
+    """Enter namespaces without network, other processes or other files. This function forks the program."""
     user, group = os.getuid(), os.getgid()
     spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     check(LIBC.unshare(spaces | (CLONE_NEWUSER if user else 0)), "unshare")
@@ -299,10 +299,10 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def landlock_ruleset(settings: dict[str, Any]) -> int:
-    """Return a Landlock rule set that allows only the accesses that the command needs.
+    """Create a Landlock rule set that allows only the accesses that the command needs.
 
     Returns:
-        Its file descriptor.
+        The file descriptor of the rule set.
 
     Raises:
         OSError: the kernel's Landlock is absent or too old.

@@ -24,7 +24,7 @@ def test_file(bug: Bug) -> str:
 
 
 def make_record(bug: Bug) -> dict[str, Any]:
-    """Return the task of a bug; runs the tests to determine which of them the bug breaks."""
+    """Return the task of a bug. The function runs the tests to find out which tests the bug breaks."""
     module, tests = {"path": f"{bug.name}.py", "content": bug.wrong}, test_file(bug)
     record: dict[str, Any] = {
         "instance_id": f"areno__{bug.name}",

@@ -1,4 +1,4 @@
-"""Sandbox for programs that a model wrote. It runs one short command at a time, on files that it discards afterwards.
+"""Sandbox for programs that a model wrote. It runs short commands, each on its own files, which are discarded afterwards.
 
 A command sees the system's programs and libraries (read-only) and a folder with its files. A command cannot reach the
 network, other processes or other files. Its time, memory, processes, file sizes and output are limited. The module tries
@@ -306,7 +306,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    """Run :func:`_end` for a process that may still be starting. Cancelling the task also waits for this process."""
+    """Run :func:`_end` for a process that may still be starting, even if the task is cancelled in the meantime."""
 
     async def end() -> None:
         await _end(await starting)

@@ -40,9 +40,9 @@ def text_of(duel: Duel) -> str:
 def turn_reward(mine: TurnResult, theirs: TurnResult | None) -> float:
     """Return the reward of one turn of the model and the opponent's next turn.
 
-    0.10 per point of damage dealt, -0.08 per point taken (including traps), 0.01 per tile closer to the enemy and -0.01 per
-    tile farther away, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, and -0.05 per unused point of the
-    turn's 3 energy.
+    The reward is the sum of 0.10 per point of damage dealt, -0.08 per point taken (including traps), 0.01 per tile closer to
+    the enemy and -0.01 per tile farther away, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, and -0.05 per
+    unused point of the turn's 3 energy.
     """
     suffered = mine.taken + (theirs.dealt if theirs else 0)
     return (

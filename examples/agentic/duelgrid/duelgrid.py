@@ -254,8 +254,8 @@ def from_json(state: Mapping[str, Any]) -> Duel:
 
 
 def scripted_turn(duel: Duel, rng: random.Random | None = None) -> list[Action]:
-    """Return a sensible turn: pick up an item on the player's tile, attack the other player if in reach, or else walk towards
-    the other player, around walls and traps.
+    """Return a sensible turn: pick up an item on the player's tile, attack the other player if in reach, or else walk
+    towards the other player (with low health, towards a health pickup), around walls and traps.
 
     Args:
         duel: the game, which remains unchanged.

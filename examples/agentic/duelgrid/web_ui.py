@@ -32,7 +32,7 @@ _MAX_BODY = 1 << 20
 
 
 class RequestError(Exception):
-    """A request of the browser cannot be fulfilled. The page shows the message to the user."""
+    """A request from the browser cannot be fulfilled. The page shows the message to the user."""
 
 
 class Model:
@@ -168,7 +168,7 @@ def _checked(actions: Any) -> list[Mapping[str, Any]]:
 
 
 def make_server(match: Match, port: int) -> ThreadingHTTPServer:
-    """Return the server on a loopback port. Port 0 takes a free port."""
+    """Return the server on a loopback port; 0 selects a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -181,7 +181,7 @@ def make_server(match: Match, port: int) -> ThreadingHTTPServer:
                 self._send_json(404, {"error": "not found"})
 
         def do_POST(self) -> None:
-            """Execute a JSON command; browsers send a preflight request before another page can send JSON."""
+            """Execute a command. It must be JSON, so that other pages cannot send commands without a preflight request."""
             length = int(self.headers.get("Content-Length") or 0)
             # Read the body before refusing: closing a socket with unread bytes resets the connection, and the answer is lost.
             content = self.rfile.read(min(length, _MAX_BODY))
@@ -231,7 +231,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model", default=os.environ.get("OPENAI_MODEL", "policy"), help="name of the model (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=8765, help="port of the page (default: %(default)s; 0 takes a free port)"
+        "--port", type=int, default=8765, help="port of the page (default: %(default)s; 0 selects a free port)"
     )
     parser.add_argument("--replay", type=Path, help="replay a match that the page has saved")
     parser.add_argument("--debug-llm", action="store_true", help="print every answer of the model")

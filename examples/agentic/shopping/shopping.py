@@ -1,7 +1,7 @@
 """Shopping in four steps: search the catalog, inspect the results, check the kit, and submit the kit.
 
-The catalog has two items of each of three kinds, and their prices differ from record to record. A task requests a kit of
-some kinds within a budget. Only the cheapest item of each kind fits the budget.
+The catalog has two items of each of three kinds, and their prices differ from record to record. A task requests a kit
+with one item of each of several kinds, within a budget. Only the cheapest item of each kind fits the budget.
 """
 
 from __future__ import annotations
