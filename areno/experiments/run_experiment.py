@@ -109,7 +109,7 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
 
 
 def _dry_run(config: BaseExperimentConfig) -> str:
-    """Make all checks that a run makes before it loads a model, and describe what the run would do, without writing files."""
+    """Check the configuration and its inputs, and describe what the run would do, without loading a model or writing files."""
     from areno.experiments.trainers.engines import machine_of
     from areno.experiments.trainers.row_source import RowSource, load_dataset
 

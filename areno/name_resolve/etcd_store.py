@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from areno.config.packages import install_command
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve.stores import is_under
 
@@ -33,7 +34,7 @@ class EtcdStore:
             import etcd3gw
             from etcd3gw import exceptions
         except ImportError as error:
-            raise UsageError("name_resolve.type=etcd3 needs etcd3gw: pip install 'areno[etcd]'") from error
+            raise UsageError(f"name_resolve.type=etcd3 needs etcd3gw: {install_command('etcd')}") from error
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(f"name_resolve.etcd3_addr={address}: write HOST:PORT, such as localhost:2379")

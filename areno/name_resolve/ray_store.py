@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+from areno.config.packages import install_command
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve.stores import MemoryStore
 
@@ -22,7 +23,7 @@ def connect(setting: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UsageError(f"{setting} needs Ray: pip install 'areno[ray]'") from error
+        raise UsageError(f"{setting} needs Ray: {install_command('ray')}") from error
     if ray.is_initialized():
         return ray
     address = os.environ.get("RAY_ADDRESS", "auto")

