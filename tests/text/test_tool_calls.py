@@ -320,9 +320,11 @@ def test_a_custom_format_can_be_registered(monkeypatch):
     mine = ToolCallParser("mine", parser_for(None, "hermes").formats)
     register_tool_call_parser("mine", mine)
     assert _calls(parser_for(None, "mine").parse(hermes(ROME), TOOLS)) == [ROME]
-    for taken in ("mine", "qwen3", "auto"):
+    for taken in ("mine", "qwen3"):
         with pytest.raises(UsageError, match="already exists"):
             register_tool_call_parser(taken, mine)
+    with pytest.raises(UsageError, match="'auto' is reserved"):
+        register_tool_call_parser("auto", mine, replace=True)
     register_tool_call_parser("mine", parser_for(None, "json"), replace=True)
     assert parser_for(None, "mine").name == "json"
 
