@@ -85,8 +85,8 @@ class RolloutSession:
     def samples(self, trajectories: Any) -> list[AgentSample]:
         """Convert an agent's turns to training rows and reward records, even after the session has ended.
 
-        If the loss mask policy trains on context tokens, their log-probs are computed once running generation has
-        finished.
+        If the loss mask policy trains on context tokens, this method waits until all running generation has finished, and
+        then computes the log-probs of these tokens.
 
         Args:
             trajectories: turns, trajectories, or lists of them.

@@ -128,7 +128,9 @@ def _cuda(report: dict[str, Any]) -> Iterator[Check]:
     build, driver = report["torch"]["cuda_build"], report["cuda"]["driver"]
     version, newest = driver["driver_version"], driver["cuda_version"]
     if report["torch"]["cuda_available"]:
-        yield Check("OK", "CUDA", f"PyTorch built for {build}, driver {version} (CUDA {newest})")
+        supports = f" supports CUDA up to {newest}" if newest else ""
+        known = "" if version is None else f"; driver {version}{supports}"
+        yield Check("OK", "CUDA", f"PyTorch built for {f'CUDA {build}' if build else 'another kind of GPU'}{known}")
         return
     if version is None:
         yield Check("INFO", "CUDA", "no NVIDIA driver found; training runs on the CPU")

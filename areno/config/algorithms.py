@@ -30,7 +30,7 @@ POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
 """Trainer of policy-gradient algorithms that have no critic and compute advantages from the rewards of several samples."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
-"""Trainer on preference pairs without a reference model."""
+"""Trainer for losses on preference pairs that use no reference model, such as SimPO."""
 
 _DPO_TRAINER = "areno.api.trainers.supervised:DPODatasetTrainer"
 _REWARD_TRAINER = "areno.api.trainers.supervised:RewardModelTrainer"

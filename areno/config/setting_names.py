@@ -26,6 +26,7 @@ SETTINGS = {
     "--batch-size": "train_dataset.batch_size",
     "--critic-lr": "critic.optimizer.lr",
     "--keep-best": "evaluator.keep_best",
+    "--eval-before-train": "evaluator.eval_before_train",
     "--max-steps": "total_train_steps",
     "--n-samples": "gconfig.n_samples",
     "--dpo-beta": "actor.beta",

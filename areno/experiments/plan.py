@@ -165,7 +165,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     engine = engines.engine_config(actor, trains="nothing", neighbors=parallel.data, shares_device=together, **running)
     left = available - trains.of_all(trains.phases[0]) if together else available
     generates = plan_sizes(ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True), left)
-    titles = (titles[0], f"each of {parallel.data} rollout replicas, {config.rollout.backend}")
+    titles = (titles[0], f"one rollout replica of {parallel.data} (rollout.backend {config.rollout.backend})")
     shared = on_cpu and actor.weight_update_mode != "disk"
     transfer = generates.trained * engine.dtype.itemsize if shared else 0
     return ExperimentPlan(trains, generates, titles, transfer, together, share)

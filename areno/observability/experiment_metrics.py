@@ -98,7 +98,10 @@ _UPDATE: _Rows = (
         "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; mostly below 0.1",
     ),
     ("dual_clip_ratio", "share of tokens at the dual-clip bound, among those that rejection sampling and M2PO keep"),
-    ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, per token"),
+    (
+        "behave_imp_weight",
+        "weight of a kept token: ratio of the proximal policy to the behavior policy, after rejection sampling",
+    ),
     ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),

@@ -238,7 +238,7 @@ ADVICE: dict[str, Advice] = {
     "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
     "memory/peak_resident_gib": Advice(
         "rises in the first steps, then stays constant",
-        "If it keeps rising, memory leaks: check the reward function, the agent and the data loader first",
+        "If it keeps rising, there is a memory leak: check the reward function, the agent and the data loader first",
     ),
     "memory/available_gib": Advice(
         "stays well above 0",

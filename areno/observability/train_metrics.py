@@ -248,7 +248,8 @@ _MEMORY: _Rows = (
     (
         "peak_resident_gib",
         "GiB",
-        "peak resident memory so far, summed over the run's processes on this machine: training, ranks and reward workers",
+        "peak resident memory so far, summed over the processes on this machine: the trainer, its other ranks and the reward "
+        "workers",
     ),
     (
         "available_gib",

@@ -61,7 +61,7 @@ def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
         hint = (
             MEMORY_HINT + ". "
             if OUT_OF_MEMORY.search(error)
-            else "First fix the cause of the error, because a resumed run would fail again; the log has the details. "
+            else "Fix the cause of the error first (the log has the details); otherwise a resumed run will fail again. "
         )
         return Ending(state, f"It failed {at}: {error}", hint + again)
     if state == KILLED:

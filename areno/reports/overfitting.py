@@ -71,7 +71,7 @@ def contaminated(evidence: Evidence) -> RunProblem | None:
 
 
 def _stopping(evidence: Evidence) -> str:
-    """The options that keep the best model and stop early, unless the run set them."""
+    """Advise the options --keep-best and --early-stop-patience, without those that the run has already set."""
     options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
     missing = [text for option, text in options.items() if not evidence.advice.value(option)]
     return f", with {' and '.join(missing)}" if missing else ""

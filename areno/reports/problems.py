@@ -128,7 +128,7 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
     shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
     return RunProblem(
         "length_collapse",
-        f"The answers have {short(trend.last)} tokens in the late steps, compared with {short(trend.first)} in the "
+        f"The mean length of the answers is {short(trend.last)} tokens in the late steps; it was {short(trend.first)} in the "
         "early steps.",
         "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
@@ -165,8 +165,8 @@ def _entropy(evidence: Evidence) -> RunProblem | None:
     if trend.falls and trend.last < ENTROPY_COLLAPSE * trend.first:
         return RunProblem(
             "entropy_collapse",
-            f"The entropy fell {values} before the task was solved: the model always gives the same answer and does "
-            "not explore.",
+            f"The entropy fell {values} although the task is not solved: the model gives nearly the same answer each time "
+            "and hardly explores.",
             f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, and keep the policy close to the initial model "
             f"with {evidence.advice.kl}; --clip-eps-high 0.28 lets unlikely tokens gain more probability.",
             evidence.spread(),

@@ -125,9 +125,9 @@ def test_an_error_costs_only_its_own_sample(trainer, problem):
             "drops": "no trajectory for this sample",
             "foreign": "does not include Areno trajectory metadata",
             "exits": "SystemExit: 3",
-            "other task": "not from this call's session",
+            "other task": "not recorded during this call of the agent",
             "twice": "same response twice",
-            "rubbish": "not from this call's session",
+            "rubbish": "not recorded during this call of the agent",
         }[problem],
     )
     check_nothing_left(trainer)

@@ -111,7 +111,8 @@ def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpo
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
-    assert all(words in text for words in ("actor, fsdp:d1:", "each of 1 rollout replicas, areno:d1:", "Fits: yes."))
+    titles = ("actor, fsdp:d1:", "one rollout replica of 1 (rollout.backend areno:d1):")
+    assert all(words in text for words in (*titles, "Fits: yes."))
     monkeypatch.setattr("areno.experiments.plan.available_bytes", lambda _: 700 * 2**20)
     assert main(["plan", str(file), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

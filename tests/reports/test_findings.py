@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from areno.reports.advice import OptionAdvice
+from areno.reports.checkpoints import kept
 from areno.reports.run_data import RunData
 from areno.reports.verdict import verdict_of
 from areno.storage.contents import STATE_FILE, STATE_FOLDER
@@ -314,6 +316,19 @@ def test_the_verdict_says_whether_the_best_model_was_kept(saved, keep_best, text
     assert (result.learned.state, keys(result)) == ("memorized", ["memorized"])
     assert text in result.problems[0].text
     assert ("--keep-best and" in result.problems[0].remedy) != keep_best
+
+
+def test_step_0_of_an_experiment_may_be_the_model_after_its_first_update(tmp_path):
+    """An experiment numbers the evaluation before training and the one after its first update 0."""
+    for before in (True, False):
+        config = {**SETTINGS, "evaluator": {"eval_before_train": before}}
+        run = Prepared({"rollout/reward/avg": np.linspace(0.1, 0.2, 20)}, config).write(tmp_path / f"{before}").path
+        checkpoint(run, 1, "recover/step_000001")
+        text = kept(data := RunData(run), OptionAdvice(data), 0)
+        if before:
+            assert text == "The best model is the initial model or the model after the first step."
+        else:
+            assert text == "The model of step 0 is kept in checkpoints/recover/step_000001."
 
 
 @pytest.mark.parametrize("shared", [0, 1, 4])

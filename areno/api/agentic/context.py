@@ -52,11 +52,14 @@ class AgentContext:
         for place, session in sessions:
             turn = session.recorder.find(turn_id)
             if turn is not None and place != item.place:
-                raise ValueError(f"the response belongs to prompt {place[0]}, sample {place[1]}")
+                raise ValueError(
+                    f"the response belongs to prompt {place[0]}, sample {place[1]}; return it for that sample"
+                )
             if turn is not None:
                 return turn
         raise ValueError(
-            "the response is not from this call's session; return the responses from ctx.get_base_url() unchanged"
+            "this response was not recorded during this call of the agent; the agent must return the responses of the server "
+            "at ctx.get_base_url() unchanged"
         )
 
     def close(self) -> None:

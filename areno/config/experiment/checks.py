@@ -277,8 +277,8 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             )
         if samples == 1 and norm.mean_level == "group":
             yield (
-                f"actor.{name}.mean_level group compares the answers to one prompt, but gconfig.n_samples is 1; set n_samples "
-                "to at least 2, or mean_level to batch"
+                f"actor.{name}.mean_level=group compares the answers to one prompt, but gconfig.n_samples is 1; set "
+                f"gconfig.n_samples to at least 2, or actor.{name}.mean_level=batch"
             )
     rows = samples * config.train_dataset.batch_size
     for role, engine in (("actor", config.actor), ("critic", config.critic)):

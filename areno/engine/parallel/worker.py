@@ -142,7 +142,7 @@ def _io_bytes() -> int:
 
 
 def _use_interface(connection: Connection) -> None:
-    """Set the network interface of this connection as the interface for CPU collectives."""
+    """Use the network interface of this connection for CPU collectives, unless ``GLOO_SOCKET_IFNAME`` is set."""
     address = connection.socket.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     names = (name for name, addresses in interfaces if any(one.address == address for one in addresses))

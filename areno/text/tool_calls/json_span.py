@@ -134,7 +134,10 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of a call: ``{"name", "arguments"}``, ``{"name", "parameters"}`` or ``{"function": {...}}``."""
+    """Return name and arguments of a call, or None for a value that is not a call.
+
+    A call has the form ``{"name", "arguments"}``, ``{"name", "parameters"}`` or ``{"function": {...}}``.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
