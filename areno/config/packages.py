@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -23,7 +24,7 @@ _MODULES_OF_EXTRAS = {
 def transformers_problem(what: str, major: int, minor: int) -> str:
     """Return a message that ``what`` needs a newer transformers; empty if the installed version is new enough."""
     installed = version("transformers")
-    if tuple(map(int, installed.split(".")[:2])) >= (major, minor):
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) >= (major, minor):
         return ""
     return f"{what} needs transformers {major}.{minor} or newer, and {installed} is installed; upgrade transformers"
 

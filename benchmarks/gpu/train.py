@@ -91,7 +91,7 @@ def count_syncs(checks: Checks, report: Report, model: Any, optimizer: Any) -> N
 
 def head_gradient(args: argparse.Namespace, checks: Checks, report: Report, module: Any) -> None:
     """Relative error of the output head's gradient against fp32, over many chunks."""
-    rows, size = (200, 8) if args.tiny else (8192, None)
+    rows, size = (200, 8) if args.tiny else (8192, 256)
     exact = prepare(copy.deepcopy(module).float(), "fp32")
     rounded = prepare(copy.deepcopy(module).to(torch.bfloat16), "bf16")
     hidden = torch.randn(rows, module.config.hidden_size, device=args.device).to(torch.bfloat16)
@@ -110,9 +110,8 @@ def head_gradient(args: argparse.Namespace, checks: Checks, report: Report, modu
         for name in ("fp32 sum", "bf16 sum")
     }
     report["head_gradient_error"] = errors
-    # The rounding of the bf16 inputs remains in both, and a GPU's chunks are so large that few are added.
     checks.below(
-        "error of the head's gradient, relative to that of a sum in bf16", errors["fp32 sum"] / errors["bf16 sum"], 1
+        "error of the head's gradient, relative to that of a sum in bf16", errors["fp32 sum"] / errors["bf16 sum"], 0.7
     )
 
 

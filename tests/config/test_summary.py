@@ -136,7 +136,14 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "tensor", "fsdp"), [("5.20.2", True, True), ("5.22.0.dev0", False, True), ("6.0", False, False)]
+    ("version", "tensor", "fsdp"),
+    [
+        ("5.20.2", True, True),
+        ("5.21.0", False, True),
+        ("5.23.0rc1", False, False),
+        ("5.22.0.dev0", False, True),
+        ("6.0", False, False),
+    ],
 )
 def test_tensor_parallelism_names_the_transformers_that_it_needs(monkeypatch, version, tensor, fsdp):
     monkeypatch.setattr(packages, "version", lambda _: version)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, load_causal_lm, prepare
 from areno.engine.model.packing import PackedPlan
+from areno.engine.model.recurrent import SlotStates
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.step import TrainStep
@@ -181,13 +184,46 @@ def test_broken_weights_are_reported_as_such_and_not_as_an_unsupported_architect
         prepare(module, "llama")
 
 
-def test_too_little_gpu_memory_is_reported_as_such(monkeypatch, tmp_path):
-    """Simulates a full GPU: the error is the one that PyTorch raises there."""
+@pytest.mark.parametrize(
+    "place", [(AutoModelForCausalLM, "from_pretrained"), (torch.nn.Module, "to"), (CausalLM, "body")]
+)
+def test_too_little_gpu_memory_is_reported_as_such(monkeypatch, tmp_path, place):
+    """Simulates a full GPU while reading, moving or validating a model, with the error that PyTorch raises."""
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 742.00 MiB.")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(*place, full)
     save_tiny_checkpoint(tmp_path)
     with pytest.raises(UsageError, match=r"--ckpt .*: the GPU has too little free memory .*742\.00 MiB"):
         load_causal_lm(str(tmp_path), LoadOptions(dtype=torch.float32))
+
+
+def test_recurrent_states_can_be_read_as_older_versions_of_transformers_do():
+    """Versions before 5.21 read the states of ``cache.layers``, and do not read them before a prefill appends to them."""
+    layer = SimpleNamespace(
+        layer_idx=0,
+        conv_dim=6,
+        conv_kernel_size=4,
+        num_v_heads=2,
+        head_k_dim=3,
+        head_v_dim=3,
+        conv1d=torch.nn.Conv1d(6, 6, 4),
+    )
+    new, old = SlotStates(3), SlotStates(3)
+    generator, slots = torch.Generator().manual_seed(0), torch.tensor([1])
+    for length in (5, 2, 1):
+        values = torch.randn(1, 6, length, generator=generator)
+        state = torch.randn(1, 2, 3, 3, generator=generator)
+        for cache, read in ((new, SlotStates.get_conv_state), (old, lambda cache, _: cache.layers[0].conv_states[0])):
+            assert cache.at(layer, slots).has_previous_state(0, state_idx=0)
+            if length == 1:
+                kernel = read(cache, 0)
+                kernel.copy_(torch.cat([kernel[..., 1:], values], -1))  # a fused step updates the state in place
+            else:
+                cache.update_conv_state(values, 0, conv_kernel_size=4)
+            cache.update_recurrent_state(state, 0)
+        assert torch.equal(old.at(layer, slots).layers[0].recurrent_states[0], state)
+    for one, other in zip(new.tensors(), old.tensors(), strict=True):
+        assert torch.equal(one, other)
+        assert one.any()

@@ -18,7 +18,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.routers import follow_routers
-from areno.engine.model.routing import Replay, Routers, recompute_contexts
+from areno.engine.model.routing import ChoiceRecorder, ChoiceReplay, Replay, Routers, recompute_contexts
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.rollout.probe import validate_decoding
@@ -389,7 +389,7 @@ def nearly_tied(family):
     """A model whose experts all have nearly the same score, and whose routers' rounding differs in every pass."""
     module, generator = stock(family), torch.Generator().manual_seed(0)
     for router in routers_of(module):
-        router.weight.copy_(1e-5 * torch.randn(router.weight.shape, generator=generator))
+        router.weight.copy_(router.weight[:1] + 1e-6 * torch.randn(router.weight.shape, generator=generator))
         if getattr(router, "bias", None) is not None:
             router.bias.zero_()
         router.register_forward_pre_hook(
@@ -410,6 +410,45 @@ def test_replayed_choices_hide_no_layer_that_ignores_the_plan(family, monkeypatc
     monkeypatch.setattr(PackedPlan, "__init__", partialmethod(one_sequence, PackedPlan.__init__))
     with pytest.raises(UnsupportedModelError, match="run individually"):
         prepare(stock(family), family)
+
+
+@torch.no_grad()
+def leaking(family):
+    """A model whose routers choose by the mean of all tokens of a pass so far, so that sequences affect each other."""
+    module = stock(family)
+    for router in routers_of(module):
+        router.register_forward_pre_hook(
+            lambda _, args: (args[0].cumsum(0) / torch.arange(1, len(args[0]) + 1)[:, None], *args[1:])
+        )
+    return module
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_choices_hide_no_router_that_mixes_sequences(family):
+    with pytest.raises(UnsupportedModelError, match="run individually"):
+        prepare(leaking(family), family)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_choices_are_replayed_only_over_the_experts_of_each_token(dim):
+    scores = torch.tensor([[0.5, 0.5 + 1e-6, 0.1], [0.5 + 1e-6, 0.5, 0.1], [0.2, 0.3, 0.1]])
+    with (recorder := ChoiceRecorder()):
+        expected = scores.topk(2, dim=dim).indices
+    assert len(recorder.calls) == (dim == -1)
+    swapped = scores.flip(1) if dim == 0 else scores - torch.tensor([0.0, 2e-6, 0.0])
+    with ChoiceReplay(recorder, tolerance=1e-3):
+        replayed = swapped.topk(2, dim=dim).indices
+    assert (replayed == (swapped.topk(2, dim=0).indices if dim == 0 else expected)).all()
+
+
+def test_recordings_of_different_shapes_are_not_replayed():
+    recorders = [ChoiceRecorder(), ChoiceRecorder()]
+    for recorder, chosen in zip(recorders, (1, 2), strict=True):
+        with recorder:
+            torch.rand(3, 4).topk(chosen)
+    scores = torch.rand(6, 4)
+    with ChoiceReplay(*recorders, tolerance=1.0):
+        assert (scores.topk(2).indices == scores.sort(descending=True).indices[:, :2]).all()
 
 
 def one_sequence(plan, original, lengths, *args):

@@ -31,7 +31,7 @@ from areno.engine.model.linear import use_fast_products
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
-from areno.engine.model.routing import RecordTopk, ReplayTopk
+from areno.engine.model.routing import ChoiceRecorder, ChoiceReplay
 from areno.engine.model.stages import StageLayers, refuse_changed_input, stage_class
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.engine.parallel.rank_context import RankContext
@@ -71,11 +71,13 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
     Raises UsageError: the checkpoint cannot be read. Raises UnsupportedModelError: the architecture does not follow
     attention plans.
     """
-    with _reading(path, options, "causal language model"):
-        config = _config_of(base_of(path), options)
-        stage = _stage_of(config, path, options)
-        module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
-    return prepare(_complete(module, path, options), path, options.attn_backend, stage, validates=options.peers.reads)
+    with _naming_full_memory(path, options):
+        with _reading(path, options, "causal language model"):
+            config = _config_of(base_of(path), options)
+            stage = _stage_of(config, path, options)
+            module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
+        module = _complete(module, path, options)
+        return prepare(module, path, options.attn_backend, stage, validates=options.peers.reads)
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
@@ -87,7 +89,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
     Raises:
         UsageError: the checkpoint cannot be read, or lacks a required scalar head.
     """
-    with _reading(path, options, "sequence classifier"):
+    with _naming_full_memory(path, options), _reading(path, options, "sequence classifier"):
         base = base_of(path)
         config = _config_of(base, options)
         stage = _stage_of(config, path, options)
@@ -102,9 +104,9 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
             module = _build(classifier_class(config), base, options, config, stage)
     if stage is None or stage.last:
         install_head(module, head)
-    return prepare_value_model(
-        _complete(module, path, options), path, options.attn_backend, stage, validates=options.peers.reads
-    )
+    with _naming_full_memory(path, options):
+        module = _complete(module, path, options)
+        return prepare_value_model(module, path, options.attn_backend, stage, validates=options.peers.reads)
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
@@ -213,7 +215,7 @@ def _prepared(
     module.eval()
     probe = _probe(module, stage)
     kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
-    choices, outputs = [RecordTopk() for _ in probe], []
+    choices, outputs = [ChoiceRecorder() for _ in probe], []
     for sequence, choice in zip(probe, choices, strict=True):
         with torch.no_grad(), choice:
             outputs.append(stock({kind: sequence[None]})[0])
@@ -223,7 +225,7 @@ def _prepared(
     model = _wrapped(module, name, attn_backend, stage, wrap)
     if stage is not None:
         refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
-    with ReplayTopk(*choices):
+    with ChoiceReplay(*choices, tolerance=probe_tolerance(model.dtype)):
         _validate(model, ours, probe, expected, name)
     return model
 
@@ -307,9 +309,7 @@ def _build(
     if options.dummy:
         if tp_size > 1:
             raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be sharded; use --tp-size 1")
-        # A GPU draws billions of random numbers in no time.
-        with torch.device(options.device) if torch.device(options.device).type == "cuda" else nullcontext():
-            return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
+        return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     if tp_size > 1:
         arguments |= _sharding_arguments(kind, path, options, config)
     if options.use_kernels:
@@ -371,16 +371,22 @@ def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> No
 
 
 @contextmanager
-def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
+def _naming_full_memory(path: str, options: LoadOptions) -> Iterator[None]:
     try:
         yield
-    except ArenoError:
-        raise
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"{options.option} {path}: the GPU has too little free memory for this model; stop other programs that use the "
             f"GPU, or choose a smaller model or more GPUs ({_first_lines(error)})"
         ) from error
+
+
+@contextmanager
+def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ArenoError, torch.OutOfMemoryError):
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         where = "folder" if Path(path).exists() else "hub id"
         raise UsageError(
@@ -441,6 +447,8 @@ def _validate(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:
         actual = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedModelError(f"{name}: {kind} cannot run packed sequences ({_first_lines(error)})") from error
     scale = expected.abs().max().clamp(min=1e-6)

@@ -88,73 +88,87 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _TopkMode(TorchFunctionMode, ABC):
-    """Lets a subclass override the ``topk`` calls of routers, whose scores are [T, experts]."""
+    """Lets a subclass replace the results of ``topk`` over scores [T, experts], by which routers choose experts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Override ``topk`` over the experts, and run all other functions unchanged."""
+        """Replace the result of a router's ``topk``, and run all other functions unchanged."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOPK:
             return result
         scores = args[0] if args else kwargs["input"]
-        replaced = self.choose(scores, result.indices) if scores.dim() == 2 else result.indices
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        if scores.dim() != 2 or dim not in (-1, 1):
+            return result
+        replaced = self.replace(scores, result.indices)
         if replaced is result.indices:
             return result
         return torch.return_types.topk((scores.gather(-1, replaced), replaced))  # type: ignore[attr-defined]
 
     @abstractmethod
-    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+    def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the indices [T, K] to use, given the scores [T, experts] and the ``chosen`` indices [T, K]."""
 
 
 class Choosing(_TopkMode):
-    """Lets a routing override the ``topk`` over all experts of one MoE layer."""
+    """Lets a routing replace the choices of one MoE layer."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
-    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+    def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the choices of the routing."""
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
         return self._routing.choose(self._mixture, chosen)
 
 
-class RecordTopk(_TopkMode):
-    """Records the results of every router's ``topk`` in a forward pass, in the order of the calls.
+class ChoiceRecorder(_TopkMode):
+    """Records the choices of all routers in a forward pass, in the order of the calls, with the number of experts.
 
-    Two forward passes over the same tokens can choose different experts merely because they round differently. To compare
-    such passes, the second pass replays the choices of the first pass.
+    Two forward passes over the same tokens that only round differently can choose different experts. When two passes are
+    compared, :class:`ChoiceReplay` removes this difference.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Tensor] = []
+        self.calls: list[tuple[int, Tensor]] = []
 
-    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+    def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Record the choices, and return them unchanged."""
-        self.calls.append(chosen)
+        self.calls.append((scores.shape[-1], chosen.clone()))
         return chosen
 
 
-class ReplayTopk(_TopkMode):
-    """Replays recorded choices from token ``first`` on; the tokens of several recorded passes are concatenated.
+class ChoiceReplay(_TopkMode):
+    """Repeats recorded choices that differ from a router's own choices only by rounding.
 
-    For tokens after the recorded ones, the router's own choices are kept.
+    Args:
+        recorded: recordings whose tokens are concatenated. If their calls differ, nothing is repeated.
+        first: index of the recorded token that is the first token of the pass. Tokens after the recorded ones keep the
+            router's choices.
+        tolerance: maximum difference between the scores of a recorded and of the router's own choice, relative to the
+            largest score. A larger difference is not caused by rounding, and the router's choice is kept.
     """
 
-    def __init__(self, *recorded: RecordTopk, first: int = 0) -> None:
+    def __init__(self, *recorded: ChoiceRecorder, first: int = 0, tolerance: float) -> None:
         super().__init__()
-        self._calls = iter([torch.cat(calls)[first:] for calls in zip(*(r.calls for r in recorded), strict=False)])
+        shapes = {tuple((width, chosen.shape[-1]) for width, chosen in recording.calls) for recording in recorded}
+        calls = zip(*(recording.calls for recording in recorded), strict=True) if len(shapes) == 1 else ()
+        self._calls = iter([(call[0][0], torch.cat([chosen for _, chosen in call])[first:]) for call in calls])
+        self._tolerance = tolerance
 
-    def choose(self, scores: Tensor, chosen: Tensor) -> Tensor:
+    def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the recorded choices of the next call."""
-        recorded = next(self._calls, None)
-        if recorded is None or recorded.shape[-1] != chosen.shape[-1]:
+        width, recorded = next(self._calls, (0, chosen))
+        if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
             return chosen
         count = min(len(recorded), len(chosen))
-        return torch.cat([recorded[:count], chosen[count:]])
+        repeated = torch.cat([recorded[:count], chosen[count:]])
+        gaps = scores.gather(-1, chosen).sort().values - scores.gather(-1, repeated).sort().values
+        rounded = gaps.abs().amax(-1, keepdim=True) <= self._tolerance * scores.abs().amax()
+        return torch.where(rounded, repeated, chosen)
 
 
 class Recording:

@@ -56,7 +56,7 @@ def distributed_config(
     text: Any = config.get_text_config()
     tp_size = layout.tp_size
     if problem := tensor_parallel_problem(layout.fsdp):
-        raise UnsupportedModelError(problem)
+        raise UnsupportedModelError(f"{option} {path}: {problem}, or use --tp-size 1")
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(

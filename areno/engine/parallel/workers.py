@@ -164,7 +164,7 @@ class WorkerGroup:
 
     def begin(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Callable[[], list[Any]]:
         """Send a call; return a function that waits for the results. See :meth:`call`."""
-        asked = ranks or range(self.size)
+        asked = range(self.size) if ranks is None else ranks
         return functools.partial(self._gather, method, asked, self._ask(method, arguments, asked))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:

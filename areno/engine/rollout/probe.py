@@ -7,7 +7,7 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
-from areno.engine.model.routing import RecordTopk, ReplayTopk
+from areno.engine.model.routing import ChoiceRecorder, ChoiceReplay
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.engine.rollout.slot_cache import DecodePlan, LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.errors import UnsupportedModelError
@@ -29,24 +29,24 @@ def validate_decoding(model: CausalLM, name: str) -> CacheShape:
         UnsupportedModelError: the results differ.
     """
     tokens = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(model.device)
-    packed = PackedPlan([9], model.device)
-    with (choices := RecordTopk()):
+    packed, tolerance = PackedPlan([9], model.device), probe_tolerance(model.dtype)
+    with (choices := ChoiceRecorder()):
         expected = model.logits(model.body(tokens, packed.position_ids, packed)).float()
     cache = SlotCache(model.device)
     cache.reserve(1, COLUMN_STEP)
     for offset, stop in ((0, 4), (4, 7)):  # in two chunks, like a long prompt
         prefill = PrefillPlan(cache, [PrefillSpan([0], stop - offset, offset)])
-        with ReplayTopk(choices, first=offset):
+        with ChoiceReplay(choices, first=offset, tolerance=tolerance):
             hidden = model.body(tokens[offset:stop], prefill.position_ids, prefill)
         prefill.finish()
     decoded = [model.logits(hidden[-1:])]
     for position in (7, 8):
         plan = DecodePlan.of(cache, [position], COLUMN_STEP)
         fed = torch.where(plan.position_ids > 0, tokens[position], tokens[0])
-        with ReplayTopk(choices, first=position):
+        with ChoiceReplay(choices, first=position, tolerance=tolerance):
             decoded.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
     gap = (torch.cat(decoded).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
-    if not gap <= probe_tolerance(model.dtype):
+    if not gap <= tolerance:
         raise UnsupportedModelError(
             f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
             f"{float(gap):.1e}); {type(model.module).__name__} keeps a state between tokens that areno does not support"
