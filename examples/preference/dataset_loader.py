@@ -27,7 +27,7 @@ def load_training_dataset(dataset_path: str, *, default_loader: Callable[[str], 
 def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row in areno's format, with all other keys unchanged."""
     if "chosen" not in row or "rejected" not in row:
-        raise KeyError(f"a row needs `chosen` and `rejected`; this row has  {', '.join(sorted(row))}")
+        raise KeyError(f"a row needs `chosen` and `rejected`; this row has {', '.join(sorted(row))}")
     if row.get("prompt") is not None or not isinstance(row["chosen"], str):
         return dict(row)
     return {**row, "chosen": conversation(row["chosen"]), "rejected": conversation(row["rejected"])}

@@ -180,7 +180,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ),
         (
             [*GSPO, "--no-save-async"],
-            r"--no-save-async has no effect without --model-save-interval, .* saved in the background",
+            r"--no-save-async has no effect without --model-save-interval, .* written in the background",
         ),
         ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; set --kl-coef too"),
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),

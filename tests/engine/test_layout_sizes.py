@@ -81,7 +81,7 @@ def test_the_command_proposes_what_fits(tmp_path, capsys):
     assert "no layout fits; use more devices" in text
     code, text = fit(capsys, "--ckpt", path, "--devices", "0")
     assert code == 2
-    assert "--devices 0: use at least 1" in text
+    assert "--devices 0: use a number above 0" in text
 
 
 def test_proposals_are_tried_on_this_machine(tmp_path, capsys):

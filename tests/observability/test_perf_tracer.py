@@ -243,7 +243,7 @@ def test_processes_with_the_same_pid_on_two_machines_stay_apart(tmp_path):
 
 
 def test_bad_paths_and_arguments_are_reported(tmp_path):
-    with pytest.raises(UsageError, match=r"nowhere: no traces-r"):
+    with pytest.raises(UsageError, match=r"nowhere: found no traces-r"):
         convert([tmp_path / "nowhere"], tmp_path / "out.json")
     PerfTracer(tmp_path).save(force=True)
     with pytest.raises(UsageError, match=r"cannot be written.*another output"):

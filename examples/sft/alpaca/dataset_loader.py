@@ -20,7 +20,7 @@ def normalize(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.get("prompt") is not None and "response" in row:
         return dict(row)
     if "instruction" not in row or "output" not in row:
-        raise KeyError(f"a row needs `instruction` and `output`; this row has  {', '.join(sorted(row))}")
+        raise KeyError(f"a row needs `instruction` and `output`; this row has {', '.join(sorted(row))}")
     prompt = f"Instruction: {row['instruction']}\n"
     if row.get("input"):
         prompt += f"Input: {row['input']}\n"

@@ -190,11 +190,11 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             "without a standard deviation",
             {"actor.adv_norm": {"std_level": None}},
         ),
-        ({"actor.adv_norm": {"mean_level": None, "std_level": None}}, "normalizes nothing", {}),
+        ({"actor.adv_norm": {"mean_level": None, "std_level": None}}, "nothing is normalized", {}),
         ({"actor.ppo_n_minibatches": 33}, "more than the 32 rows of a step", {"actor.ppo_n_minibatches": 32}),
         (
             {"success_rate_lb": 0.9, "success_rate_ub": 0.1},
-            "swap them",
+            "swap the two values",
             {"success_rate_lb": 0.1, "success_rate_ub": 0.9},
         ),
         (

@@ -79,7 +79,7 @@ def test_conversations_always_continue_their_own_tokens():
     agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B", "rollout.agent.export_style": "concat"}
     assert notice(accepted(agent)) == ""
     changes = agent | {"rollout.agent.chat_template_type": "concat"}
-    assert "  rollout.agent.chat_template_type: a request always continues" in notice(accepted(changes))
+    assert "  rollout.agent.chat_template_type: a request continues" in notice(accepted(changes))
 
 
 def test_agent_settings_have_no_effect_without_an_agent():
