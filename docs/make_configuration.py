@@ -134,10 +134,13 @@ whether weights and gradients are sharded as well. On a CPU, a device is a proce
 
 The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number: d (data), t (tensor), p (pipeline), c (context) or
 e (expert). areno supports d and t; vllm and sglang also support p. fsdp supports d, t and c; megatron and archon support all
-five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers. `allocation_mode`
-sets several backends at once: `areno:d2+fsdp:d2` uses separate devices, and `areno[rollout]:d2|fsdp[actor]:d2` the same
-devices. areno also translates the forms of earlier versions, in which m is the tensor-parallel size. `areno.d2m1+d2m1` uses
-separate devices, and `d2m1` alone the same devices. Sizes by model, as in `actor_gen:d2,*:d4`, give training its own devices.
+five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
+
+`allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate devices; with
+`areno[rollout]:d2|fsdp[actor]:d2`, they share devices. areno also translates the forms of earlier versions, in which m is the
+tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate devices; with a single `d2m1`, they share
+devices. Sizes by model, as in `actor_gen:d2,*:d4`, give training its own devices.
+
 [Layouts](layouts.md) describes the supported layouts, and [servers](servers.md) the requirements of vLLM and SGLang. If a
 layout is impossible, the error says how to correct the layout.
 

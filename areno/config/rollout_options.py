@@ -212,8 +212,8 @@ class TuningOptions:
 
     tune_params: bool = _tuning(
         False,
-        help="Before the first step, probe memory and choose values for --max-running-prompts, --batch-size and --mini-bs, "
-        "unless these options are set. Also sets --drop-rollout-state.",
+        help="Before the first step, probe memory and choose values for those of --max-running-prompts, --batch-size and "
+        "--mini-bs that are not set. Also sets --drop-rollout-state.",
     )
     mem_frac: float = _tuning(
         0.9, above=0, maximum=1, help="Fraction of memory that the tuned run may fill, including memory already in use."

@@ -131,8 +131,8 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/grad_norm": Advice(
         "stays within one order of magnitude during a run",
-        "If it is 0, all advantages are 0 (see zero_std_groups), or no token is trained. If it has spikes, lower "
-        "--lr or --grad-clip-norm",
+        "If it is 0, all advantages are 0 (see zero_std_groups), all tokens are clipped, or no token is trained on. "
+        "If it has spikes, lower --lr or --grad-clip-norm",
         low=ABOVE_ZERO,
     ),
     "train/grad_norm_clipped": Advice(
@@ -178,12 +178,8 @@ ADVICE: dict[str, Advice] = {
         0,
         0.2,
     ),
-    "train/staleness_mean": Advice(
-        "at most --max-staleness", "Lower --max-staleness if learning is unstable, or add rollout replicas"
-    ),
-    "train/staleness_max": Advice(
-        "at most --max-staleness", "Lower --max-staleness if learning is unstable, or add rollout replicas"
-    ),
+    "train/staleness_mean": Advice("at most --max-staleness", "Lower --max-staleness if learning is unstable"),
+    "train/staleness_max": Advice("at most --max-staleness", "Lower --max-staleness if learning is unstable"),
     "train/agent_failed": Advice("", _DROPPED, 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(

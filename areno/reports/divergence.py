@@ -341,7 +341,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
     if earliest is not None:
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
-        before = f", although the log-probs of {count} equal tokens agree to {max(gap, 1e-6):.0e}" if count else ""
+        before = f", although the log-probs of the {count} tokens before agree to {max(gap, 1e-6):.0e}" if count else ""
         return f"the same prompts, but {what} differ, from token {position} of sample {sample_id(a[key])} on{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:

@@ -203,8 +203,7 @@ def _staleness(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "stale",
         f"The late samples are {short(lag)} updates old on average, so they come from a clearly different policy.",
-        f"Lower --max-staleness to 1 (now {short(evidence.advice.number('--max-staleness') or math.nan)}), or add rollout "
-        "replicas.",
+        f"Lower --max-staleness to 1 (now {short(evidence.advice.number('--max-staleness') or math.nan)}).",
     )
 
 

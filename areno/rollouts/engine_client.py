@@ -180,7 +180,9 @@ class EngineClient:
         sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
         began = time.monotonic()
         if self._tracing:
-            logger.info("request %s: %d samples of %d prompt tokens", request.rid, samples, len(request.input_ids))
+            logger.info(
+                "request %s: %d samples for a prompt of %d tokens", request.rid, samples, len(request.input_ids)
+            )
         async with tracing.atrace_session_phase("generate"):
             seeds = await self._seeds(samples)
             sequences = await self._retried(Request(request.input_ids, sampling, seeds), request.rid)

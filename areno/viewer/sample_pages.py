@@ -1,4 +1,4 @@
-"""Pages of recorded samples, with filters on the index and a text search that reads a bounded part of the file per request."""
+"""Pages of recorded samples. Filters use only the index; a text search reads a bounded part of the samples file per request."""
 
 import json
 import time
@@ -34,7 +34,7 @@ class SampleQuery:
     flags: tuple[str, ...] = ()
     text: str = ""
     order: str = "newest"
-    offset: int = 0  # position of the first sample among those that pass the filters on the index
+    offset: int = 0  # position of the first sample among those that pass the filters, which use only the index
     until: int | None = None  # ignore samples recorded after this many, so that pages do not shift
     limit: int = 50
 
@@ -43,7 +43,7 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     """One page of the samples of a run.
 
     Returns:
-        ``recorded`` (number of all samples), ``matching`` (number of samples that pass the filters on the index), ``until``,
+        ``recorded`` (number of all samples), ``matching`` (number of samples that pass the filters), ``until``,
         and ``samples``: entries as in :func:`describe_entry` with an ``excerpt``, which is null if the line is damaged or too
         long. ``next`` is the offset of the next page, or None at the end. With a text search, a page may have fewer than
         ``limit`` samples, or no samples, and still have a ``next``. ``left_out`` is the number of bytes in damaged or too

@@ -19,7 +19,7 @@ class TokenRecords:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
-        """Keep the log-probs and flags [A] of a pass over ``rows``, for observed rows that have no record yet."""
+        """Keep the log-probs and clip flags (both [A]) of a pass over ``rows``, for observed rows that have no record yet."""
         start = 0
         for row in rows:
             end = start + len(row.tokens) - 1  # the action axis has no entry for a row's first token

@@ -290,7 +290,7 @@ class ServerReplica:
         return False
 
     async def _watch_health(self) -> None:
-        """Abandon a server that is unhealthy three times in a row, for example after its engine died."""
+        """Abandon a server that fails three health checks in a row, for example because its engine died."""
         sick = 0
         while not self.workers.failed:
             await asyncio.sleep(_HEALTH_S)
