@@ -170,7 +170,10 @@ def test_several_choices_of_one_request_are_branches(trainer):
     assert len({record["turn"] for record in records}) == 3
     known = records[1]["input_tokens"] + records[1]["response_tokens"]
     assert after.model_extra["areno"]["input_tokens"][: len(known)] == known
-    with trainer.rollout_session(sampling_params=sampling()) as other, pytest.raises(ValueError, match="not recorded during this call"):
+    with (
+        trainer.rollout_session(sampling_params=sampling()) as other,
+        pytest.raises(ValueError, match="during this call"),
+    ):
         other.samples([AgentTrajectoryTurn(item=item, messages=messages, response=after)])
 
 
