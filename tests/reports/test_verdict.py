@@ -168,7 +168,7 @@ def killed():
 def broken_reward_function():
     error = "RewardError: reward function reward.py failed on record 2: TypeError: unsupported operand"
     return Prepared({}, status={**FAILED, "error": error}), Expected(
-        "unknown", "", "fix the cause of the error", "failed", False
+        "unknown", "", "Fix the cause of the error", "failed", False
     )
 
 
