@@ -89,22 +89,22 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
     Raises:
         UsageError: the checkpoint cannot be read, or lacks a required scalar head.
     """
-    with _naming_full_memory(path, options), _reading(path, options, "sequence classifier"):
-        base = base_of(path)
-        config = _config_of(base, options)
-        stage = _stage_of(config, path, options)
-        head = None if options.dummy else read_head(base)
-        if head is None and needs_head and not (is_adapter(path) and brings_head(path)):
-            raise UsageError(
-                f"{options.option} {path} has no scalar head (looked for {', '.join(HEAD_NAMES)}); "
-                "train a reward model with `areno train --algo rm`, or use a sequence classifier"
-            )
-        config.num_labels = 1 if head is None else len(head[0])
-        with _quiet():
-            module = _build(classifier_class(config), base, options, config, stage)
-    if stage is None or stage.last:
-        install_head(module, head)
     with _naming_full_memory(path, options):
+        with _reading(path, options, "sequence classifier"):
+            base = base_of(path)
+            config = _config_of(base, options)
+            stage = _stage_of(config, path, options)
+            head = None if options.dummy else read_head(base)
+            if head is None and needs_head and not (is_adapter(path) and brings_head(path)):
+                raise UsageError(
+                    f"{options.option} {path} has no scalar head (looked for {', '.join(HEAD_NAMES)}); "
+                    "train a reward model with `areno train --algo rm`, or use a sequence classifier"
+                )
+            config.num_labels = 1 if head is None else len(head[0])
+            with _quiet():
+                module = _build(classifier_class(config), base, options, config, stage)
+        if stage is None or stage.last:
+            install_head(module, head)
         module = _complete(module, path, options)
         return prepare_value_model(module, path, options.attn_backend, stage, validates=options.peers.reads)
 

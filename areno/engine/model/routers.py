@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
 from areno.config.paths import base_of
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
-from areno.engine.model.routing import TOPK, Choosing, Routers, current_routing
+from areno.engine.model.routing import ChoiceRecorder, Choosing, Routers, current_routing
 from areno.errors import UnsupportedModelError, UsageError
 
 OPTION = "rollout.return_routed_experts (--return-routed-experts)"
@@ -95,23 +94,13 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
     mixture.forward = routed
 
 
-class _Probe(TorchFunctionMode):
+class _Probe(ChoiceRecorder):
     """Observes a pass of an MoE layer: the ``topk`` calls, and the indices passed to the experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._calls: list[tuple[int, Tensor]] = []
         self._indices: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func in TOPK:
-            scores = args[0] if args else kwargs["input"]
-            if scores.dim() == 2:
-                self._calls.append((scores.shape[-1], result.indices))
-        return result
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the experts."""
@@ -120,8 +109,8 @@ class _Probe(TorchFunctionMode):
 
     def shape(self) -> tuple[int, int]:
         """Number of experts, and of experts per token, in the ``topk`` call that selects the experts."""
-        calls = [call for call in self._calls if self._indices is None or _same(call[1], self._indices)]
-        if not calls or (self._indices is None and len(self._calls) > 1):
+        calls = [call for call in self.calls if self._indices is None or _same(call[1], self._indices)]
+        if not calls or (self._indices is None and len(self.calls) > 1):
             raise UnsupportedModelError(
                 f"{OPTION}: the routers of {self._name} do not select experts by a topk that can be recorded; remove the option"
             )
