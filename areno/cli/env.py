@@ -192,7 +192,7 @@ def _driver() -> dict[str, str | None]:
     if path is None:
         return {"path": None, "driver_version": None, "cuda_version": None, "error": "nvidia-smi not found"}
     text, error = _output([path])
-    driver, cuda = _first(r"Driver Version: (\S+)", text), _first(r"CUDA Version: (\S+)", text)
+    driver, cuda = _first(r"Driver Version: (\S+)", text), _first(r"CUDA Version: (\d\S*)", text)
     return {"path": path, "driver_version": driver, "cuda_version": cuda, "error": error}
 
 

@@ -107,9 +107,12 @@ def _groups(arguments: Namespace) -> dict[str, list[RunData]]:
         groups[label] = [data]
     for word in arguments.mean_over:
         name, equals, paths = word.partition("=")
-        if not (name and equals and paths):
+        runs = [RunData(path) for path in paths.split(",") if path]
+        if not (name and equals and runs):
             raise UsageError(f"--mean-over {word}: write NAME=RUN,RUN,...")
-        groups[name] = [RunData(path) for path in paths.split(",") if path]
+        if name in groups:
+            raise UsageError(f"--mean-over {word}: another curve has the name {name}; use another name")
+        groups[name] = runs
     if not groups:
         raise UsageError("give the directory of at least one run, or --mean-over NAME=RUN,RUN,...")
     return groups

@@ -22,13 +22,15 @@ class Rule:
     """The equivalent of a setting: an option with its value, or a note if no single ``option`` is equivalent.
 
     ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, or None to omit
-    the option. ``together`` marks a setting that determines options only in combination with other settings.
+    the option. ``together`` marks a setting that determines options only in combination with other settings. ``known`` lists
+    the values that have an equivalent; empty: all.
     """
 
     option: str = ""
     note: str = ""
     value: Callable[[Any, Settings], Any] = field(default=lambda value, _all: value)
     together: bool = False
+    known: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ def _number(value: Any) -> float:
 
 def _whole(value: Any) -> int:
     return int(float(value))
+
+
+def _only(value: Any) -> str:
+    """The text of a value, or of the only item of a list."""
+    return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def _is_on(value: Any) -> bool:
@@ -92,6 +99,8 @@ _ALWAYS = "always on"
 _BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache-tokens sets the size"
 _PREPARED = "rows come from --dataset-path, or from your own function (--dataset-loader-fn)"
 
+_DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+
 TRL: dict[str, Rule] = {
     "model_name_or_path": Rule("--ckpt"),
     "dataset_name": Rule("--dataset-path"),
@@ -120,7 +129,9 @@ TRL: dict[str, Rule] = {
     "importance_sampling_level": Rule(together=True, note="--algo gspo for sequence, --algo grpo for token"),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean sequence for grpo, token for dapo and bnpo, and dr_grpo for dr_grpo; --dpo-loss-type for DPO",
+        note="--grpo-loss-mean sequence for grpo, token for dapo and bnpo, and dr_grpo for dr_grpo; --algo cispo for cispo, "
+        "--algo sapo for sapo; --dpo-loss-type for DPO",
+        known=("grpo", "dapo", "bnpo", "dr_grpo", *_DPO_LOSSES),
     ),
     "scale_rewards": Rule(
         "--advantage",
@@ -158,7 +169,7 @@ TRL: dict[str, Rule] = {
     "eval_steps": Rule("--eval-interval"),
     "load_best_model_at_end": Rule("--keep-best", value=_switch),
     "seed": Rule("--seed"),
-    "report_to": Rule("--track", value=lambda value, _: value if value in SERVICES else None),
+    "report_to": Rule("--track", value=lambda value, _: next((n for n in SERVICES if n in str(value)), None)),
     "resume_from_checkpoint": Rule(note="--resume RUN_DIRECTORY"),
     "logging_steps": Rule(note="every step is logged"),
     "use_vllm": Rule(
@@ -186,7 +197,9 @@ VERL: dict[str, Rule] = {
     "data.prompt_key": Rule(note=_PREPARED),
     "data.filter_overlong_prompts": Rule(note=_ALWAYS),
     "algorithm.adv_estimator": Rule(
-        together=True, note="--algo grpo for grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo"
+        together=True,
+        note="--algo grpo for grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo",
+        known=("grpo", "gae", "rloo", "grpo_vectorized", "rloo_vectorized"),
     ),
     "algorithm.gamma": Rule("--gamma", value=_of_gae),
     "algorithm.lam": Rule("--lam", value=_of_gae),
@@ -206,7 +219,9 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}.grad_clip": Rule("--grad-clip-norm"),
     f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
     f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
-    f"{_ACTOR}.policy_loss.loss_mode": Rule(together=True, note="--algo gspo for gspo; vanilla needs no option"),
+    f"{_ACTOR}.policy_loss.loss_mode": Rule(
+        together=True, note="--algo gspo for gspo; vanilla needs no option", known=("vanilla", "gspo")
+    ),
     f"{_ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
     f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, --grpo-dual-clip for GRPO"),
     f"{_ACTOR}.loss_agg_mode": Rule(
@@ -283,7 +298,7 @@ VERL: dict[str, Rule] = {
 
 
 def _estimator(settings: Settings) -> str:
-    return str(settings.get("algorithm.adv_estimator", "gae"))
+    return str(settings.get("algorithm.adv_estimator", "gae")).removesuffix("_vectorized")
 
 
 def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1) -> Conversion:
@@ -303,6 +318,8 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
         if rule is None:
             notes.append(f"{name}={value}: no equivalent")
             continue
+        if rule.known and _only(value) not in rule.known:
+            notes.append(f"{name}={value}: no equivalent ({rule.note})")
         wanted = rule.value(value, settings) if rule.option and value is not None else None
         if wanted is True:
             words.append(rule.option)
@@ -320,15 +337,15 @@ def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
     if kind == "grpo":
         algorithm = "gspo" if settings.get("importance_sampling_level") == "sequence" else "grpo"
         of_step = max(of_step // _whole(settings.get("num_generations", 8)), 1)
-        mean = {"grpo": "sequence", "dr_grpo": "dr_grpo"}.get(str(settings.get("loss_type", "dapo")), "token")
+        mean = {"grpo": "sequence", "dr_grpo": "dr_grpo"}.get(_only(settings.get("loss_type", "dapo")), "token")
         words += ["--grpo-loss-mean", mean] if algorithm == "grpo" and mean != "token" else []
         if "epsilon" in settings:
             words += [f"--{algorithm}-clip-eps", str(settings["epsilon"])]
         words += ["--kl-coef", str(settings["beta"])] if _number(settings.get("beta", 0)) else []
     elif kind == "dpo":
         words += ["--dpo-beta", str(settings.get("beta", 0.1))]
-        loss = settings.get("loss_type", "sigmoid")
-        words += ["--dpo-loss-type", str(loss)] if loss in ("ipo", "hinge") else []
+        loss = _only(settings.get("loss_type", "sigmoid"))
+        words += ["--dpo-loss-type", loss] if loss in _DPO_LOSSES[1:] else []
     words += ["--world-size", str(devices)] if devices > 1 else []
     return algorithm, ["--batch-size", str(of_step), *words]
 

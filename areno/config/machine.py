@@ -30,15 +30,33 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     if "world_size" not in options.explicit:
         world = max(gpus - rollout_ranks(options), 1)
     if "tp_size" not in options.explicit and world == _NODE and not (options.fsdp or options.load_in_4bit):
-        indivisible = options.ckpt and heads_problem(_model_config(options.ckpt), _NODE_TP, "")
-        tp = 1 if indivisible or tensor_parallel_problem() else _NODE_TP
+        divisible = not tensor_parallel_problem() and (not options.ckpt or _divisible(options.ckpt, _NODE_TP))
+        tp = _NODE_TP if divisible else 1
     return replace(options, world_size=world, tp_size=tp)
 
 
+def _divisible(model: str, tp_size: int) -> bool:
+    """Whether tensor parallelism supports a model; also True if the model's configuration cannot be read."""
+    config = _model_config(model)
+    return not config or (not heads_problem(config, tp_size, "") and _has_tensor_plan(str(config.get("model_type"))))
+
+
+def _has_tensor_plan(model_type: str) -> bool:
+    from transformers import CONFIG_MAPPING  # slow import, rarely needed
+
+    known = model_type in CONFIG_MAPPING
+    return known and bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
+
+
 def _model_config(model: str) -> Mapping[str, Any]:
-    """Read the ``config.json`` of a language model or of an adapter's base model; {} if that file is missing or unreadable."""
+    """Read the ``config.json`` of a language model or of an adapter's base model, from a folder or the hub; {} on failure."""
+    from huggingface_hub import hf_hub_download
+
+    base = base_of(model)
+    folder = Path(base).expanduser()
     try:
-        config = json.loads((Path(base_of(model)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        file = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(base, "config.json"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported by `ckpt_problem`
         return {}
     return config | (config.get("text_config") or {}) if isinstance(config, dict) else {}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from areno.config.options import option
+from areno.config.paths import adapter_config
 
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of a KL term of the loss."""
@@ -207,3 +208,10 @@ class LoraOptions:
     def uses_lora(self) -> bool:
         """Whether an adapter is trained."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the trained adapter; None without an adapter."""
+        if self.lora_rank or self.lora_adapter_path is None:
+            return self.lora_rank or None
+        return int(adapter_config(self.lora_adapter_path).get("r", 8))  # 8: peft's default

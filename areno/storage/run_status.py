@@ -53,9 +53,12 @@ def _outcome(error: BaseException) -> dict[str, Any]:
         signum = signal.SIGINT
     if signum is not None:
         return {"state": STOPPED, "signal": signal.Signals(signum).name}
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 0
-        return {"state": STOPPED, "signal": signal.Signals(code - 128).name} if code > 128 else {"state": FINISHED}
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        code = error.code or 0
+        if code > 128:
+            return {"state": STOPPED, "signal": signal.Signals(code - 128).name}
+        if code == 0:
+            return {"state": FINISHED}
     return {"state": FAILED, "error": f"{type(error).__name__}: {error}"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 
 from areno.config.reward_weights import part_weights
@@ -52,13 +53,15 @@ class RewardParts:
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
         self._weights = part_weights(weights)
-        self._names = dict.fromkeys(self._weights)  # never modified, because threads read it
+        self._names = dict.fromkeys(self._weights)  # replaced, never modified, because other threads iterate over it
+        self._lock = threading.Lock()
 
     def weigh(self, value: PartValues) -> float:
         """Return the reward of a record, with the parts if ``value`` has parts."""
         if not isinstance(value, dict):
             return value
-        self._names = self._names | dict.fromkeys(value)
+        with self._lock:
+            self._names = self._names | dict.fromkeys(value)
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:

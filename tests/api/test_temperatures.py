@@ -136,3 +136,23 @@ def test_a_turn_that_an_agent_sampled_through_the_trainer_keeps_its_temperature(
         [sample] = ctx.samples(turn)
     assert [row.temperature for row in sample.rows] == [0.5]
     assert sample.sequence.temperature == 0.5
+
+
+def test_turns_without_a_response_object_continue_the_last_turn(trainer):
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with trainer.rollout_session(sampling_params=sampling) as ctx:
+        [item] = batch_of(["What is 1 plus 2?"]).iter_samples()
+        messages, turns, tokenizer = [{"role": "user", "content": item.prompt}], [], trainer.get_tokenizer()
+        for _ in range(3):
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            [answer] = trainer.rollout_token_batch([prompt], 1, sampling)[0].sequences
+            # The answer is the text that the template renders, so that a later prompt starts with the tokens of this turn.
+            text = [*tokenizer.encode("ab", add_special_tokens=False), tokenizer.eos_token_id]
+            turn = AgentTrajectoryTurn(
+                item, list(messages), response_tokens=text, response_logprobs=answer.resp_logprobs[:1] * len(text)
+            )
+            turns.append(turn)
+            messages += [{"role": "assistant", "content": "ab"}, {"role": "user", "content": "go on"}]
+        [sample] = ctx.samples(turns)
+    assert [turn.parent and sample.turns.index(turn.parent) for turn in sample.turns] == [None, 0, 1]
+    assert len(sample.rows) == 1

@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -134,6 +135,16 @@ def test_env_as_text_shows_the_same_report(report):
     assert "gpus:" in text
     gpu = {"gpus": [{"index": 0, "name": "H"}]}
     assert format_report(gpu) == "gpus:\n  0:\n    name: H"
+
+
+@pytest.mark.parametrize(("shown", "version"), [("12.8", "12.8"), ("N/A", None)])
+def test_a_driver_without_a_cuda_version_has_none(shown, version, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '| Driver Version: 570.1  CUDA Version: {shown}  |'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    driver = collect()["cuda"]["driver"]
+    assert (driver["driver_version"], driver["cuda_version"]) == ("570.1", version)
 
 
 def test_versions_are_compared_numerically():

@@ -100,6 +100,33 @@ def test_verl_mini_batches_become_optimizer_steps_of_one_batch():
     assert ppo.words == ["--algo", "ppo", "--clip-eps", "0.1", "--gamma", "0.9"]
 
 
+@pytest.mark.parametrize(
+    ("tool", "kind", "settings", "noted"),
+    [
+        ("trl", "grpo", {"loss_type": "cispo"}, True),
+        ("trl", "grpo", {"loss_type": "bnpo"}, False),
+        ("trl", "dpo", {"loss_type": ["ipo"]}, False),
+        ("trl", "dpo", {"loss_type": ["sigmoid", "sft"]}, True),
+        ("verl", "", {"algorithm.adv_estimator": "opo"}, True),
+        ("verl", "", {"algorithm.adv_estimator": "rloo_vectorized"}, False),
+        ("verl", "", {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}, True),
+    ],
+)
+def test_a_loss_or_estimator_without_an_equivalent_is_noted(tool, kind, settings, noted):
+    converted = convert(tool, settings, kind)
+    parse_train(converted.words)
+    assert [note.startswith(f"{next(iter(settings))}=") and "no equivalent" in note for note in converted.notes] == [
+        True
+    ] * noted
+
+
+def test_values_in_lists_are_read():
+    assert "--track wandb" in " ".join(convert("trl", {"report_to": ["tensorboard", "wandb"][1:]}).words)
+    words = convert("trl", {"loss_type": ["ipo"]}, "dpo").words
+    assert words[words.index("--dpo-loss-type") + 1] == "ipo"
+    assert "rloo" in convert("verl", {"algorithm.adv_estimator": "rloo_vectorized"}).words
+
+
 @pytest.mark.parametrize("rules", [TRL, VERL], ids=["trl", "verl"])
 def test_every_option_of_the_tables_exists(rules):
     entries = [*options_of(TrainOptions), *(e for algo in ("gspo", "ppo") for e in extra_options(get_algorithm(algo)))]

@@ -14,6 +14,7 @@ from areno.config.paths import base_of, ckpt_problem, is_adapter, tokenizer_of
 from areno.config.resume import apply_resume
 from areno.config.validate import validate
 from areno.config.yaml_io import stored_values
+from areno.engine.checkpoint.export import export_model
 from areno.errors import UsageError
 from tests.config.workspace import GSPO, SFT
 
@@ -150,3 +151,19 @@ def test_an_export_that_cannot_work_is_refused(workspace, argv, message):
     with pytest.raises(UsageError) as caught:
         parse_export(argv)
     assert message in str(caught.value)
+
+
+def test_the_rank_of_an_adapter_comes_from_the_option_or_the_adapter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adapter = tmp_path / save_adapter(tmp_path / "adapter")
+    assert parse_train(SFT).adapter_rank is None
+    assert parse_train([*SFT, *LORA]).adapter_rank == 8
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 32}))
+    assert parse_train([*SFT, "--lora-adapter-path", str(adapter)]).adapter_rank == 32
+
+
+def test_a_model_that_is_nowhere_is_refused_by_the_export(tmp_path):
+    with pytest.raises(UsageError, match="no/where is neither a folder nor a model in the Hugging Face cache"):
+        export_model("no/where", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from areno.config import get_algorithm, packages
-from areno.config.machine import tensor_parallel_problem
+from areno.config.machine import tensor_parallel_problem, with_layout
 from areno.config.parser import parse_train
 from areno.config.paths import base_of
 from areno.config.prepare import prepare_plan, prepare_run
@@ -112,6 +113,26 @@ def test_a_model_that_cannot_be_sharded_across_four_devices_is_replicated(worksp
     (workspace / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 14, "num_key_value_heads": 2}))
     options = prepare_plan(GSPO)
     assert (options.world_size, options.tp_size) == (8, 1)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama", 4), ("gpt2", 1), ("unheard_of", 1)])
+def test_a_model_without_a_tensor_parallel_plan_is_replicated(workspace, monkeypatch, kind, size):
+    devices(monkeypatch, 8)
+    config = {"model_type": kind, "num_attention_heads": 8, "num_key_value_heads": 4}
+    (workspace / "model" / "config.json").write_text(json.dumps(config))
+    assert prepare_plan(GSPO).tp_size == size
+
+
+@pytest.mark.parametrize(("heads", "size"), [(14, 1), (16, 4)])
+def test_the_heads_of_a_model_in_the_hub_cache_determine_the_default(tmp_path, monkeypatch, heads, size):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": heads}))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    options = replace(parse_train(GSPO), ckpt="some/model")
+    assert with_layout(options, 8).tp_size == size
 
 
 def test_a_resumed_run_keeps_its_layout(workspace, monkeypatch):

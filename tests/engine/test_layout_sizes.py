@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from areno.engine.plan.layout_estimates import ModelSizes, Training, layouts_of,
 from tests.support.tiny import save_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ModelSizes(32, 200_000_000, 0, 1_000_000_000, False, 4096, 4096, 1024, 14336, 0, 0, 128_000)
+MODEL = ModelSizes(32, 200_000_000, 0, 1_000_000_000, False, 4096, 4096, 1024, 128, 14336, 0, 0, 128_000)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
@@ -58,6 +59,23 @@ def test_every_layout_uses_all_devices():
         found = list(layouts_of(devices, MODEL))
         assert found[0] == Layout(devices)
         assert all(layout.world_size == devices for layout in found)
+
+
+def test_layouts_divide_the_key_heads_and_the_experts():
+    model = replace(MODEL, keys=6 * 128, per_token=2, experts_of_layer=12)
+    found = list(layouts_of(16, model, per_node=16))
+    assert {layout.tp_size for layout in found} == {1, 2}
+    assert {layout.ep_size for layout in found} == {1, 2, 4}
+
+
+def test_context_ranks_beyond_the_key_heads_receive_repeated_heads():
+    """Bytes per token and layer of the two exchanges of queries, keys, values and outputs, in forward and in backward."""
+    training = Training(tokens=4096, microbatches=1)
+    for ranks, key_heads in ((4, 8), (8, 8), (16, 16)):
+        sent = sent_bytes(MODEL, Layout(1, fsdp=True, cp_size=ranks), training)["context"]
+        width = 2 * 4096 + 2 * key_heads * 128
+        again = 1 if training.recomputes else 0
+        assert sent == (2 + again) * 32 * (4096 // ranks) * width * 2 * (ranks - 1) // ranks
 
 
 def fit(capsys, *words: str) -> tuple[int, str]:

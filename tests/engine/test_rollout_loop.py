@@ -183,6 +183,14 @@ def test_a_loop_that_has_died_serves_again_after_a_restart(make_loop, monkeypatc
     assert run(loop, [5, 6], max_new_tokens=5)[0].resp_tokens == expected
 
 
+def test_a_loop_that_failed_before_its_first_request_serves_after_a_restart(make_loop):
+    loop = make_loop()
+    with pytest.raises(RuntimeError, match="no space"), loop.weights_changing(1):
+        raise RuntimeError("no space")
+    assert "no space" in str(loop.restart())
+    assert len(run(loop, [5, 6], max_new_tokens=5)[0].resp_tokens) == 5
+
+
 def test_a_dropped_cache_leaves_nothing_behind_not_even_prefixes(make_loop):
     loop = make_loop()
     loop.prefixes.budget_tokens = 10_000

@@ -140,6 +140,24 @@ def test_the_prefix_store_stays_within_its_budget_and_drops_the_oldest(make_loop
     assert loop.counters.reused_total == 48
 
 
+def test_an_entry_stays_reachable_after_a_newer_entry_with_the_same_start_is_dropped():
+    start, older, newer = list(range(16)), [1] * 16, [2] * 16
+    store = PrefixStore(64)
+    store.add([*start, *older], {}, version=1)
+    store.add([*start, *newer], {}, version=1)
+    assert store.find([*start, *older, 7], version=1) is not None  # the newer entry is now the least recently used
+    store.drop_oldest()
+    hit = store.find([*start, *older, 7], version=1)
+    assert hit is not None
+    assert hit.length == 32
+    hit = store.find([*start, *newer, 7], version=1)
+    assert hit is not None
+    assert hit.length == 16
+    store.drop_oldest()
+    assert not store.covers(start, version=1)
+    assert store.tokens == 0
+
+
 def test_prefixes_stored_under_other_weights_are_not_found():
     store, context = PrefixStore(64), list(range(40))
     store.add(context, {}, version=1)

@@ -154,6 +154,8 @@ def test_sharding_settings_reach_the_layout(actor):
         ({"fsdp__wrap_policy__transformer_layer_cls_to_wrap": names}, replace(plain, units=tuple(names))),
     ):
         assert training_layout(actor("fsdp:d2", **settings)) == expected
+    # Each tensor-parallel rank reads its own shards.
+    assert not training_layout(actor("fsdp:d2t2", fsdp__memory_efficient_load=True)).reads_once
     assert training_layout(actor("archon:d2", archon__offload_params=True)).offloads
     assert not training_layout(actor("fsdp:d2", archon__offload_params=True)).offloads
     for setting in ("fsdp__per_layer_optim_step", "offload"):

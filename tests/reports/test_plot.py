@@ -205,6 +205,8 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
         (["--out", "x.csv", "--title", "A", "--width", "6in"], r"use --title, --width with \.svg files only"),
         (["--out", "x.svg", "--samples"], "--samples writes a .csv or .parquet file"),
         (["--out", "x.svg", "--mean-over", "a"], "--mean-over a: write NAME=RUN,RUN"),
+        (["--out", "x.svg", "--mean-over", "m=,"], "--mean-over m=,: write NAME=RUN,RUN"),
+        (["--out", "x.svg", "--mean-over", "a=a"], "--mean-over a=a: another curve has the name a"),
         (["--out", "no/folder/x.svg"], "--out no/folder/x.svg cannot be written: No such file"),
         (["--out", "no/folder/x.parquet"], "--out no/folder/x.parquet cannot be written"),
         (["--out", "x.svg", "--x", "tokens"], "has not recorded how many tokens"),

@@ -98,11 +98,11 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
     logprobs = turn.response_logprobs
     tokens, text, parent = encode_rendered(tokenizer, [rendered])[0], rendered.text, None
-    for other in earlier:
-        prefix = [*other.prompt, *other.tokens]
-        if tokens[: len(prefix)] == prefix:
-            parent, tokens, text = other, tokens[len(prefix) :], ""
-            break
+    prefixes = ((len(prefix := [*other.prompt, *other.tokens]), prefix, other) for other in earlier)
+    continued = [(length, other) for length, prefix, other in prefixes if tokens[:length] == prefix]
+    if continued:
+        length, parent = max(continued, key=lambda item: item[0])  # the last turn of this conversation so far
+        tokens, text = tokens[length:], ""
     return Turn(
         id="",
         parent=parent,

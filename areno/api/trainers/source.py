@@ -265,7 +265,7 @@ def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
         context_length=engine.context_length,
         gpu=engine.config.device.type == "cuda",
         tensor=config.tp_size,
-        adapter_rank=config.lora_rank if config.uses_lora else None,
+        adapter_rank=config.adapter_rank,
     )
     options = ServerOptions(
         product=product,

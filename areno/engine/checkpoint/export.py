@@ -12,6 +12,7 @@ from areno.engine.model.value_model import is_classifier
 from areno.engine.role import load_role
 from areno.engine.train.outputs import ModelKind
 from areno.text.chat import load_tokenizer
+from areno.text.hub import check_reachable
 
 
 def export_model(
@@ -30,6 +31,7 @@ def export_model(
         UsageError: the checkpoint cannot be read, the adapter does not match it, or GGUF does not support the model.
     """
     base, folder = base_of(path), Path(output).expanduser()
+    check_reachable(base)
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     stored = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     has_head = brings_head(path) if is_adapter(path) else is_classifier(config)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import cached_file
 
 from areno.engine.model.packed_model import PackedModel
 from areno.errors import UnsupportedModelError, UsageError
@@ -50,22 +51,38 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
-    """Weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if there is no head."""
-    from safetensors import safe_open
+    """Weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if there is no head.
 
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        folder = Path(str(cached_file(path, "config.json"))).parent
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:  # type: ignore[no-untyped-call]
-            head_keys = [key for key in stored.keys() if key.rsplit(".", 2)[-2] in HEAD_NAMES]  # noqa: SIM118
-            tensors = {key: stored.get_tensor(key) for key in head_keys}
-        for name in HEAD_NAMES:
-            for prefix in ("", "model."):
-                weight = tensors.get(f"{prefix}{name}.weight")
-                if weight is not None:
-                    return _as_rows(weight, path), tensors.get(f"{prefix}{name}.bias")
+    ``path`` is a folder or a hub id, whose weights are downloaded.
+    """
+    names = [f"{prefix}{name}" for name in HEAD_NAMES for prefix in ("", "model.")]
+    for file in _weight_files(path):
+        tensors = _read_tensors(file, {f"{name}.{kind}" for name in names for kind in ("weight", "bias")})
+        for name in names:
+            if (weight := tensors.get(f"{name}.weight")) is not None:
+                return _as_rows(weight, path), tensors.get(f"{name}.bias")
     return None
+
+
+def _weight_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint, or PyTorch's files if there are none."""
+    folder = Path(path).expanduser()
+    is_local = folder.is_dir()
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if not is_local:
+            folder = Path(snapshot_download(path, allow_patterns=pattern, ignore_patterns="*/*"))
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
+
+
+def _read_tensors(file: Path, names: set[str]) -> dict[str, Tensor]:
+    """Read some tensors of a weight file. Names that the file lacks are omitted."""
+    if file.suffix == ".bin":
+        stored = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return {name: stored[name].clone() for name in names & stored.keys()}
+    with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+        return {name: opened.get_tensor(name) for name in names.intersection(opened.keys())}
 
 
 def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None:

@@ -224,9 +224,9 @@ class EngineGroup:
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
-    def enable_prefix_cache(self, wanted: bool) -> None:
+    def enable_prefix_cache(self, enabled: bool) -> None:
         """See :meth:`Engine.enable_prefix_cache`."""
-        self.workers.call("engine.enable_prefix_cache", wanted)
+        self.workers.call("engine.enable_prefix_cache", enabled)
 
     def end_rollout(self) -> None:
         """Abort pending requests, and free the KV caches unless ``keep_rollout_state`` is set."""

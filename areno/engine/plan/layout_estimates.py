@@ -32,6 +32,7 @@ class ModelSizes:
     hidden: int
     queries: int  # number of heads times their width
     keys: int  # number of key heads times their width
+    width: int  # width of a head
     middle: int  # width of an MLP, or of all experts that a token uses together
     per_token: int  # experts per token; 0 without MoE layers
     experts_of_layer: int
@@ -69,6 +70,7 @@ class ModelSizes:
             hidden=text.hidden_size,
             queries=text.num_attention_heads * width,
             keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
+            width=width,
             middle=middle * max(chosen, 1),
             per_token=chosen,
             experts_of_layer=int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0),
@@ -170,7 +172,8 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
         sent["data"] = (MASTER + b) * (dense + experts + root) * _rest(layout.dp_size)
     # An all-reduce over t ranks sends 2 (t - 1) / t of its size; a layer has two in forward and two in backward.
     sent["tensor"] = passes * layers * (4 + 2 * again) * tokens * model.hidden * b * 2 * _rest(t)
-    attention = 2 * model.queries + 2 * max(model.keys, layout.cp_size * model.keys // model.queries)
+    # Key heads are repeated until there is one for each context rank.
+    attention = 2 * model.queries + 2 * max(model.keys, layout.cp_size * t * model.width)
     sent["context"] = passes * layers * (2 + again) * tokens * attention // t * b * _rest(layout.cp_size)
     sent["pipeline"] = passes * 2 * layout.pp_chunks * tokens * model.hidden * b * _rest(layout.pp_size)
     if model.tied and layout.pp_size > 1:  # the first and last stages hold the embedding and all-reduce its gradient
@@ -221,15 +224,20 @@ def idle_share(layout: Layout, microbatches: int) -> float:
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
     """Layouts for a number of devices, least communication first: replicas, FSDP, and tensor and pipeline parallelism."""
     yield Layout(devices)
-    for tensor in _powers(min(devices, per_node, model.keys)):
+    for tensor in _divisors(model.keys // model.width, min(devices, per_node)):
         for stages in _powers(min(devices // tensor, model.layers)):
             for context in _powers(min(devices // (tensor * stages), per_node)):
                 data = devices // (tensor * stages * context)
                 if data * tensor * stages * context != devices:
                     continue
-                for experts in _powers(data * context if model.per_token else 1):
+                for experts in _divisors(model.experts_of_layer, data * context if model.per_token else 1):
                     if data * context > 1 or stages * tensor > 1:
                         yield Layout(data, tensor, data * context > 1, context, experts, stages)
+
+
+def _divisors(number: int, most: int) -> Iterator[int]:
+    """Powers of two up to ``most`` that divide ``number``."""
+    return (size for size in _powers(most) if number % size == 0)
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -8,7 +8,6 @@ import torch
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.all_train_options import TrainOptions
-from areno.config.paths import adapter_config
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
@@ -199,10 +198,9 @@ class RunSizes(Sizes):
 
 
 def _adapter(run: TrainOptions) -> AdapterOptions | None:
-    if not run.uses_lora:
+    if run.adapter_rank is None:
         return None
-    rank = run.lora_rank or int(adapter_config(str(run.lora_adapter_path)).get("r", 8))
-    return AdapterOptions(rank=rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
+    return AdapterOptions(rank=run.adapter_rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:

@@ -206,8 +206,9 @@ class RolloutLoop:
     def restart(self) -> BaseException | None:
         """Restart a failed loop, and drop the cache. Returns the error that stopped the loop."""
         cause = self._failure
-        if self._failure is not None and self._thread is not None:
-            self._thread.join()
+        if cause is not None:
+            if self._thread is not None:
+                self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
             self._failure, self._thread, self._rows, self._busy, self._incoming = None, None, None, False, []
         self.drop_cache()

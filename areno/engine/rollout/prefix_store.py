@@ -1,7 +1,7 @@
 """Prefix cache: keys and values of finished samples, for later requests with the same prefix.
 
 All entries belong to the current version of the weights. A new version clears the store, so hits are never stale. The index
-maps chained hashes of leading blocks to entries. Hits are verified token by token.
+maps chained hashes of leading blocks to the entries that contain them. Hits are verified token by token.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ class PrefixStore:
         self.tokens = 0
         self._version: int | None = None
         self._entries: OrderedDict[int, tuple[tuple[int, ...], Snapshot]] = OrderedDict()
-        self._index: dict[int, int] = {}
+        self._index: dict[int, list[int]] = {}
         self._keys = count()
 
     def find(self, context: Sequence[int], version: int) -> Hit | None:
@@ -45,7 +45,7 @@ class PrefixStore:
         for length, key in _blocks(context[: len(context) - 1]):
             if key not in self._index:
                 break
-            best, matched = self._index[key], length
+            best, matched = self._index[key][-1], length
         if best is None:
             return None
         tokens, snapshot = self._entries[best]
@@ -70,7 +70,8 @@ class PrefixStore:
         length = blocks[-1][0]
         key = next(self._keys)
         self._entries[key] = (tuple(context[:length]), snapshot)
-        self._index.update((block, key) for _, block in blocks)
+        for _, block in blocks:
+            self._index.setdefault(block, []).append(key)
         self.tokens += length
         while self.tokens > self.budget_tokens:
             self.drop_oldest()
@@ -92,7 +93,9 @@ class PrefixStore:
         tokens, _ = self._entries.pop(key)
         self.tokens -= len(tokens)
         for _, block in _blocks(tokens):
-            if self._index.get(block) == key:
+            keys = self._index[block]
+            keys.remove(key)
+            if not keys:
                 del self._index[block]
 
 

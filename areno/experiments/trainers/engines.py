@@ -58,7 +58,8 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
         offloads=actor.offload
         or actor.fsdp.offload_params
         or (allocation.backend == "archon" and actor.archon.offload_params),
-        reads_once=actor.fsdp.memory_efficient_load,
+        # With tensor parallelism, each rank reads only its own shards.
+        reads_once=actor.fsdp.memory_efficient_load and parallel.tensor == 1,
     )
     if allocation.backend == "fsdp":
         return layout

@@ -67,6 +67,8 @@ _TIMED = {
 }
 """Timer names of an update's stages; the log-probs of other roles are timed as ``{role}_logp``."""
 _EVAL_AHEAD = 10**12
+_STALL_S = 3600.0
+"""Shortest time without progress after which a run ends. A longer `rollout.request_timeout` extends it."""
 
 
 class PPOTrainer(ExperimentTrainer):
@@ -236,7 +238,7 @@ class PPOTrainer(ExperimentTrainer):
             queue_size=None if evaluates else rollout.queue_size,
             max_staleness=None if evaluates else rollout.max_staleness,
             on_stale=on_stale,
-            stall_timeout_s=rollout.request_timeout,
+            stall_timeout_s=max(rollout.request_timeout, _STALL_S),
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._trace_episode,

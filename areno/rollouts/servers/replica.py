@@ -20,7 +20,7 @@ import httpx
 from areno.config.paths import base_of, tokenizer_of
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.rollout.load import EngineLoad
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError
 from areno.rollouts.fleet.weight_update import PATIENCE_S, DialledStore, Update
 from areno.rollouts.servers.calls import SampleRequest, ServerAnswer, ServerCalls, TransferCalls
 from areno.rollouts.servers.process import InferenceServerProcess
@@ -123,7 +123,7 @@ class ServerReplica:
         """See :meth:`Engine.submit`."""
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         if any(request.constraint is not None for request in requests):
-            raise UsageError(
+            raise EngineError(
                 f"{self.calls.product} replicas do not support grammars; omit tool_choice and response_format"
             )
         opened = []
@@ -169,6 +169,7 @@ class ServerReplica:
         ]
         try:
             answers = await asyncio.gather(*(self.calls.generate(self._http, sample) for sample in samples))
+            self._refuse_partial(entry, answers)
             for answer in answers if adapter else ():  # a sample keeps the adapter that it started with
                 answer.versions = [version] * len(answer.tokens)
             sequences = [self._sequence(entry, index, answer) for index, answer in enumerate(answers)]
@@ -178,6 +179,14 @@ class ServerReplica:
             self._end(entry, failure)
         else:
             self._end(entry, RolloutResult(sequences))
+
+    def _refuse_partial(self, entry: _Open, answers: list[ServerAnswer]) -> None:
+        """Raise EngineError if the server ended an answer that nobody cancelled. A partial answer must not be trained on."""
+        reasons = {answer.finish_reason for answer in answers} - {"stop", "length"}
+        if reasons and not entry.cancelled:
+            raise EngineError(
+                f"{self.calls.product} ended an answer early (finish reason {', '.join(sorted(reasons))})"
+            )
 
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
         """Abandon an unhealthy server before the request fails, so that the router resubmits the request."""

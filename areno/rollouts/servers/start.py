@@ -39,6 +39,7 @@ def open_server(
     """
     extended = not has_custom_worker(options)
     calls: ServerCalls = VllmCalls(extended=extended) if options.product == "vllm" else SglangCalls()
+    vocab_size = AutoConfig.from_pretrained(base_of(path)).get_text_config().vocab_size
     server: InferenceServerProcess | ExternalServer
     if options.addresses:
         url, server = options.addresses[number], ExternalServer(on_failure)
@@ -47,13 +48,17 @@ def open_server(
         environment = environment_of(options, processes.threads or 1, devices) | dict(processes.environment)
         server = InferenceServerProcess(command, environment, processes, on_failure)
         url = server.url
-    return ServerReplica(
-        path,
-        url,
-        calls,
-        server,
-        startup_s=processes.startup_s or 300.0,
-        timeout_s=options.request_timeout_s,
-        vocab_size=AutoConfig.from_pretrained(base_of(path)).get_text_config().vocab_size,
-        api_key=options.api_key,
-    )
+    try:
+        return ServerReplica(
+            path,
+            url,
+            calls,
+            server,
+            startup_s=processes.startup_s or 300.0,
+            timeout_s=options.request_timeout_s,
+            vocab_size=vocab_size,
+            api_key=options.api_key,
+        )
+    except BaseException:
+        server.close()
+        raise

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from areno.errors import EngineError
+from areno.rollouts.fleet.router import RequestRouter
 from areno.rollouts.servers.replica import ExternalServer, ServerReplica
 from areno.rollouts.servers.sglang_client import SglangCalls
 from areno.types import Request, SamplingParams
@@ -47,6 +48,8 @@ class Protocol(BaseHTTPRequestHandler):
             ]
             return {"output_ids": [1], "meta_info": {"input_token_logprobs": entries}}
         count, reason = body["sampling_params"]["max_new_tokens"], {"type": "length"}
+        if count == 40:  # the server aborts by itself
+            count, reason = 2, {"type": "abort", "message": "retracted"}
         if count == 50:  # runs until it is aborted
             self.server.aborted.wait(10)
             count, reason = 2, {"type": "abort", "message": "aborted"}
@@ -124,6 +127,22 @@ def test_a_cancelled_request_returns_the_tokens_so_far(replica):
     replica.cancel(future)
     answer = future.result(10).sequences[0]
     assert (answer.finish_reason, answer.resp_tokens) == ("abort", [10, 11])
+
+
+def test_an_answer_that_the_server_aborted_is_an_error_and_not_a_short_answer(replica):
+    with pytest.raises(EngineError, match=r"SGLang ended an answer early \(finish reason abort\)"):
+        ask(replica, 40).result(10)
+
+
+def test_a_grammar_fails_only_its_own_request(replica):
+    router = RequestRouter()
+    router.enter(0, replica)
+    sampling = SamplingParams(max_new_tokens=3)
+    [refused] = router.submit([Request(PROMPT, sampling, [7], constraint=lambda: None)])
+    with pytest.raises(EngineError, match="SGLang replicas do not support grammars"):
+        refused.result(10)
+    assert router.unfinished(0) == 0
+    assert router.submit([Request(PROMPT, sampling, [7])])[0].result(10).sequences[0].resp_tokens == [10, 11, 12]
 
 
 def test_weights_change_between_two_tokens_and_a_failure_is_reported(replica, server):
