@@ -49,7 +49,7 @@ def planted_problem(path: Path) -> str:
 
 @contextmanager
 def building_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target`` in which to build it. Deletes what killed builds left a day or more ago."""
+    """Yield a temporary folder next to ``target`` in which to build it. Deletes folders of builds killed over a day ago."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):
         with suppress(OSError):  # another build may be deleting it too

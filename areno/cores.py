@@ -31,7 +31,7 @@ def cgroup_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
-    """Yield quota (negative for none) and period, in microseconds, of each group from the process's own up to the root."""
+    """Yield quota (negative if unlimited) and period in microseconds, for each group from the process's own up to the root."""
     try:
         lines = membership.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -53,7 +53,7 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Readings of the CPU clocks, taken at the same time, in seconds."""
+    """Elapsed time and CPU times at one moment, in seconds."""
 
     wall: float  # elapsed time
     busy: float  # busy time of the usable cores

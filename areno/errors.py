@@ -1,10 +1,10 @@
-"""Typed errors. Each message names the value and the remedy."""
+"""Error types. Messages should name the value and the remedy."""
 
 import re
 import sys
 
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-"""How libraries report a failed allocation."""
+"""Matches messages of libraries about a failed allocation."""
 MEMORY_HINT = (
     "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
     "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
@@ -13,7 +13,7 @@ MEMORY_HINT = (
 
 
 class ArenoError(Exception):
-    """Base of all errors that areno raises; the command line prints the message without a traceback."""
+    """Base of areno's error types; the command line prints the message without a traceback."""
 
 
 class UsageError(ArenoError, ValueError):
@@ -21,7 +21,7 @@ class UsageError(ArenoError, ValueError):
 
 
 class DataError(UsageError):
-    """A data row is invalid; the message names file, row number and key."""
+    """The data is invalid; the message about an invalid row names its source and number."""
 
 
 class UnsupportedModelError(UsageError):
@@ -29,7 +29,7 @@ class UnsupportedModelError(UsageError):
 
 
 class RewardError(ArenoError):
-    """A reward function raised, timed out or did not return a finite number; the message names the record."""
+    """A reward function could not be imported, raised, timed out or did not return a finite number."""
 
 
 class AgentError(ArenoError):
@@ -45,14 +45,14 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine was called in the wrong order, or a part of it failed; the message includes the cause."""
+    """The engine or the cluster failed, or was used in the wrong order; the message includes the cause."""
 
 
 def exit_code(error: BaseException) -> int:
     """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
 
     The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` with a number keeps this code and prints
-    nothing; any other, such as ``sys.exit("no data")`` in a user's function, is an error like others.
+    nothing. A ``SystemExit`` with a text, such as ``sys.exit("no data")`` in a user's function, is treated like other errors.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0

@@ -57,7 +57,7 @@ class KeyedFormat:
 
 
 class SignedFormat:
-    """Frames whose header and body each carry a MAC. It also covers the direction and the position in the stream.
+    """Frames whose header and body each carry a MAC, which also covers the direction and the position in the stream.
 
     Both ends detect messages that an attacker in between has changed, replayed, dropped, inserted or reflected.
 
@@ -79,7 +79,7 @@ class SignedFormat:
         return True
 
     def written(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return header and trailer of the next frame."""
+        """Return the header and trailer of the next frame to send."""
         length = _LENGTH.pack(len(body))
         header, trailer = length + self._mac(0, self._sent, b"h", length), self._mac(0, self._sent, b"b", body)
         self._sent += 1
@@ -106,7 +106,7 @@ class SignedFormat:
 
 
 class Frames:
-    """One end of a connection; bodies of more than ``limit`` bytes are rejected.
+    """One end of a connection; received bodies of more than ``limit`` bytes are rejected.
 
     One reading and one writing thread may use it at the same time.
     """
@@ -126,7 +126,7 @@ class Frames:
 
     @classmethod
     def lead(cls, sock: socket.socket, limit: int) -> Frames:
-        """Wrap the leading end, which draws the key."""
+        """Wrap the leading end, which draws and sends the key."""
         key = secrets.token_bytes(_KEY_BYTES)
         with suppress(OSError):  # if the peer has closed already, the first read reports it
             sock.sendall(key)
@@ -159,7 +159,7 @@ class Frames:
         return messages
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message, for at most ``timeout_s`` without receiving a byte; None: without a timeout.
+        """Wait for the next message. ``timeout_s`` limits the time without received bytes; None: no limit.
 
         Raises the errors of :meth:`arrived`, and TimeoutError.
         """

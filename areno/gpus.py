@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 _NODES = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")
-"""Names of device nodes in ``/dev``, of NVIDIA GPUs, NVIDIA embedded boards, WSL and AMD GPUs."""
+"""Device nodes in ``/dev`` of NVIDIA GPUs, NVIDIA embedded boards, WSL and AMD GPUs."""
 
 
 def visible_gpus(nodes: Path = Path("/dev")) -> int:

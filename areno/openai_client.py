@@ -46,7 +46,10 @@ class OpenAIClient:
         return self._model
 
     def check(self, description: str) -> None:
-        """Raise UsageError if the server does not respond; the message starts with ``description``."""
+        """Raise UsageError if the server does not list its models; sends no request if the model was named at creation.
+
+        The message starts with ``description``.
+        """
         try:
             self.model()
         except ServerError as error:
@@ -58,7 +61,7 @@ class OpenAIClient:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Send a request to the model and return the JSON response. Retries transient failures, but not timeouts.
 
-        Raises ServerError: the server does not answer or returns an error.
+        Raises ServerError: the server does not answer, or returns an error or invalid JSON.
         """
         request = {"model": self.model(), **body}
         for wait_s in (*_WAITS_S, None):

@@ -33,8 +33,8 @@ neither model nor data.
 
 For `areno train`, the reward function and the data always differ from TRL and verl. A *reward function* gets one record with
 the model's answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt the
-signature of your function. *Data* is a file or folder of JSON lines, CSV or Parquet, or a data set of the hub, with prompts as
-text or messages ([data](data.md)).
+signature of your function. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset, with
+prompts as text or messages ([data](data.md)).
 
 ## AReaL
 

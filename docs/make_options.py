@@ -21,8 +21,9 @@ _HEAD = """\
 <!-- Written by docs/make_options.py from the declarations in areno/config; do not edit by hand. -->
 
 Every option except `--config` may be a flag or a line of the `--config` file; [train.md](train.md) explains the
-command. An on/off option also has a `--no-` form. "Only" lists the algorithms that read an option; setting the option
-with another algorithm is an error. "Resume" shows whether the option may be changed when a run is resumed with `--resume`.
+command. An on/off option also has a `--no-` form. "Only" lists the built-in algorithms that read an option; variants such as
+`dapo` may also read it. Setting an option that the algorithm does not read is an error. "Resume" shows whether the option may
+be changed when a run is resumed with `--resume`.
 """
 _COLUMNS = "| Option | Default | Only | Resume | Meaning |\n|---|---|---|---|---|"
 

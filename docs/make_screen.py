@@ -20,7 +20,7 @@ from rich.text import Text
 PICTURE = Path(__file__).with_name("pictures") / "screen.svg"
 WIDTH, HEIGHT = 80, 24
 _FRAME_BEGINS = re.compile(r"(?:\x1b\[1A\x1b\[2K)+|\x1b\[\?25[hl]")
-"""What precedes each frame: the previous one is erased line by line."""
+"""Terminal codes before each frame, which erase the previous frame line by line."""
 _REMOTE_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 

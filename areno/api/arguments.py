@@ -104,7 +104,7 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
-    """Check and return one list of token ids per prompt. ``context`` and ``vocabulary`` are sizes of the model.
+    """Check and return one list of token ids per prompt. ``context`` and ``vocabulary`` are the model's limits.
 
     Raises UsageError: a prompt is empty, too long, or has an id outside the vocabulary.
     """
@@ -152,7 +152,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError if a row's temperature is unknown and the trainer has sampled at other temperatures than 1."""
+    """Raise UsageError if a row's temperature is unknown and the trainer has sampled at temperatures other than 1."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))

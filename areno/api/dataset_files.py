@@ -31,7 +31,7 @@ _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def read_file(path: Path, option: str) -> Dataset:
-    """Read one data file in the format of its suffix. Raises DataError with the file, row and key of an error."""
+    """Read one data file. Raises UsageError for an unknown suffix, and DataError for a malformed file."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(

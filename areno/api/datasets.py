@@ -1,6 +1,6 @@
-"""Training datasets: loads rows from a path or hub reference, and encodes their prompts.
+"""Training datasets: loads rows from a path or the Hugging Face Hub, and encodes their prompts.
 
-:mod:`areno.api.dataset_files` reads local data. A reference that looks like a path is never looked up on the hub.
+:mod:`areno.api.dataset_files` reads local data. A reference that looks like a path is never looked up on the Hub.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def load_training_dataset(
     option: str = "--dataset-path",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load a trainer's rows, with the user's loader if ``loader_fn`` is set. Every row is a mapping.
+    """Load a trainer's rows, with the user's loader if ``loader_fn`` is set. Only row 0 is checked.
 
     The loader may interpret the path in any way. The loader also receives the keywords ``default_loader`` (bound to the
     split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
         DataError: a file is malformed.
-        UsageError: the loader failed, returned no rows, or returned an object without ``len()`` or integer indexing.
+        UsageError: the loader failed, there are no rows, row 0 is not a mapping, or ``len()`` or integer indexing fails.
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows: Any = (

@@ -1,7 +1,7 @@
 """Evaluates a policy on held-out prompts, during training and in ``areno eval``.
 
-A sample's seed depends only on the run's seed, the prompt and the sample index. Evaluations of different checkpoints
-can therefore be compared sample by sample. Training uses separate seeds, so an evaluation does not affect training.
+A sample's seed depends only on the run's seed, the prompt index and the sample index. Evaluations of different
+checkpoints can therefore be compared sample by sample. Training uses separate seeds, so an evaluation does not affect training.
 """
 
 import math

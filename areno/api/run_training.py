@@ -1,6 +1,6 @@
 """Runs training or evaluation from resolved options; used by ``areno train``, ``areno eval`` and the quickstart.
 
-An evaluation uses the algorithm's trainer to load prompts and compute rewards, but takes no training steps.
+An evaluation uses the algorithm's trainer to generate and reward answers, but takes no training steps.
 """
 
 import logging

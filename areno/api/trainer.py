@@ -26,7 +26,7 @@ from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, Sampl
 class Trainer(Sampler):
     """Generates inside rollout sessions, trains with any loss, and saves checkpoints.
 
-    The constructor only checks its arguments (TypeError, UsageError); :meth:`init` loads the model.
+    The constructor only checks its arguments (TypeError, ValueError); :meth:`init` loads the model.
 
     Args:
         world_size: number of devices or worker ranks.
@@ -121,7 +121,7 @@ class Trainer(Sampler):
         Args:
             batch_data: at least one row.
             loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.loss_interface`.
-            mini_bs: rows per forward and backward pass, which does not change the result.
+            mini_bs: rows per forward and backward pass.
             gradient_accumulation_steps: microbatches per optimizer step; None makes a single step on all rows.
 
         Returns:
@@ -160,14 +160,14 @@ class Trainer(Sampler):
     def ensure_roles(self, roles: dict[str, ModelRole]) -> None:
         """Load auxiliary models that are not loaded yet: references, critics and reward models.
 
-        Frozen roles of the same checkpoint share their weights. If a critic's checkpoint has no scalar head, the head
-        is initialized to zero. The checkpoint of a frozen reward model must have a head.
+        Frozen roles of the same checkpoint and kind share weights. If a trainable critic's checkpoint has no scalar head,
+        the head is initialized to zero. The checkpoint of a frozen critic or reward model must have a head.
 
         Args:
             roles: configurations by role name.
 
         Raises:
-            EngineError: a role with this name was loaded from another checkpoint.
+            EngineError: a different role with this name is loaded.
             UsageError: a checkpoint is unsuitable for its role.
         """
         arguments.of_type("roles", roles, dict)

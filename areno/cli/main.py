@@ -28,7 +28,7 @@ COMMANDS = {
     "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
     "plan": "Estimate the memory of a training run, and report whether the run fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
-    "replay": "Train on the recorded samples of a step again, with different loss options.",
+    "replay": "Train again on the recorded samples of a step, with different loss options.",
     "report": "Write a one-page report of a run: whether it learned, why it ended, and what to change.",
     "run": "Run an experiment from a YAML file: PPO, GRPO and variants, SFT, DPO or a reward model.",
     "scale": "Change the number of rollout replicas of a run in progress.",

@@ -1,4 +1,4 @@
-"""``areno view``: a local web page over run directories."""
+"""``areno view``: shows run directories on a local web page."""
 
 import os
 import threading

@@ -41,7 +41,7 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that each trainer reads, regardless of the loss."""
+"""Options that the trainer itself reads, regardless of the loss."""
 
 
 @dataclass(frozen=True, slots=True)

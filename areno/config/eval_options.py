@@ -34,7 +34,7 @@ _EXPORT = CommandText(
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _EVAL_ONLY = ("output", "json", "model")
-# Options that do not apply to a server: it decides them itself, or its protocol has no field for them.
+# Options that do not apply to a server, which decides them itself or whose protocol has no field for them.
 _LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
@@ -58,13 +58,13 @@ class EvalOptions(CommandOptions):
         BasicOptions,
         "ckpt",
         help="Model to evaluate: a folder in Hugging Face format, a .gguf file, a repo id, a run directory (its newest "
-        "checkpoint), or the address of an OpenAI-compatible server, such as http://HOST:8000/v1. Required.",
+        "model), or the address of an OpenAI-compatible server, such as http://HOST:8000/v1. Required.",
     )
     model: str | None = option(
         None,
         group="Basic",
         metavar="NAME",
-        unset="the server's first",
+        unset="the server's first model",
         help="Name of the model on the server at --ckpt.",
     )
     dataset_path: str | None = option_from(
@@ -144,7 +144,7 @@ class EvalOptions(CommandOptions):
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
-    """Parse and check the arguments of ``areno eval``; a run directory is replaced by its newest checkpoint."""
+    """Parse and check the arguments of ``areno eval``; a run directory is replaced by its newest model."""
     return parse_command(argv, EvalOptions, _EVAL, _with_checkpoints, _problems)
 
 
@@ -209,7 +209,7 @@ class ExportOptions(CommandOptions):
         BasicOptions,
         "ckpt",
         help="What to export: the folder of an adapter or of a full model, a .gguf file, or a run directory (its newest "
-        "checkpoint). Required.",
+        "model). Required.",
     )
     output: str | None = option(None, group="Basic", metavar="FOLDER", help="Folder to write to. Required.")
     dtype: str = option_from(

@@ -110,7 +110,7 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
 
 
 def user_frame(error: BaseException, path: Path) -> str:
-    """Return `` (at FILE line N: CODE)`` for the innermost traceback frame in ``path`` or its folder, or ""."""
+    """Return `` (at FILE line N: CODE)`` for the innermost traceback frame in the folder of ``path``, or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == path.parent]
     return f" (at {Path(frames[-1].filename).name} line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 

@@ -20,9 +20,9 @@ NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
-    Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 if the model allows
-    this size and neither ``--fsdp`` nor ``--load-in-4bit`` is set. On a CPU, and with ``--device cuda:N``, the default is one
-    rank. A resumed run keeps its layout.
+    Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 unless ``--fsdp``,
+    ``--load-in-4bit`` or the ``config.json`` of a local model rules this size out. On a CPU, and with ``--device cuda:N``, the
+    default is one rank. A resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options

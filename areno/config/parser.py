@@ -47,7 +47,7 @@ PLAN = CommandText(
     "Estimate the memory of each phase of a training run, and report whether the run fits into the free memory of this "
     "machine. If the run does not fit, the report suggests changes. The command takes the options of areno train, needs "
     "neither data nor rewards, and reads no weights. With a file and settings of areno run, the command estimates each engine "
-    "of that experiment; --tune-params then also prints the largest sizes that fit. "
+    "of that experiment; --tune-params then also prints the largest concurrency and microbatch size that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )

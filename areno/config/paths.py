@@ -24,7 +24,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether ``text`` can only be a path, judging by its first or last characters, its suffix and its slashes."""
+    """Whether ``text`` looks like a path, judging by its first and last characters, its suffix and its slashes."""
     return (
         text.startswith((".", "/", "~"))
         or "\\" in text
@@ -52,7 +52,7 @@ def is_address(path: str | None) -> bool:
 
 
 def ckpt_problem(text: str, option: str = "--ckpt") -> str:
-    """Return the problem of a model reference; empty for a usable local folder and for any well-formed repo id."""
+    """Return the problem with a model reference; empty for a usable local folder and for any well-formed repo id."""
     path = Path(text).expanduser()
     if path.exists():
         return _model_folder_problem(path, option)
@@ -118,7 +118,7 @@ def tokenizer_of(model: str) -> str:
 
 
 def adapter_problem(text: str, option: str) -> str:
-    """Return the problem of an adapter folder; empty if the folder is usable."""
+    """Return the problem with an adapter folder; empty if the folder is usable."""
     path = Path(text).expanduser()
     if not path.is_dir():
         return f"{option} folder does not exist: {text}; pass the folder of a PEFT adapter"
@@ -146,7 +146,7 @@ def _base_problem(path: Path, option: str) -> str:
 
 
 def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:
-    """Return the problem of a path or ``repo[:config[:split]]``; a loader may accept any text that is not a path."""
+    """Return the problem with a path or ``repo[:config[:split]]``; a loader may accept any text that is not a path."""
     path = Path(text).expanduser()
     if path.exists():
         return _data_file_problem(path, has_loader, option)
@@ -176,9 +176,7 @@ def _data_file_problem(path: Path, has_loader: bool, option: str) -> str:
 
 
 def unwritable(path: Path, option: str) -> str:
-    """Return why ``path`` cannot be created as a directory or is not writable; empty if there is no such reason. Nothing is
-    created.
-    """
+    """Return why ``path`` cannot be used as a writable directory; empty if it can be. Nothing is created."""
     existing = path.expanduser().absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -167,7 +167,7 @@ def _check_step(options: TrainOptions) -> None:
         return
     folder = CheckpointFolder(root)
     steps = set(folder.steps())
-    with suppress(CheckpointError):  # a damaged one cannot be chosen
+    with suppress(CheckpointError):  # a damaged best checkpoint cannot be chosen
         steps |= {best} if (best := folder.best_step()) is not None else set()
     if step not in steps:
         available = f"it has {', '.join(map(str, sorted(steps)))}" if steps else "it has none"

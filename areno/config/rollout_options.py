@@ -68,16 +68,16 @@ class RolloutOptions:
         0,
         minimum=0,
         maximum=63,
-        help="Speculative decoding by prompt lookup: maximum draft tokens per decode step; answers do not "
+        help="Speculative decoding by prompt lookup (CPU only): maximum draft tokens per decode step; answers do not "
         "change. This is faster for large models and few sequences.",
     )
     return_routed_experts: bool = _rollout(
         False,
-        help="Record the experts of each token and reuse them in training, so that routing does not make rollout and "
-        "training log-probs differ. On a CPU, this option disables the compilation of decode steps.",
+        help="Routing replay: record each token's experts in rollout and reuse them in training, so that routing differences "
+        "do not change log-probs. On a CPU, this option disables compiled decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
-        False, help="Free the KV cache after each rollout: saves memory, but the next rollout starts more slowly."
+        False, help="Free the KV cache after each rollout, which saves memory but slows the start of the next rollout."
     )
     attn_backend: str = _shared(
         "flash",
@@ -116,7 +116,7 @@ class RolloutOptions:
     rollout_server_args: str | None = _rollout_free(
         None,
         metavar="ARGUMENTS",
-        help="Servers: additional arguments of --rollout-server-command, as one quoted string.",
+        help="Servers: additional arguments of the server's command line, as one quoted string.",
     )
     max_staleness: int = _rollout(
         1,

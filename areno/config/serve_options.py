@@ -37,9 +37,7 @@ API_KEY_VARIABLE = "ARENO_API_KEY"
 _basic = partial(option, group="Basic")
 _rollout = partial(option, group="Rollout")
 
-_MODEL_HELP = (
-    "Model: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory (its newest checkpoint)."
-)
+_MODEL_HELP = "Model: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory (its newest model)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +132,7 @@ class ChatOptions(CommandOptions):
         None, metavar="URL", help="Address of a running server, such as http://127.0.0.1:8000/v1."
     )
     model: str | None = _basic(
-        None, unset="the server's first", help="Name of the model on the server, with --base-url."
+        None, unset="the server's first model", help="Name of the model on the server, with --base-url."
     )
     api_key: str | None = _basic(
         None,
@@ -194,7 +192,7 @@ def _served(options: ServeOptions) -> ServeOptions:
 
 
 def _resolved(options: Any) -> Any:
-    """Replace a run directory with its newest checkpoint, and a missing API key with the key in the environment."""
+    """Replace a run directory with its newest model, and a missing API key with the key in the environment."""
     path, key = options.model_path, options.api_key
     key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
     return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)
@@ -216,7 +214,7 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
 
 
 def key_problems(host: str, key: str | None) -> Iterator[str]:
-    """Yield problems of the API key of a server on ``host``; addresses other than loopback need a key."""
+    """Yield problems with the API key of a server on ``host``; addresses other than loopback need a key."""
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
         yield "--api-key must be printable ASCII without spaces; create one with `openssl rand -hex 24`"
     if key is None and not is_loopback(host):

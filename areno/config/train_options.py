@@ -7,7 +7,7 @@ from areno.config.options import option
 from areno.config.paths import adapter_config
 
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimators of a KL term of the loss."""
+"""Estimators of the KL term in the loss."""
 
 ALL_LINEAR = "all-linear"
 """Value of ``--lora-target-modules`` for every linear layer except the output head."""
@@ -39,8 +39,8 @@ class UpdateOptions:
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="Compute the common prefixes of the rows of a microbatch, such as prompts, only once; results are the same up "
-        "to rounding.",
+        help="Compute prefixes that rows of a microbatch share, such as prompts, only once; results are the same up to "
+        "rounding.",
     )
     offload_activations: bool = _train_free(
         False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
@@ -50,7 +50,7 @@ class UpdateOptions:
     lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps of linear warmup from 0.")
     lr_decay_steps: int = _train(1000, minimum=1, help="Optimizer step at which the learning rate reaches --min-lr.")
     lr_decay_style: str = _train(
-        "cosine", choices=("constant", "linear", "cosine"), help="Shape of the decay of the learning rate."
+        "cosine", choices=("constant", "linear", "cosine"), help="Shape of the learning-rate decay."
     )
     adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay rate of the first moment.")
     adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay rate of the second moment.")
@@ -85,13 +85,13 @@ class UpdateOptions:
         None, path="place", unset="--ckpt", help="Critic to start from: a folder or a repo id."
     )
     critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
-    critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
-    critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps of linear warmup from 0.")
+    critic_min_lr: float = _ppo(0.0, minimum=0, help="Critic's learning rate at the end of the decay.")
+    critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Optimizer steps of the critic's linear warmup from 0.")
     critic_lr_decay_steps: int = _ppo(
-        1000, minimum=1, help="Critic step at which the critic's learning rate reaches --critic-min-lr."
+        1000, minimum=1, help="Optimizer step of the critic at which its learning rate reaches --critic-min-lr."
     )
     critic_lr_decay_style: str = _ppo(
-        "constant", choices=("constant", "linear", "cosine"), help="Shape of the decay of the critic's learning rate."
+        "constant", choices=("constant", "linear", "cosine"), help="Shape of the critic's learning-rate decay."
     )
     critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Clip the critic's gradients to this global norm.")
     critic_warmup_steps: int = _ppo(

@@ -96,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems of combinations and input paths that several commands check; ``split`` is the split to read."""
+    """Yield problems with combinations and input paths that several commands check; ``split`` is the split to read."""
     yield from _combinations(options)
     yield from _paths(options, split)
     try:
@@ -128,14 +128,14 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
 
 
 def value_problems(options: Any) -> Iterator[str]:
-    """Yield the problems of the individual values of a dataclass of options."""
+    """Yield the problems with the individual values of a dataclass of options."""
     declaration: type = type(options)
     for entry in options_of(declaration):
         yield value_problem(entry, getattr(options, entry.name))
 
 
 def value_problem(entry: Option, value: Any) -> str:
-    """Return the problem of one option's value, regardless of other options; empty if the value is valid."""
+    """Return the problem with one option's value, regardless of other options; empty if the value is valid."""
     items = value if entry.many else (value,)
     for item in items:
         if item is None or entry.kind is bool:
@@ -151,7 +151,7 @@ def value_problem(entry: Option, value: Any) -> str:
 
 
 def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    """Yield the problems that the dataclass of the algorithm's options reports."""
+    """Yield the problems with the options that the algorithm declares."""
     if any(value_problem(entry, value_of(options, entry.name)) for entry in spec.own_options()):
         return
     try:
@@ -187,7 +187,7 @@ def _samples(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
 
 
 def decoding_problems(options: TrainOptions) -> Iterator[str]:
-    """Yield the problems of the generation options."""
+    """Yield the problems with the generation options."""
     if options.top_k == 0:
         yield "--top-k must be positive, or -1 for no limit, got 0; use -1 or at least 1"
     longest = options.max_prompt_tokens + options.max_new_tokens

@@ -107,10 +107,10 @@ class Backend(Generator, Protocol):
         """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Per row, the value after each token."""
+        """Per row, the critic's value after each token."""
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Score of each row at its last token."""
+        """Per row, the score at the last token."""
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not loaded yet.
@@ -135,7 +135,7 @@ class Backend(Generator, Protocol):
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write what a resumed run needs besides the actor's weights: all optimizer states, and the other trainable models."""
+        """Write all optimizer states, and the trainable models other than the actor."""
 
     def load_state(self, checkpoint: Path) -> None:
         """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 _FIRST_S = 0.3
-# Hysteresis: smaller changes in free cores are ignored. On large machines the limit is a fraction of all cores.
+# Hysteresis: smaller differences between free cores and threads are ignored. The second number is a share of the maximum.
 _LEAST_CHANGE = 0.6
 _LEAST_SHARE = 0.05
 

@@ -192,7 +192,7 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights, and keep them gathered until the rollout ends or a model trains. All ranks must call this."""
+        """Gather sharded weights until :meth:`end_rollout`, :meth:`train` or :meth:`measure`. All ranks must call this."""
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
@@ -339,11 +339,11 @@ class Engine:
         return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Per row, the value after each token."""
+        """Per row, the critic's value after each token."""
         return self.score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Score of each row at its last token."""
+        """Per row, the score at the last token."""
         return self.score("rewards", role, rows, micro_bs)
 
     def score(

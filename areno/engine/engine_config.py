@@ -19,9 +19,9 @@ class EngineConfig:
     ``trains`` is ``policy`` (the actor is a trainable policy), ``reward`` (the actor is a trainable sequence classifier,
     which cannot generate) or ``nothing`` (the actor is a policy without an optimizer).
 
-    ``decode`` is ``auto``, ``compiled`` or ``eager``. With ``auto``, the engine loads the decode step from disk if an
-    earlier run has compiled it. Otherwise ``auto`` compiles the decode step in the background if the remaining work
-    justifies the compilation. ``compiled`` compiles the decode step before the first token; ``eager`` never compiles it.
+    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``auto`` loads the
+    decode step from disk if an earlier run has compiled it. Otherwise, ``auto`` compiles the step in the background if the
+    remaining work justifies the compilation. ``compiled`` compiles the step before the first token; ``eager`` never does.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -64,7 +64,7 @@ def trim_freed_memory() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Retain freed memory, unless glibc is missing or the user has configured malloc or preloaded another allocator."""
+    """Retain freed memory if glibc is 2.33 or newer and the user has neither configured malloc nor preloaded an allocator."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
     if _ALLOCATOR or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used

@@ -28,7 +28,7 @@ def context_length(config: Any) -> int | None:
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
-    factor, kind = rope.get("factor"), rope.get("rope_type")  # missing, so ignored, if nested by layer type
+    factor, kind = rope.get("factor"), rope.get("rope_type")  # None if nested by layer type
     if stated is None or not factor:
         return stated
     if kind == "linear":
@@ -86,7 +86,7 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
     """Reject a role if its vocabulary differs from the actor's, because the role would score different text.
 
-    Raises UsageError: the vocabularies differ, or a token id has no embedding.
+    Raises UsageError: the vocabularies differ, a token id has no embedding, or the configuration is unreadable.
     """
     from areno.text.chat import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Checks that everything named in an experiment's configuration exists, before a model is loaded."""
+"""Checks, before a model is loaded, that the files, functions and packages of an experiment's configuration exist."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ BUILT_IN_WORKFLOWS = ("rlvr", "multi_turn")
 
 
 def check_inputs(config: BaseExperimentConfig) -> None:
-    """Check that models, data and functions exist, and that files can be written.
+    """Check that models, data, functions and packages exist, and that ``cluster.fileroot`` is writable.
 
     Raises:
         UsageError: lists all problems.
@@ -35,7 +35,7 @@ NO_REWARD = (
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield a problem for each configured function or class that cannot be found or called."""
+    """Yield the problems of the configured functions, classes and reward weights; an empty string for a valid name."""
     for name in DATASETS:
         section = getattr(config, name)
         if section is not None and (loader := section.dataset_kwargs.get(LOADER)):
@@ -62,7 +62,7 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def parser_problems(agent: AgentConfig) -> Iterator[str]:
-    """Yield a problem for each unknown parser of an agent's answers."""
+    """Yield a problem for each unknown tool-call or reasoning parser."""
     for name, parsers in {
         "tool_call_parser": list_tool_call_parsers(),
         "reasoning_parser": list_reasoning_parsers(),

@@ -1,4 +1,4 @@
-"""The directories of an experiment below ``fileroot``, as documented.
+"""The directories of an experiment below ``fileroot``.
 
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
     {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery checkpoints
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def _user() -> str:
-    """User name for paths; the user id where it has no name, as in some containers."""
+    """User name for paths, or the user id if the user has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -39,7 +39,7 @@ def _user() -> str:
 
 @contextmanager
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
-    """Open the run directory and its log for the duration of the block; the first log line is the directory's path.
+    """Open the run directory and its log for the duration of the block; the first log line contains the directory's path.
 
     Does not import torch, which would take seconds. Nested calls only return the directory.
     """
@@ -102,7 +102,7 @@ class ExperimentFolders:
         return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:
-        """Create the run directory with a link to the checkpoints; UsageError on failure."""
+        """Create the checkpoint directory, and the run directory with a link to it; UsageError on failure."""
         run_dir = self.run_dir
         try:
             if self.fileroot == DEFAULT_FILEROOT:

@@ -33,7 +33,7 @@ _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concu
 
 
 class ExperimentSizes(Sizes):
-    """Sizes of an engine of ``areno run``, from a fully resolved ``config``."""
+    """The sizes that determine an engine's memory in ``areno run``, from a fully resolved ``config``."""
 
     def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
         self.experiment, self.pairs = config, isinstance(config, RWConfig | DPOConfig)
@@ -57,7 +57,7 @@ class ExperimentSizes(Sizes):
         return self.experiment.train_dataset.max_length or max(gconfig.max_tokens - gconfig.max_new_tokens, 1)
 
     def roles(self) -> list[HeldRole]:
-        """Models besides the actor, without those that share weights with the actor or with another frozen model."""
+        """Models besides the actor, without those that use the weights of the actor or of an earlier frozen model."""
         config, held = self.experiment, []
         if not self.trains:
             return []
@@ -73,7 +73,7 @@ class ExperimentSizes(Sizes):
         return [role for role in held if role.optimizer is not None or frozen.get(role.path) is role]
 
     def longest_row(self, context: int | None) -> int:
-        """See :meth:`Sizes.longest_row`; without a configured limit, the model's context applies."""
+        """See :meth:`Sizes.longest_row`."""
         section, longest = self.experiment.train_dataset, None
         if self.policy:
             gconfig = self.experiment.gconfig
@@ -122,18 +122,18 @@ class ExperimentPlan:
     rollout: MemoryPlan | None
     titles: tuple[str, str]  # titles of the two plans
     transfer: int  # size in bytes of the shared memory for weight transfers
-    together: bool  # both share one memory, and must fit into it together
+    together: bool  # whether the two plans share one memory, and must fit into it together
     share: int = 0  # bytes on the fullest rank if the layout shards weights (the plans assume unsharded ones); else 0
 
     @property
     def needed(self) -> int:
-        """Peak bytes, summed over the plans that share one memory."""
+        """Peak bytes: the sum if both plans share one memory, otherwise the larger plan's."""
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
 
     @property
     def available(self) -> int:
-        """Free bytes."""
+        """Available bytes."""
         return self.actor.available
 
     @property
@@ -143,7 +143,7 @@ class ExperimentPlan:
 
 
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
-    """Plan the memory of an experiment with ``available`` bytes; None takes the free memory of this machine."""
+    """Plan the memory of an experiment with ``available`` bytes; None takes the free memory of this machine or GPU."""
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)
@@ -172,7 +172,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes on the training rank that needs the most if the layout shards weights, without the process itself."""
+    """Bytes that the fullest training rank needs, without the process itself; 0 if the layout does not shard weights."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0
@@ -192,7 +192,7 @@ def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
 
 
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
-    """Further engine options for generation; the requests are divided between the replicas."""
+    """Further engine options for generation; the requests are divided among the replicas."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
@@ -224,7 +224,7 @@ def _largest_pass(config: Any, longest: int) -> int:
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
-    """The largest sizes with which an experiment fits into memory; empty if none fits.
+    """The largest concurrency and microbatch size with which an experiment fits into memory; empty if none fits.
 
     The rollout cache is sized first, to hold all answers at maximum length; microbatches get the remaining memory.
     """
@@ -247,10 +247,10 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
     """Plan an experiment given by its command line; returns the plan, and the plan as a table or as data (bytes by name).
 
-    With ``tune`` it also finds the largest sizes that fit.
+    With ``tune`` it also finds the largest concurrency and microbatch size that fit into memory.
 
     Raises:
-        UsageError: the models cannot be read.
+        UsageError: the configuration is invalid, or a model cannot be read.
     """
     words = ["--config", *words]
     cls = experiment_class(words)

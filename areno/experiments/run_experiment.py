@@ -76,7 +76,7 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """Run ``main_async_ppo.py`` or ``main_sync_ppo.py`` with the legacy keys; the math reward is the default reward."""
+    """Entry point of ``main_async_ppo.py`` and ``main_sync_ppo.py``, with legacy keys and the math reward as default."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> None:

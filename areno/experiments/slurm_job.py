@@ -66,7 +66,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
 
 
 def _common(values: set[str]) -> str:
-    """The common value, or an empty string if they differ."""
+    """The common value; an empty string if the values differ."""
     return next(iter(values)) if len(values) == 1 else ""
 
 

@@ -19,7 +19,7 @@ from areno.name_resolve import NameOptions
 from areno.python_process import python_command
 
 NODE = "ARENO_NODE"
-"""The environment variable with the name of a worker's machine."""
+"""The environment variable with the name or address of a worker's machine."""
 
 _POLL_S, _AT_ONCE = 0.05, 32
 
@@ -31,7 +31,7 @@ class Task:
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.
         environment: environment variables in addition to those of the machine that runs the task.
-        log_file: file for the output; None inherits the launcher's output.
+        log_file: file for the output; None inherits the output of the process that starts the task.
     """
 
     role: str
@@ -49,13 +49,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """Resources of each worker of a role. ``SchedulingSpec`` documents the other fields."""
+    """Resources of each worker of a role. ``SchedulingSpec`` documents the fields without a comment."""
 
     workers: int = 1
     together: int = 1  # number of consecutive workers that must be on one machine
     cpu: int = 1
     gpu: int = 0
-    mem: int | None = None  # memory in GB; None requests none
+    mem: int | None = None  # memory in GB per GPU, or per worker without GPUs; None requests none
     env_vars: Mapping[str, str] = field(default_factory=dict)
     cmd: str | None = None  # command that starts Python, instead of the default interpreter
     additional_bash_cmds: Sequence[str] = ()
@@ -92,7 +92,7 @@ class RunningTask(Protocol):
 
     Attributes:
         pid: process id on the machine of the process; 0 if unknown.
-        node: name of the machine of the process; empty for this machine.
+        node: name or address of the machine of the process; empty for this machine.
         returncode: exit code; None if the process was running at the last poll.
     """
 
@@ -141,7 +141,7 @@ class Launcher(Protocol):
     host: str
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """Start tasks, and wait until all tasks have connected. If a task fails, kill all tasks and raise EngineError."""
+        """Start tasks, and wait until all of them have connected. If one fails, kill all of them and raise EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
         """Reserve resources for ``workers`` workers of a role. After an EngineError or UsageError, nothing has changed."""

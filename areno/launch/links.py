@@ -23,7 +23,7 @@ from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
 """Environment variables of a worker. Between machines, they are the address ``HOST:PORT/NAME`` and the run's key in hex. On one
-machine, the first variable is the number of an inherited socket, and there is no key."""
+machine, the first variable is the file descriptor of an inherited socket, and there is no key."""
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
 """An environment variable that a worker sets. Its value is the address at which other machines reach the worker's machine."""
@@ -38,7 +38,7 @@ _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A socket between a worker and its starter. ``key`` signs messages between machines."""
+    """A socket between a worker and its starter. ``key`` signs messages between machines; ``dials`` is True in the worker."""
 
     socket: socket.socket
     key: bytes | None

@@ -1,8 +1,8 @@
 """Runs tasks on a Ray cluster. An actor starts the process of each task, on the node where Ray has placed the actor.
 
-Each role has its own placement groups. The task and the actor are separate processes. Therefore, Ray's threads and pickling do
-not affect the task, and a hanging task can be killed. A task exits when its connection is closed. The output of a task goes to
-Ray's logs, and to the task's log file if the folder of this file exists on the node.
+Each role that is not colocated has its own placement groups. The task and the actor are separate processes. Therefore, Ray's
+threads and pickling do not affect the task, and a hanging task can be killed. A task exits when its connection is closed. The
+output of a task goes to Ray's logs, and to the task's log file if the folder of this file exists on the node.
 """
 
 import logging
@@ -270,7 +270,7 @@ class RayLauncher(RemoteLauncher):
 
 
 def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise UsageError if the cluster is too small for all roles, or if no node is large enough for a worker.
+    """Raise UsageError if the cluster is too small for all roles together, or if no node is large enough for a worker.
 
     Ray itself would wait forever.
     """

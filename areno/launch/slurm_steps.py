@@ -90,7 +90,7 @@ class SlurmTask:
 class SlurmLauncher(RemoteLauncher):
     """See :class:`areno.launch.launcher.Launcher`. This process must belong to the job, and run on one of its nodes.
 
-    Raises UsageError if the job has too few nodes for the roles.
+    Raises UsageError if the workers do not fit on the nodes of the job.
     """
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names, gpus_per_node: int) -> None:

@@ -150,7 +150,7 @@ def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
-    """Statistics of all policy losses. ``ratio`` is per token [A]."""
+    """Statistics that all policy losses report. ``ratio`` is per token [A]."""
     mask = pack["packed_response_mask"]
     difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)

@@ -1,7 +1,7 @@
 """Estimators of the KL divergence to a reference policy, from the log-probs of sampled tokens.
 
-Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html) calls these estimators k1, k2 and
-k3. GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4) uses k3.
+Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html) names three of these estimators k1,
+k2 and k3. GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4) uses k3.
 """
 
 from collections.abc import Callable

@@ -75,9 +75,10 @@ class PolicyLossConfig(PolicyLossOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Per-token inputs [A] of the loss and its statistics. Tensors are 0 outside the response mask.
+    """Per-token inputs [A] of the loss and its statistics. Log-probs and advantages are 0 outside the response mask.
 
-    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens that ``weights`` keeps.
+    With sequence-level importance sampling, ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean, over the
+    tokens that ``weights`` keeps.
     """
 
     mask: Tensor

@@ -1,8 +1,8 @@
-"""Rejection sampling: masks tokens whose proximal and behavior policies differ too much, or clamps their weight.
+"""Rejection sampling: masks tokens or sequences on which two policies differ too much, or clamps their weights.
 
 r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al.
-2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). If a token or sequence is outside the bounds, the loss masks
-it or clamps its weight. IcePop (Ling Team 2025, arXiv:2510.18855) masks with a lower and an upper bound on the ratio.
+2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks with a lower
+and an upper bound on the ratio.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class RejectionSampling(RejectionSamplingConfig):
 
 @dataclass(frozen=True, slots=True)
 class BehaviorWeights:
-    """Importance weights of the behavior policy, and the result of rejection sampling."""
+    """Importance weights relative to the behavior policy, and the result of rejection sampling."""
 
     weight: Tensor  # importance weight [A], detached; 0 for masked tokens
     keep: Tensor  # bool [A], response tokens that are not masked

@@ -1,6 +1,6 @@
 """Reward shaping: converts task rewards to per-token advantages.
 
-First the reward parts are normalized and weighted. Then the overlong penalty, bias, scaling and clip are applied, and
+First, reward parts may be normalized and weighted. Then the overlong penalty, bias, scaling and clip are applied, and
 the rewards are normalized over samples. The last trained token gets the result R' and its KL reward; earlier trained
 tokens get only their KL rewards. Finally GAE runs over the trained tokens, and advantages are normalized over tokens.
 Untrained tokens (prompts and tool results) are skipped and not discounted.
@@ -49,16 +49,16 @@ class RewardShaping:
     reward_clip: float = 20.0  # bound on the magnitude of the scaled reward, above 0
     overlong_reward_penalty: bool = False
     overlong_tokens: int | None = None  # number of last tokens of ``max_new_tokens`` that are penalized, above 0
-    overlong_penalty_factor: float | None = None  # largest penalty, not negative
+    overlong_penalty_factor: float | None = None  # penalty at ``max_new_tokens``, not negative
     max_new_tokens: int = 1024  # maximum answer length in tokens
     mask_no_eos_with_zero: bool = False
-    reward_norm: RewardNorm | None = None  # normalization over samples; None: none
+    reward_norm: RewardNorm | None = None  # normalization over samples, if any
     kl_ctl: float = 0.0  # weight of the KL reward, not negative; above 0 it needs reference log-probs
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # see :func:`~areno.loss_fns.kl.kl_penalty`
     discount: float = 1.0  # gamma of GAE, 0 to 1
     gae_lambda: float = 1.0  # lambda of GAE, 0 to 1
     bootstrap_truncated: bool = True
-    adv_norm: AdvantageNorm | None = None  # normalization over trained tokens; None: none
+    adv_norm: AdvantageNorm | None = None  # normalization over trained tokens, if any
 
     def __post_init__(self) -> None:
         if not self.reward_clip > 0:
@@ -103,7 +103,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments. A segment is a span of tokens, such as a turn, or consists of several rows."""
+    """Rewards of segments. A segment may be a span of tokens, such as a turn, or cover several rows."""
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment

@@ -110,7 +110,7 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name that has no value within ``wait_timeout`` seconds counts as lost.
+        A name that gets no value within ``wait_timeout`` seconds counts as lost.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 

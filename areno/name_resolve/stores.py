@@ -1,6 +1,7 @@
 """Name stores in the memory of a process, or in files of a shared folder.
 
-The operations of a store are atomic and do not block. :class:`areno.name_resolve.repository.Repository` builds on a store.
+The operations of a store are atomic, and never wait for a value. :class:`areno.name_resolve.repository.Repository` builds on a
+store.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ _FILE = "ENTRY"
 
 
 class NameStore(Protocol):
-    """Values by name, with an optional time to live in seconds. Errors are ArenoErrors."""
+    """Values by name, with an optional time to live in seconds. Raises ArenoError, and OSError for files."""
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """Set a value. Without ``replace``, return False if there is a value: of concurrent writers, only one succeeds."""
@@ -94,9 +95,9 @@ class MemoryStore:
 class FileStore:
     """Names as files ``{root}/{name}/ENTRY``. Folders are created when needed.
 
-    A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file, and only
-    one of two concurrent writers succeeds. A file contains the value and the time to live in seconds as JSON. The time to live
-    starts at the file's modification time, which :meth:`touch` renews.
+    A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file, and
+    without ``replace`` only one of two concurrent writers succeeds. A file contains the value and the time to live in seconds
+    as JSON. The time to live starts at the file's modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:

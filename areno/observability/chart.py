@@ -87,8 +87,8 @@ def printable(text: str) -> str:
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
     """Shorten ``text`` to one line of at most ``limit`` printable characters.
 
-    Line breaks become a visible mark. Other unprintable characters are replaced by a replacement character. Without
-    ``unicode``, all non-ASCII characters are replaced as well.
+    Line breaks become a visible mark. Other unprintable characters, and without ``unicode`` all non-ASCII
+    characters, become a replacement character.
     """
     newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
     # Truncate first: the text may be a megabyte.

@@ -27,7 +27,7 @@ def _distinct_prompts(rows: Any) -> int | None:
     if len(rows) > _MOST_ROWS:
         return None
     columns = getattr(rows, "column_names", None)
-    if isinstance(columns, list):  # a data set of the library `datasets`: reads this column only
+    if isinstance(columns, list):  # a Hugging Face dataset: only this column is read
         names = [name for name in PROMPT_FIELDS if name in columns]
         prompts = list(rows[names[0]]) if names else [None]
     elif isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows):
@@ -38,6 +38,6 @@ def _distinct_prompts(rows: Any) -> int | None:
 
 
 def _asked(prompt: Any) -> Any:
-    """The prompt; of an SFT conversation, the messages before the final answer."""
+    """The prompt, or for an SFT conversation the messages before the final answer."""
     ends = isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
     return prompt[:-1] if ends and prompt[-1].get("role") == "assistant" else prompt

@@ -1,8 +1,8 @@
 """Progress of a run: a live display on a terminal, or one log line per step elsewhere.
 
-The statistics and samples in the live display are also in the files of the run. A thread redraws the display, so that the
-clock of a phase advances during a step. Warnings scroll above the display. When the run ends, the ``with`` block or an
-exit handler restores the cursor. :mod:`areno.observability.screen` lays out the lines.
+A thread redraws the display, so that the clock of a phase advances during a step. Warnings scroll above the display.
+When the run ends, the ``with`` block or an exit handler restores the cursor. :mod:`areno.observability.screen` lays out
+the lines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ProgressDisplay:
         self._pace = _Pace(done_steps)
 
     def phase(self, name: str) -> None:
-        """Enter the phase ``name`` (``rollout``, ``reward``, ``train``, ``save``)."""
+        """Enter the phase ``name`` (such as ``rollout``, ``reward``, ``train`` or ``save``)."""
 
     def step_done(
         self,

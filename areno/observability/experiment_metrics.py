@@ -59,7 +59,7 @@ _LAG: _Rows = (
 _EVALUATED: _Rows = (
     ("accepted", "prompts of this evaluation whose episodes finished, with any reward"),
     ("rejected", "prompts of this evaluation whose episodes raised or returned None"),
-    ("n_prompts", "prompts of this evaluation"),
+    ("n_prompts", "prompts of this evaluation that the means cover; equal to accepted"),
 )
 _EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and response"),)
 _BATCH: _Rows = (

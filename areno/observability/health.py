@@ -100,7 +100,7 @@ class HealthMonitor:
                 samples that were dropped because the reward function failed); missing statistics are not checked.
             rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty if the step has no rewards.
             groups: prompt index of each sample, aligned with ``rewards``.
-            truncated: whether each response reached the token limit.
+            truncated: whether each response was truncated.
 
         Raises:
             ValueError: ``rewards`` and ``groups`` differ in length.
@@ -230,11 +230,14 @@ class HealthMonitor:
         if self._moved < 0 and low == high:
             return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"
         if self._moved > 0 and cut:
-            return f"{seen}The reward may simply grow with length or repetition: read late samples (areno inspect RUN)"
+            return (
+                f"{seen}The reward may simply grow with length or repetition: read samples from late in the run "
+                "(areno inspect RUN)"
+            )
         if self._moved > 0:
             return (
-                f"{seen}Earlier rewards were lower: if late samples are right (areno inspect RUN), the task is solved; "
-                "stop, or use harder problems"
+                f"{seen}Earlier rewards were lower: if samples from late in the run are right (areno inspect RUN), the task "
+                "is solved; stop, or use harder problems"
             )
         if cut:
             return f"{seen}All responses are truncated, which may be why: first raise {self._limit(length)[1]}"
@@ -256,7 +259,7 @@ class HealthMonitor:
         if self._moved > 0:
             return (
                 f"{seen}, and the reward is higher than at the start: it may simply grow with length or repetition. Read "
-                "late samples (areno inspect RUN); responses would fill a higher limit, too"
+                "samples from late in the run (areno inspect RUN); responses would fill a higher limit, too"
             )
         if self._moved < 0:
             return (
@@ -279,7 +282,7 @@ def overflowed(stats: Mapping[str, float]) -> bool:
 
 
 def unusable(stats: Mapping[str, float]) -> bool:
-    """Whether an update of the step was skipped, or its loss or gradient is not finite."""
+    """Whether an update was skipped for a reason other than an fp16 overflow, or its loss or gradient is not finite."""
     if overflowed(stats):
         return False
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
@@ -287,7 +290,7 @@ def unusable(stats: Mapping[str, float]) -> bool:
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Whether the reward rises while its fastest rising and fastest falling parts are anticorrelated, and the warning."""
+    """Whether the reward rises while its most steadily rising and falling parts are anticorrelated, and the warning."""
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:
         return None, ""
@@ -302,10 +305,10 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
     rising, falling = names[up], names[down]
     rise, fall = ("{:.3g} to {:.3g}".format(*halves[part]) for part in (up, down))
     return True, (
-        f"reward parts move in opposite directions: over {PARTS_WINDOW} steps `{rising}` rose ({rise}, means of the halves) "
-        f"and `{falling}` fell ({fall}; correlation {correlation[up, down]:.2f}), while the total reward rose. The policy "
-        f"may be exploiting `{rising}`: read late samples where it is high and `{falling}` is low (areno inspect RUN), then "
-        f"fix the loophole or lower its weight (--reward-weights {rising}=...)"
+        f"reward parts move in opposite directions: over {PARTS_WINDOW} steps `{rising}` rose ({rise}, means of the two "
+        f"halves) and `{falling}` fell ({fall}; correlation {correlation[up, down]:.2f}), while the total reward rose. The "
+        f"policy may be exploiting `{rising}`: read samples from late in the run where it is high and `{falling}` is low "
+        f"(areno inspect RUN), then fix the loophole or lower its weight (--reward-weights {rising}=...)"
     )
 
 

@@ -13,7 +13,10 @@ from areno.errors import UsageError
 
 
 class MemoryProfiler:
-    """Records selected steps (from 0), each with at most ``max_entries`` events. Raises UsageError without a CUDA device."""
+    """Records selected steps (from 0), each with at most ``max_entries`` events.
+
+    Raises UsageError if a step is selected and there is no CUDA device.
+    """
 
     def __init__(
         self, logs: str | Path, profile_steps: Sequence[int], max_entries: int = 100_000, rank: int = 0

@@ -1,4 +1,4 @@
-"""Normal values of each metric, with a remedy for abnormal values; shown by ``areno explain`` and in ``docs/run-directory.md``.
+"""Normal values of metrics, with remedies for abnormal values; shown by ``areno explain`` and in ``docs/run-directory.md``.
 
 Ranges are guidance, not limits: a value outside its range is a reason to look closer. The texts mention options of
 ``areno train``; :func:`advice_for` replaces them by the settings of an experiment.
@@ -74,8 +74,8 @@ ADVICE: dict[str, Advice] = {
     ),
     "rollout/reward_parts/NAME": Advice(
         "parts rise together, or some stay constant",
-        "If one part falls while another rises, read late samples: the policy may exploit the rising part. Fix the "
-        "loophole, or change --reward-weights",
+        "If one part falls while another rises, read samples from late in the run: the policy may exploit the "
+        "rising part. Fix the loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
         "0.1 to 0.9 while there is something to learn, if wrong answers get a reward of 0 or less",

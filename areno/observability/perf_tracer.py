@@ -35,7 +35,7 @@ from areno.errors import ArenoError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIRST_TASK_TRACK = 1_000_000_000
-"""Number of the first track for asyncio tasks, above every thread id of the operating system."""
+"""Tracks of asyncio tasks have numbers above this number, which exceeds every thread id of the operating system."""
 
 _MARKER = "areno: profile begins"
 """Name of the event that marks a reading of areno's clock in the profile, to compute the offset of the profiler's clock."""
@@ -164,7 +164,10 @@ class PerfTracer:
                 self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
 
     def save(self, step: int | None = None, force: bool = False) -> None:
-        """Append the events to the file if ``save_interval`` is reached, or with ``force``. Raises ArenoError on failure."""
+        """Append the events to the file; with ``step``, only every ``save_interval`` steps, unless ``force``.
+
+        Raises ArenoError on failure.
+        """
         if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
             return
         with self._lock:

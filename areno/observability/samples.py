@@ -1,7 +1,7 @@
 """Selects samples of each step for ``samples.jsonl``, and logs completions for ``ARENO_LOG_COMPLETIONS``.
 
 Of each of the first eight prompts of a step, the best, the worst and the first sample are selected. So a step adds at
-most 24 records, with texts of at most 8,000 characters, and the file of a long run stays small.
+most 24 records, with prompts and completions of at most 8,000 characters.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def sample_records(
 
     Args:
         records: all samples of the step; ``metadata`` has the prompt index, the sample index and the finish reason.
-        trajectories: functions that return the training rows of a sample. Only those of selected samples are called, and at
+        trajectories: a function per sample that returns its training rows. Only those of selected samples are called, and at
             most `MAX_TOKENS` tokens are recorded per step.
 
     Returns:
@@ -342,7 +342,7 @@ def _logprob_mean(record: RewardRecord) -> float | None:
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:
-    """The entry ``data`` of a sample: the short fields of its data row except the prompt, such as the expected answer."""
+    """The entry ``data`` of a sample: the first fields of its data row (shortened) except the prompt."""
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()

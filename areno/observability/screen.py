@@ -27,7 +27,7 @@ _TREND_POINTS = 120
 _BAR_WIDTHS = (8, 40)
 _SAMPLE_CHARS = 2000
 _ANSWER_LINES = 6
-_PARTS = 4  # reward parts that are shown or left out together
+_PARTS = 4  # reward parts are shown only if this many, or all, fit
 _SENTENCE_END = re.compile(r"(?<=\.)\s+(?=[A-Z])")
 _GIB = 2**30
 

@@ -1,6 +1,6 @@
 """Writes the statistics of a step of ``areno run`` to ``metrics.jsonl``, to tracking services and, as a table, to the log.
 
-The heading of each table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The heading
+The heading of a step's table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The heading
 also has the duration of the step and the time since the start of the run, including the time before a recovery. A
 service that fails is disabled, because training must not depend on an external server.
 """

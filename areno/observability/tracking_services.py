@@ -36,7 +36,7 @@ class TrackingService(Protocol):
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of one step; if the service has later steps already, the numbers are appended after them."""
+        """Send the numbers of one step. A service that already has later steps may append the numbers after them."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -174,7 +174,7 @@ class _TrackedRun:
 
 
 def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
-    """Open a W&B run; a restart resumes the run. Without an API key, W&B handles the login."""
+    """Open a W&B run; a restart resumes the run, except offline. Without an API key, W&B handles the login."""
     wandb = _package("wandb", "wandb", "wandb")
     settings = {"console": "off", "silent": True}  # do not capture the terminal output
     settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}

@@ -31,7 +31,7 @@ _ROLLOUT: _Rows = (
     ("reward_parts/NAME", "reward", "mean of a part of the reward, if the reward has [parts](rewards.md#named-parts)"),
     ("accuracy", "fraction", "samples with a reward above 0"),
     ("advantages_{mean,std}", "advantage", "advantages of the trained response tokens"),
-    ("logprobs_mean", "nats", "log-prob of response tokens, recorded while sampling"),
+    ("logprobs_mean", "nats", "log-prob of trained response tokens, recorded while sampling"),
     ("num_sequences", "rows", "training rows of the step"),
     ("{seq,prompt,response}_len_mean", "tokens", "length of a row, of its prompt and of its response"),
     (
@@ -49,7 +49,7 @@ _SAMPLES: _Rows = (
         "fraction",
         "prompts whose answers all got the same reward, so that there is no learning signal",
     ),
-    ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens`"),
+    ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens` or the context length"),
     (
         "sampling_cut_mass",
         "probability",
@@ -70,7 +70,7 @@ _SAMPLES: _Rows = (
         "rows",
         "with `--agent-fn`: rows added because a conversation forked ([when](agentic.md#when-a-conversation-forks))",
     ),
-    ("agent_turns_mean", "answers", "with `--agent-fn`: answers per sample"),
+    ("agent_turns_mean", "turns", "with `--agent-fn`: model turns per sample"),
     ("workflow_failed", "prompts", "with `--workflow`: prompts whose workflow raised"),
     ("workflow_left_out", "samples", "with `--workflow`: samples for which the workflow returned nothing"),
 )

@@ -54,7 +54,7 @@ def train_tokenizer(
 
 
 def make_checkpoint(folder: Path, seed: int) -> int:
-    """Save the quickstart's random model and its tokenizer; returns the number of parameters."""
+    """Save the quickstart's randomly initialized model and its tokenizer; returns the number of parameters."""
     return save_random_model(folder, make_tokenizer(), seed)
 
 
@@ -68,9 +68,10 @@ def save_random_model(
     context: int = 256,
     rope_theta: float = 100.0,
 ) -> int:
-    """Save a random Llama model with its tokenizer; returns the number of parameters. ``width`` must be a multiple of 24.
+    """Save a randomly initialized Llama model with its tokenizer; returns the number of parameters.
 
-    Large initial weights, many small heads and a small RoPE base make the model learn to copy and add three times faster.
+    ``width`` must be a multiple of 24. Large initial weights, many small heads and a small RoPE base make the model learn
+    to copy and add three times faster.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -56,7 +56,7 @@ class Problem:
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def row(self, rng: random.Random) -> dict[str, Any]:
-        """Return a data row with a demonstration in one of the two styles."""
+        """Return a data row whose demonstration shows the work or states only the answer."""
         shows_work = rng.random() < WORDINGS[self.wording]
         response = worked_answer(self.a, self.b) if shows_work else f"Answer: {self.a + self.b}"
         return {"prompt": self.question, "response": response, "solutions": [str(self.a + self.b)]}
@@ -68,7 +68,7 @@ def problem_count() -> int:
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """Draw ``count`` distinct sums from one side of the split, each in a wording drawn with ``weights``."""
+    """Draw ``count`` distinct sums (held-out or training), each in a wording drawn with ``weights``."""
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]
     seen: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""Code shared by both quickstarts: creates the run folder, prints the equivalent command, and trains."""
+"""Code shared by both quickstarts: chooses the run folder, prints the equivalent command, and trains."""
 
 import logging
 import shlex
@@ -42,7 +42,7 @@ class BriefLines(PlainProgress):
 
 
 def run_folder(run_dir: str | None) -> Path:
-    """Return the folder of the run (default ``runs/quickstart-<time>``) and print it."""
+    """Return the folder of the run (default ``runs/quickstart-<time>``) and print it; UsageError unless it is new or empty."""
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"--run-dir {root}: the folder is not empty; choose another folder, or delete this one")

@@ -64,7 +64,7 @@ COUNTERPARTS = {name: SETTINGS[flag_of(name)] for name in _SAME_MEANING} | {
 }
 """Maps options of ``areno train`` to the settings of ``areno run`` with the same meaning."""
 
-# Settings of an experiment that say where and how it runs, what it saves and how often it evaluates.
+# Settings of an experiment that say where and how it runs, what it saves and how it evaluates.
 _RUNS_ALIKE = re.compile(
     r"(experiment_name|trial_name|fileroot|setup_timeout|request_timeout|workers_ready_timeout|request_retries|log_level)$"
     r"|^(cluster|saver|recover|stats_logger|perf_tracer|memory_profiler|evaluator|valid_dataset|launcher|scheduler)\."

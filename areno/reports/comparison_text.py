@@ -54,7 +54,7 @@ def _first_difference(comparison: RunComparison) -> Iterator[str]:
     elif result.different is None:
         assert result.unequal is not None
         yield (
-            f"No difference: {shared} agree to 1e-6, but are not bit-equal since step {result.unequal.step}: "
+            f"No difference: {shared} agree to 1e-6, but are not bit-equal from step {result.unequal.step} on: "
             f"{result.unequal.text}."
         )
     else:

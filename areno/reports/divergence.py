@@ -277,7 +277,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
         return (
-            f"different numbers of prompts: {len(first)} and {len(second)} are recorded; prompts in both runs are equal"
+            f"different numbers of prompts: {len(first)} and {len(second)} are recorded; the common prompts are equal"
         )
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
         return "the same prompts in a different order"

@@ -51,7 +51,7 @@ def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
     if state == FINISHED:
         return Ending(state, f"It finished: {_reached(run, advice, done)}.")
     if state == RUNNING:
-        return Ending(state, f"It has not ended: it is running, {at}{_since_last_step(run)}.")
+        return Ending(state, f"It is still running, {at}{_since_last_step(run)}.")
     again = _again(run, advice, done)
     if state == STOPPED:
         signal = str(status.get("signal"))
@@ -106,7 +106,7 @@ def _since_last_step(run: RunData) -> str:
 def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
     """Describe how to continue the run."""
     if not done:
-        return "Then start it again."
+        return "Start it again."
     command = f"areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
     if (step := resumable_step(run)) is not None:
         return f"Continue it from its checkpoint of step {step:,}: {command}"

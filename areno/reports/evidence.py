@@ -63,7 +63,7 @@ class Evidence:
 
     @cached_property
     def at_highest(self) -> bool:
-        """Whether the late rewards are close to the highest reward of the run, and not all rewards are equal."""
+        """Whether the last rewards are close to the highest reward of the run, and not all rewards are equal."""
         highs, lows = finite(self.run.series("reward_max"))[1], finite(self.run.series("reward_min"))[1]
         if not len(highs) or not len(lows):
             return False
@@ -90,7 +90,7 @@ class Evidence:
 
     @property
     def solved(self) -> bool:
-        """Whether the late rewards are close to the highest reward of the run, and no part of the reward is neglected."""
+        """Whether the last rewards are close to the highest reward of the run, and no part of the reward is neglected."""
         return self.at_highest and not self.neglected
 
     @cached_property
@@ -109,7 +109,7 @@ class Evidence:
 
     @cached_property
     def tied(self) -> tuple[float, Indices]:
-        """Fraction of late prompts whose answers all have the same reward, and samples of such prompts."""
+        """Fraction of the last steps' prompts whose answers all have the same reward, and samples of such prompts."""
         if not (self.advice.number("--n-samples") or 1) > 1:
             return 0.0, np.zeros(0, np.int64)
         share, indices = self.samples.tied(self.samples.late)
@@ -117,7 +117,7 @@ class Evidence:
         return share if math.isnan(recorded) else recorded, indices
 
     def spread(self) -> tuple[str, ...]:
-        """IDs of evenly spaced late samples."""
+        """IDs of evenly spaced samples of the last steps."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
     def ids(self, indices: Sequence[int]) -> tuple[str, ...]:

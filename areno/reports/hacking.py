@@ -1,6 +1,7 @@
 """Detects signs that a policy exploits its reward: opposed reward parts, and answers that are repetitive or all alike.
 
-Answers count only if their rewards exceed the mean reward at the start of the run. Several signs are reported as one problem.
+Late answers count only if their rewards exceed the mean reward at the start of the run. Several signs are reported as one
+problem.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
         return None
     return _Sign(
         "repetitive",
-        f"{share:.0%} of the best-rewarded late answers repeat themselves (at the start {before:.0%}).",
+        f"{share:.0%} of the best-rewarded answers in the last steps repeat themselves (at the start: {before:.0%}).",
         "Repetition seems to increase the reward.",
         "Make the reward ignore or punish repetition, for example by counting each match once; then train again from the "
         "initial model.",
@@ -157,8 +158,8 @@ def _identical(evidence: Evidence) -> _Sign | None:
     shown = answer if len(answer) <= 60 else answer[:59] + "…"
     return _Sign(
         "identical",
-        f"{share:.0%} of the best-rewarded late answers are the same text for different prompts: {shown!r} (at the start, "
-        f"the most frequent answer made up {before:.0%}).",
+        f"{share:.0%} of the best-rewarded answers in the last steps are the same text for different prompts: {shown!r} (at "
+        f"the start, the most frequent answer made up {before:.0%}).",
         "The reward is high for this text, regardless of the prompt.",
         "Make the reward depend on the prompt, so that one text cannot be right for all prompts. If the reward "
         f"depends on the prompt already, raise --temperature, and add {evidence.advice.kl}.",

@@ -169,7 +169,7 @@ def _sentences(progress: Progress) -> list[str]:
         sentences.append(f"The {progress.name} {_verb(progress, train)} {train}{_by(train)}.")
         if progress.lost(train):
             value, step = progress.best(train)
-            sentences.append(f"It was best with {short(value)} around step {step}.")
+            sentences.append(f"It was best ({short(value)}) around step {step}.")
         elif progress.fell_at_start:
             sentences.append(f"In the first step, it was {short(progress.run.series('reward').values[0])}.")
     if held_out := progress.held_out:

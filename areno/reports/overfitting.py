@@ -30,7 +30,7 @@ def overfitted(evidence: Evidence) -> RunProblem | None:
     lost = held_out.last - held_out.low > LOST * (held_out.first - held_out.low)
     return RunProblem(
         "memorized" if lost else "overfitted",
-        f"The held-out loss was lowest with {short(held_out.low)} at step {held_out.low_step} and rose to "
+        f"The held-out loss was lowest ({short(held_out.low)}) at step {held_out.low_step} and rose to "
         f"{short(held_out.last)} while the training loss fell to {short(train.last)}: the model "
         f"{'memorizes' if lost else 'begins to memorize'} its data. {kept(evidence.run, evidence.advice, held_out.low_step)}",
         "Train on more and different data, or for fewer epochs (--epochs, now "
@@ -88,8 +88,8 @@ def _repeated(evidence: Evidence, passes: float) -> str:
     seen, different = evidence.samples.prompts
     if different and seen / different >= PASSES:
         return (
-            f"Only {different:,} of {seen:,} recorded prompts are different: the policy saw each prompt at least "
-            f"{passes:,.0f} times."
+            f"Only {different:,} of {seen:,} recorded prompts are different: on average, the policy saw each prompt at "
+            f"least {passes:,.0f} times."
         )
     return f"The policy saw each prompt {passes:,.0f} times."
 

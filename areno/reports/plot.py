@@ -39,7 +39,7 @@ class PlotLayout:
 
 
 def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
-    """Metrics that a pattern selects: one of ``KEYS``, or names and globs of recorded metrics.
+    """Metrics that a pattern selects; the pattern is one of ``KEYS``, a metric's name or a glob.
 
     Raises UsageError if no run recorded such a metric.
     """
@@ -147,7 +147,7 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 
 
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and cumulative tokens generated (SFT: trained on) until the end of each step."""
+    """Steps, and cumulative tokens generated (SFT and experiments: trained on) until the end of each step."""
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:
         steps, counts = run.metrics[name].arrays()

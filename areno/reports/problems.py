@@ -32,7 +32,7 @@ STALE = 4.0
 FAILED = 0.05
 """Fraction of failed rewards above which the failures bias the selection of training answers."""
 EPISODES_FAILED = 0.2
-"""Fraction of failed episodes above which they are reported; above ``FAILED``, because agents usually fail on some prompts."""
+"""Fraction of failed episodes above which they are reported: higher than ``FAILED``, as agents usually fail on some prompts."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:
@@ -86,7 +86,7 @@ def _failed_rewards(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "reward_errors",
-        f"The reward function failed on {share:.0%} of the late samples, which were dropped.",
+        f"In the last steps, the reward function failed on {share:.0%} of the samples, which were dropped.",
         "Fix the reward function (--reward-fn-path) for the records that the log lists; with "
         f"{'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'} the run stops at the "
         "first failure.",
@@ -114,7 +114,7 @@ def _zero_gradient(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "zero_gradient",
-        "The gradient is exactly zero in the late steps, so the weights do not change.",
+        "The gradient is exactly zero in the last steps, so the weights do not change.",
         "Check that the loss mask selects response tokens, that not all advantages are zero, and that the loss is not clipped "
         "everywhere.",
     )
@@ -128,8 +128,8 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
     shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
     return RunProblem(
         "length_collapse",
-        f"The mean length of the answers is {short(trend.last)} tokens in the late steps; it was {short(trend.first)} in the "
-        "early steps.",
+        f"The mean length of the answers is {short(trend.last)} tokens in the last steps; it was {short(trend.first)} in the "
+        "first steps.",
         "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
         evidence.ids([int(index) for index in shortest]),
@@ -202,7 +202,7 @@ def _staleness(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "stale",
-        f"The late samples are {short(lag)} updates old on average, so they come from a clearly different policy.",
+        f"The samples of the last steps are {short(lag)} updates old on average, so they come from a clearly different policy.",
         f"Lower --max-staleness to 1 (now {short(evidence.advice.number('--max-staleness') or math.nan)}).",
     )
 
@@ -213,8 +213,8 @@ def _clipped(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "clipped",
-        f"{share:.0%} of the late tokens or answers are outside the clip range and get no gradient: each update moves the "
-        "policy too far.",
+        f"In the last steps, {share:.0%} of the tokens or answers are outside the clip range and get no gradient: each update "
+        "moves the policy too far.",
         f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or take fewer passes over a batch "
         "(--update-epochs 1).",
     )

@@ -26,9 +26,9 @@ from areno.storage.metric_columns import Series
 EXTREMES = 4
 """Number of best samples that are shown, and of worst samples."""
 CHANGES = 2
-"""Number of prompts whose early and late answers are shown token by token."""
+"""Number of prompts whose first and last answers are shown token by token."""
 COMPARED = 8
-"""Number of prompts whose early and late answers are compared."""
+"""Number of prompts whose first and last answers are compared."""
 ANSWER_CHARS = 800
 """Maximum number of characters of each compared answer."""
 MAX_PARTS = 8
@@ -203,7 +203,7 @@ class Comparison:
 
 
 def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison]]:
-    """Early and late answers to the same prompts, with a sentence that describes the comparison."""
+    """First and last answers to the same prompts, with a sentence that describes the comparison."""
     answers: dict[int, dict[int, dict[str, Any]]] = {}
     for record in run.eval_samples:
         answers.setdefault(record["step"], {})[record.get("prompt_index", 0)] = record
@@ -237,7 +237,7 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
     chosen = (
         ("Listed in the verdict", "", named),
         *_extremes(samples),
-        ("Most changed", "Early and late answers to the prompts whose reward changed most.", changed),
+        ("Most changed", "The first and last answers to the prompts whose reward changed most.", changed),
     )
     views, shown, groups = SampleViews(), dict[int, SampleView](), []
     for title, note, indices in chosen:

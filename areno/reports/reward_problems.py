@@ -20,7 +20,7 @@ BELOW_BREAK = 0.1
 
 
 def equal_rewards(evidence: Evidence) -> RunProblem | None:
-    """All late rewards are equal."""
+    """Nearly all rewards in the last steps are equal."""
     low, high = (evidence.run.series(f"reward_{end}").arrays()[1] for end in ("min", "max"))
     if not len(low) or len(low) != len(high) or len(low) < 3:
         return None
@@ -38,10 +38,11 @@ def equal_rewards(evidence: Evidence) -> RunProblem | None:
 
 def _solved(evidence: Evidence, value: str) -> RunProblem:
     if evidence.neglected:
-        return _neglected(evidence, f"Nearly all late rewards are {value}, the highest of the run")
+        return _neglected(evidence, f"Nearly all rewards in the last steps are {value}, the highest of the run")
     return RunProblem(
         "solved",
-        f"Nearly all late rewards are {value}, the highest of the run: the task is solved, and there is nothing left to learn.",
+        f"Nearly all rewards in the last steps are {value}, the highest of the run: the task is solved, and there is nothing "
+        "left to learn.",
         "Stop here, or use harder problems.",
         evidence.spread(),
     )
@@ -70,8 +71,8 @@ def _collapsed(evidence: Evidence, value: str) -> RunProblem:
     lower = min(rate or math.inf, final or math.inf) * BELOW_BREAK
     return RunProblem(
         "collapsed",
-        f"Late in the run, nearly all rewards are {value}, although the first rewards were better: the model lost its ability."
-        f"{when + '.' if when else ''}",
+        f"In the last steps, nearly all rewards are {value}, although the first rewards were better: the model lost its "
+        f"ability.{when + '.' if when else ''}",
         "Start again from the initial model or an earlier checkpoint with a much lower learning rate, "
         f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}.",
         evidence.spread(),
@@ -79,12 +80,12 @@ def _collapsed(evidence: Evidence, value: str) -> RunProblem:
 
 
 def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProblem:
-    all_of_them, cut = "all rewards" if always else "all late rewards", evidence.late("truncated")
+    all_of_them, cut = "all rewards" if always else "all rewards in the last steps", evidence.late("truncated")
     if cut >= TIED:
         return RunProblem(
             "cut_off",
-            f"{cut:.0%} of the late answers were cut at {_limit(evidence)}, and {all_of_them} are {value}: probably "
-            "because no answer is complete.",
+            f"{cut:.0%} of the answers in the last steps were cut at {_limit(evidence)}, and {all_of_them} are {value}: "
+            "probably because no answer is complete.",
             f"{_raise_limit(evidence)} If all rewards are still equal then, call the reward function (--reward-fn-path) on a "
             "correct answer.",
             _cut_answers(evidence),
@@ -104,7 +105,7 @@ def tied_groups(evidence: Evidence) -> RunProblem | None:
     share, indices = evidence.tied
     if share < TIED:
         return None
-    seen = f"For {share:.0%} of the late prompts, all answers got the same reward"
+    seen = f"For {share:.0%} of the prompts in the last steps, all answers got the same reward"
     if evidence.at_highest and evidence.neglected:
         return _neglected(evidence, f"{seen}, and the rewards are close to the highest of the run")
     cause = (
@@ -123,14 +124,14 @@ def tied_groups(evidence: Evidence) -> RunProblem | None:
 
 
 def truncated(evidence: Evidence) -> RunProblem | None:
-    """Many late answers are truncated at the limit."""
+    """Many answers in the last steps are truncated at the limit."""
     share, length, cut = evidence.late("truncated"), evidence.trend("response_length"), evidence.trend("truncated")
     if not share > TRUNCATED:
         return None
     grew = ""
     if length is not None and length.rises and length.last > 1.5 * length.first:
         grew = f" The answers grew from {short(length.first)} to {short(length.last)} tokens."
-    seen = f"{share:.0%} of the late answers were cut at {_limit(evidence)}"
+    seen = f"{share:.0%} of the answers in the last steps were cut at {_limit(evidence)}"
     if _costs_reward(evidence):
         text, remedy = f"{seen}, so unfinished answers were rewarded.{grew}", _raise_limit(evidence)
     elif cut is not None and cut.rises:

@@ -138,7 +138,7 @@ class RunData:
         return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """The record of an index entry, without its ``rows`` if ``tokens`` is False."""
+        """The record of an index entry; without ``tokens``, its ``rows`` may be missing."""
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:

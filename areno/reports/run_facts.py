@@ -42,7 +42,7 @@ def memory_sentence(run: RunData) -> str:
         parts.append(f"its processes took at most {max(peak):.1f} GiB" + (f" of {total:.1f} GiB" if total > 0 else ""))
     if left:
         parts.append(
-            f"at least {min(left):.1f} GiB were available after a step, and {left[-1]:.1f} GiB after the last step"
+            f"at least {min(left):.1f} GiB were available after each step, and {left[-1]:.1f} GiB after the last step"
         )
     if gpu:
         size = as_float(run.environment.get("gpu_memory_bytes")) / GIB

@@ -15,7 +15,7 @@ from areno.reports.trends import window
 from areno.storage.sample_index import FLAGS
 
 CHECKED = 64
-"""Maximum number of early and of late samples whose texts are checked."""
+"""Maximum number of early samples, and of late samples, whose texts are checked."""
 COMPARED = 400
 """Number of first and of last samples of a run that are searched for recurring prompts."""
 
@@ -89,7 +89,7 @@ class RunSamples:
         )
 
     def texts(self, index: int) -> dict[str, Any]:
-        """The record of a sample without its tokens."""
+        """The record of a sample, possibly without its tokens."""
         if index not in self._texts:
             self._texts[index] = self._run.sample(self.entries[index], tokens=False)
         return self._texts[index]

@@ -117,7 +117,7 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
     lower = 0.3 * min(rate or math.inf, present or math.inf)
     return RunProblem(
         "collapse",
-        f"The {progress.name} was best with {short(value)} around step {step} and is now {short(trend.last)}; no "
+        f"The {progress.name} was best ({short(value)}) around step {step} and is now {short(trend.last)}; no "
         "other recorded data explains the decline.",
         f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate, "
         f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}"

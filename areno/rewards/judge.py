@@ -1,4 +1,4 @@
-"""LLM as a judge: a reward function that asks any OpenAI-compatible server to grade completions.
+"""LLM as a judge: a reward function that asks an OpenAI-compatible server to grade completions.
 
 The file of ``--reward-fn-path`` or ``reward.fn`` may contain::
 

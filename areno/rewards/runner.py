@@ -44,7 +44,7 @@ class RewardOutcome:
     value: float | None
     error: str | None
     seconds: float  # duration of the call
-    lost: bool = False  # whether the function neither returned nor raised: a timeout, or its process died
+    lost: bool = False  # whether the worker was replaced, because it exceeded the deadline or died
 
 
 class RewardRunner:
@@ -56,7 +56,7 @@ class RewardRunner:
         path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``. This function runs in processes, which can
             be killed.
         timeout_s: deadline per record, in seconds from the start of the call.
-        workers: number of processes or threads; by default one per CPU, at most 8.
+        workers: number of processes or threads; by default one per CPU core, at most 8.
         on_error: ``stop`` raises if a record fails; ``drop`` returns an outcome without a value.
         retries: how often a record is retried if its worker died, or did not start to score the record in time.
         memory_gb: memory limit (``RLIMIT_DATA``) of each worker process of a reward file, in GiB; None is unlimited.
@@ -310,7 +310,7 @@ class _RewardBatch:
         elif self.last_call_s is None:
             size = 1
         else:
-            # Batch short calls up to a few milliseconds of work, but leave enough records for the other workers.
+            # Batch short calls up to 2 ms of work, but leave enough records for the other workers.
             size = max(1, min(int(_CHUNK_WORK_S / max(self.last_call_s, 1e-6)), len(self.queue) // (2 * slots)))
         return [self.queue.popleft() for _ in range(min(size, len(self.queue)))]
 

@@ -115,8 +115,8 @@ class Scorer:
     """Runs the user's function on jobs and reports the results."""
 
     function: Callable[[RewardRecord], Any]
-    timeout_s: float  # deadline per record; this class enforces it for coroutines, the runner for other functions
-    frames: Frames  # sends a report
+    timeout_s: float  # deadline per record; enforced by this class for coroutine functions, by the runner for others
+    frames: Frames  # connection for the reports
     load: Callable[[Any], RewardRecord]  # decodes the payload of a job
 
     def serve(self, receive: Callable[[], Sequence[RewardJob] | None]) -> None:
@@ -128,7 +128,7 @@ class Scorer:
                 for job in jobs:
                     self._score(*job)
             return
-        # One loop for all jobs, because the function may keep a client session bound to it.
+        # One event loop for all jobs, because the function may keep a client session that is bound to the loop.
         with asyncio.Runner() as runner:
             while (jobs := receive()) is not None:
                 runner.run(self._score_concurrently(jobs))

@@ -1,7 +1,7 @@
 """Workers that run reward functions. Processes can be killed; threads can only be abandoned.
 
-A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker` and ``["died", text]``. The runner
-handles deadlines and retries.
+A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker`. Its slot adds ``["died", text]`` when
+the worker ends. The runner handles deadlines and retries.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class WorkerProcess:
             self._process.wait(timeout_s)
 
     def exit_reason(self) -> str:
-        """Reason why the process exited. Call this after the connection is closed."""
+        """Reason why the process exited. Call this after the process has closed the connection."""
         try:
             code = self._process.wait(timeout=_CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ class RewardProcess(WorkerProcess):
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
-        """Send jobs to an idle worker. Does not block, because an idle worker reads the jobs at once."""
+        """Send jobs to an idle worker, which reads them at once. A worker that reads nothing for a minute is killed."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
         except TimeoutError:
@@ -129,7 +129,8 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread for a callable that need not be importable or picklable. Has the methods of `RewardProcess`.
+    """A daemon thread for a callable that need not be importable or picklable. Has the methods of `RewardProcess` that the
+    pool and the runner use.
 
     A hanging function cannot be stopped, but does not keep the program from exiting.
     """

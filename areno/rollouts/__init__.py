@@ -1,4 +1,4 @@
-"""Rollouts: runs episodes, which return trajectories, and manages the replicas that generate tokens.
+"""Runs episodes, which return trajectories, and manages the replicas that generate tokens.
 
 - ``staleness``: limits the running episodes of ``areno run``, and decides which trajectories are too old.
 - ``dispatcher``: runs episodes in an ``episode_thread``, and forms batches; ``tasks``: the dispatcher's state.

@@ -1,8 +1,7 @@
 """Generates batches of ``areno train`` up to ``--max-staleness`` steps before they are trained on.
 
-Generation of the batch of step s starts when the weights have version s - ``max_staleness``. This bounds the staleness of all
-tokens of the batch, even those of long answers. Batches are trained on in data order. With ``max_staleness`` 0, generation of
-a batch starts after training on the previous batch.
+Generation of the batch of step s starts as soon as the weights have version s - ``max_staleness``. This bounds the staleness of
+all tokens of the batch, even those of long answers. Batches are trained on in data order.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ class BatchesAhead:
 
     Args:
         begin: starts the generation of a step's batch. Called with the step, and a dictionary from indices to items of the
-            batch. Returns one future per item. Items that were restored from a checkpoint are left out.
+            batch. Returns one future per item. Items whose results were restored from a checkpoint are left out.
         max_staleness: maximum number of steps that generation may be ahead of training.
     """
 

@@ -2,8 +2,8 @@
 
 Rows wait in a queue. While there is capacity (:mod:`staleness`), the episode of the first row starts in the event loop of
 :mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, shuffled. Preferring early
-episodes reduces the bias towards short answers. A method that waits too long logs what it is waiting for. It raises an error at
-once if no more results can arrive. Too many consecutive rejected episodes stop the run with an error that contains the cause.
+episodes reduces the bias towards short answers. If nothing makes progress, a waiting method logs what it is waiting for. If no
+more results can arrive, the method raises an error at once. Too many consecutive failed or rejected episodes stop the run.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """The counters of :class:`RolloutStat`, the rejections by reason (``failed, filtered, empty``), and ``restarted``."""
+        """Counters of :class:`RolloutStat`, the rejections by reason (``failed, filtered, empty``), and ``restarted`` rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -160,7 +160,7 @@ class BatchDispatcher:
 
         Raises:
             DataError: the rows end before the batch is complete.
-            EngineError: there was no progress for too long, or progress is impossible.
+            EngineError: there was no progress for too long, no episode may start, or the dispatcher is closed.
             RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error of
                 ``stops_on``.
         """

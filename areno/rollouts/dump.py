@@ -1,4 +1,4 @@
-"""Writes trajectories to JSON Lines files, one line per sample. Each weight version has a folder."""
+"""Writes trajectories to JSON Lines files, one line per row. Each weight version has a folder."""
 
 import json
 from pathlib import Path

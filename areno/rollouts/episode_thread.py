@@ -15,7 +15,7 @@ _CLOSE_GRACE_S = 10.0
 
 
 class EpisodeLoop:
-    """An event loop in a thread. :meth:`close` cancels running coroutines and stops the thread."""
+    """An event loop in a thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -100,7 +100,7 @@ class SharedEngine:
         return UpdateReport(version, "shm", 0, 0.0)
 
     def close(self) -> None:
-        """Fail waiting requests. The trainer closes the engine."""
+        """Fail waiting requests."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, {}

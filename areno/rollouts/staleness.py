@@ -3,7 +3,8 @@
 ``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group. The capacity has two limits:
 
     capacity = min( max(1, max_concurrent) - running,
-                    (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size) - (accepted + running) )
+                    (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
+                    - (accepted + claimed + running) )
 
 Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` episodes
 were admitted earlier. If batches used episodes in the order of admission, the episode would be used at version ``eta + v`` at
@@ -20,14 +21,14 @@ from areno.errors import UsageError
 
 @dataclass(slots=True)
 class RolloutStat:
-    """The current numbers of waiting and running episodes, and totals since the start of training."""
+    """The current numbers of waiting and running episodes, and totals of finished episodes."""
 
     enqueued: int = 0
     running: int = 0
     accepted: int = 0  # including those already used in batches
     rejected: int = 0
     stale: int = 0  # accepted, but later discarded as too old; not included in ``accepted`` or ``rejected``
-    claimed: int = 0  # rejected episodes that are not replaced, because a dynamic batch counts them
+    claimed: int = 0  # rejected or stale episodes that are not replaced, because a dynamic batch counts them
 
 
 class StalenessManager:
@@ -36,12 +37,11 @@ class StalenessManager:
     Args:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: maximum number of weight updates between the start of an episode and the training on it; 0:
-            synchronous training.
+        max_head_offpolicyness: how many batches generation may be ahead of training; 0: synchronous training.
         replaces_rejected: start a new episode for each rejected episode; False if dynamic batches count rejected episodes.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: ``max_head_offpolicyness`` is negative.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Stop counting an accepted episode that is not used, because it is ``stale`` or because its workflow has changed.
+        """Stop counting an accepted episode that no batch uses, for example because the episode is ``stale``.
 
         Another episode may start in its place, unless a dynamic batch still counts the episode (``claimed``).
         """

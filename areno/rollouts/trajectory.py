@@ -1,12 +1,13 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors with one row per sample. A sample that is a conversation may have several rows.
+A trajectory is a dictionary of tensors with one row per sample, or several rows for a sample with several turns.
 
 Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for tokens to train on), ``logprobs`` (float32, 0 for
 tokens that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask``
 (False for padding). Keys of shape ``[n]`` are ``rewards``, ``truncated`` (whether the engine reported that the last answer
-ended at a limit), ``temperature``, and ``reward_parts/NAME`` for each part of a reward. If routing was recorded, the key
-``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see :mod:`areno.types.routing`).
+ended at a limit), ``temperature``, ``num_turns`` (if the workflow counts turns), and ``reward_parts/NAME`` for each part of a
+reward. If routing was recorded, the key ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see
+:mod:`areno.types.routing`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -136,7 +137,7 @@ def check_trajectory(trajectory: Any) -> None:
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Yield each row without padding, as a dictionary with the keys of the trajectory.
+    """Yield each row without padding, as a dictionary with the tensor keys of the trajectory.
 
     Keys of shape ``[n]`` have numbers as values. Keys of shape ``[n, L]`` have lists, and keys with more axes have arrays.
     """

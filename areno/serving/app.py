@@ -127,7 +127,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_rewards(app: FastAPI, service: Service) -> None:
     @app.post("/rl/set_reward", responses=_ERRORS)
     async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
-        """Set the reward of a response to a request with this API key."""
+        """Set the reward of a response in the session of this API key."""
         try:
             request.scope[SESSION_RECORDER].set_reward(body.reward, body.interaction_id)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A minimal streaming client for chat completions, which uses only the standard library."""
+"""A minimal streaming client for chat completions, based on ``urllib``."""
 
 import json
 import urllib.error

@@ -44,7 +44,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of the prompts. Text gets a BOS token if the tokenizer has one."""
+    """Token ids of the prompts. Text gets a BOS token if the tokenizer adds one by default."""
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts:
         raise bad_field("prompt", "the list is empty; send at least one prompt")

@@ -38,7 +38,7 @@ class Formats:
         """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or their choice are invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
-        # A reasoning format without an opening marker (harmony) consists of special tokens.
+        # A reasoning format without an opening marker (harmony) uses special tokens.
         structured = reasoning.name != "none" and not reasoning.opener
         special = structured or any(token in marker for marker in markers for token in self._special)
         expected = Expectation(reasoning, self._calls, tools, tool_choice, parallel, special)

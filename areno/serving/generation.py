@@ -1,7 +1,8 @@
 """Passes the tokens of one HTTP request from the engine's thread to the event loop.
 
 The engine calls a listener for each token. The listener must never block, so it only queues the token with its arrival time.
-Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when a sample ends.
+Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when all samples of
+a prompt have ended.
 """
 
 from __future__ import annotations

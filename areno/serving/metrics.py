@@ -49,7 +49,7 @@ class ServingMetrics:
             "areno_request_seconds", "Time from the request to the end of the response."
         )
         self.first_token = self._histogram(
-            "areno_time_to_first_token_seconds", "Time from the request to a sample's first token."
+            "areno_time_to_first_token_seconds", "Time from submission to the engine to a sample's first token."
         )
         self.per_token = self._histogram(
             "areno_time_per_output_token_seconds", "Time between consecutive tokens of a sample."

@@ -1,7 +1,7 @@
 """Base of the Messages and Responses protocols. Their responses are sequences of reasoning, text and tool-call blocks.
 
-Requests are converted to chat requests, so that all protocols share templates, parsers, limits and recording. Responses are
-built from chat chunks. A tool call arrives complete, so its block opens and closes at once.
+Requests are converted to chat requests, so that all protocols share templates, parsers, limits and recording. Streamed
+responses are built from chat chunks. A tool call arrives complete, so its block opens and closes at once.
 """
 
 from abc import ABC, abstractmethod

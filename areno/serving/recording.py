@@ -28,7 +28,7 @@ Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 class ChatPrompt:
     """The prompt of a chat request."""
 
-    messages: list[dict[str, Any]]  # messages as the client sent them
+    messages: list[dict[str, Any]]  # messages as chat templates take them
     tools: list[dict[str, Any]]  # tools in OpenAI's format
     render: Render  # renders messages with this request's tools and variables
 

@@ -1,4 +1,4 @@
-"""Builds engine requests from the fields that both completion endpoints share."""
+"""Builds engine requests from the fields that chat and text completion requests share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areno.types import Request, SamplingParams, TokenConstraint
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
 
-# Below this temperature, scaled logits could overflow; sampling is greedy, because the most likely token always wins.
+# Below this temperature, sampling is greedy: scaled logits could overflow, and the most likely token always wins.
 _GREEDY_BELOW = 1e-4
 # Maximum number of alternatives per request; each takes about a kilobyte until the response is sent.
 _MAX_ALTERNATIVES = 2**19

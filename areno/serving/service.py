@@ -153,7 +153,7 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in a thread, and count its samples in the queue.
+        """Run ``work`` in a thread. Meanwhile, its samples count as queued.
 
         Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout.
         """

@@ -81,7 +81,7 @@ class TokenTexts:
         return self._cache[token]
 
     def name(self, token: int) -> str:
-        """A unique text for a token. A part of a character is shown as bytes, as in ``bytes:\\xe2\\x82``."""
+        """The text of a token. A part of a character is shown as bytes, as in ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 

@@ -7,8 +7,8 @@ What a killed process leaves behind therefore has a name that starts with a dot,
 that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one
 step share files as hard links if the file system supports them, so files are replaced, never modified in place.
 
-A damaged checkpoint is neither loaded nor deleted. It is renamed to ``.damaged-...``, and the previous checkpoint is
-used. An unreadable checkpoint stops the run with an error, because the cause may be temporary.
+A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. An unreadable
+checkpoint stops the run with an error, because the cause may be temporary.
 """
 
 import itertools
@@ -36,7 +36,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of one run below ``root``, created on first use; keeps the newest ``keep``, or all if None."""
+    """The checkpoints of one run below ``root``, created by the first save; keeps the newest ``keep``, or all if None."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class CheckpointFolder:
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or None; rename damaged checkpoints that are newer to ``.damaged-...``.
+        """Return the newest undamaged checkpoint, or None; rename newer, damaged checkpoints to ``.damaged-...``.
 
         Args:
             step: consider only the checkpoint after this many completed steps.
-            check: raises ``DamagedCheckpointError`` for an unusable checkpoint; None verifies the manifest.
+            check: raises ``DamagedCheckpointError`` for an unusable checkpoint; None verifies the state and the manifest.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable (all keep their names), or a checkpoint cannot be read.
+            CheckpointError: checkpoints exist but none is usable, or a checkpoint cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -183,7 +183,7 @@ class CheckpointFolder:
         The folder is initially empty, or has the files of ``copy_of`` as hard links or copies.
 
         Raises:
-            CheckpointError: the disk has less than ``needed_bytes`` free, or a write failed.
+            CheckpointError: the disk has less than ``needed_bytes`` plus 64 MiB free, or a write failed.
         """
         with self._writing(self.path(step), needed_bytes, copy_of) as folder:
             yield folder

@@ -29,7 +29,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return steps and values, each [records]."""
+        """Return the steps and the values, each of shape [records]."""
         return np.array(self.steps), np.array(self.values)
 
     @property

@@ -28,8 +28,7 @@ from areno.storage.sample_index import Entries, append_entries, index_path, keep
 
 
 class RunDirectory:
-    """The files of one run. Methods that write a file raise ArenoError if they cannot.
-
+    """The files of one run. Methods that write a file raise ArenoError on failure.
 
     Args:
         layout: paths that depend on the front end.
@@ -109,10 +108,10 @@ class RunDirectory:
         _replace(path, [json.dumps(json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop incomplete lines, and lines of steps after ``step`` (-1: all lines); return how many were dropped.
+        """Drop incomplete lines, and lines of steps after ``step``; return how many were dropped.
 
-        Evaluations are numbered by completed steps, so their answers after ``step + 1`` are dropped.
-        Also deletes the saved rollouts of later steps.
+        Evaluations are numbered by completed steps, so their answers up to ``step + 1`` are kept. The saved rollouts of
+        steps after ``step`` are deleted.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
@@ -153,7 +152,7 @@ class RunDirectory:
         return read_entries(self.samples_path, self.open)
 
     def read_sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the record of an index entry, without ``rows`` if ``tokens`` is False. Raises ArenoError if it is damaged."""
+        """Return the record of an index entry; without ``tokens``, maybe without ``rows``. Raises ArenoError if unreadable."""
         with self.open(self.samples_path) as file:
             record = read_sample(file, entry, tokens=tokens)
         if record is None:

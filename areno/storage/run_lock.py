@@ -45,7 +45,9 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UsageError(f"cannot create {error.filename or folder} ({error.strerror or error}); {remedy}") from error
+        raise UsageError(
+            f"cannot create {error.filename or folder} ({error.strerror or error}); fix the cause, {remedy}"
+        ) from error
     _descriptors.add(descriptor)
     held = False
     try:
@@ -61,7 +63,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder; also True where the file system does not support locks."""
     try:
-        # A pipe of that name does not block, and a link does not lead to another program's lock.
+        # These flags avoid blocking on a pipe, and following a link to another program's lock.
         descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False

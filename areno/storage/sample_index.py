@@ -31,7 +31,7 @@ ENTRY = np.dtype(
 )
 """An entry of the index; little-endian, without padding."""
 FLAGS = {"first": 1, "best": 2, "worst": 4, "truncated": 8, "rows": 16}
-"""Bits of ``flags``: why the sample was recorded, whether its response was truncated, whether its tokens are recorded."""
+"""Bits of ``flags``: why the sample was recorded, whether its response was truncated, and whether the record has its tokens."""
 Entries = NDArray[np.void]
 """Entries [samples] of type ``ENTRY``, in file order."""
 
@@ -57,7 +57,7 @@ def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequ
 
 
 def read_entries(samples: Path, opened: Opener = open_file) -> Entries:
-    """Return the entries of all complete lines of a samples file; none if there is no file."""
+    """Return the entries of all readable lines of a samples file; none if there is no file."""
     if not samples.exists():
         return np.zeros(0, ENTRY)
     with opened(samples) as file:
@@ -85,9 +85,10 @@ def keep_entries(samples: Path, step: int) -> None:
 
 
 def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = "") -> dict[str, Any] | None:
-    """Read the record of an entry from its samples file; without ``tokens``, only what precedes its ``rows``.
+    """Read the record of an entry from its samples file.
 
     Args:
+        tokens: False omits ``rows`` if they begin in the first 64 KiB of the line; then ``text`` is not checked.
         text: casefolded text that the line must contain.
 
     Returns:

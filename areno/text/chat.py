@@ -1,8 +1,7 @@
 """Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes one user turn, unless it already contains chat markers. A chat template writes
-the BOS token itself, if the model uses BOS. Plain text gets the BOS token that the tokenizer adds, unless the text already
-starts with this token.
+A text prompt becomes one user turn, unless it already contains chat markers. A chat template itself writes the BOS token,
+if the model uses BOS. Plain text gets the BOS token that the tokenizer adds, unless the text already starts with this token.
 """
 
 import json
@@ -47,7 +46,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def is_chat_formatted(text: str) -> bool:
-    """Whether the text already contains the markers of a chat template."""
+    """Whether the text contains any of :data:`CHAT_MARKERS`."""
     return any(marker in text for marker in CHAT_MARKERS)
 
 

@@ -1,6 +1,6 @@
 """Converts dataset rows in common formats to areno's keys, and extracts and encodes the fields of rows.
 
-Every error message contains the source, the row number (from 1) and the key.
+Error messages contain the source and the row number (from 1).
 """
 
 import re
@@ -105,7 +105,7 @@ PROMPT_FIELDS = ("messages", "prompt", "question")
 
 
 def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a row to ``prompt`` and ``response``. Rows with either key, and rows in unknown formats, are unchanged.
+    """Convert a row to ``prompt`` and ``response``. Rows with one of these keys, and rows in unknown formats, are unchanged.
 
     If the last of ``messages`` is from the assistant, this message becomes the response, and the earlier messages
     become the prompt. ``question`` and ``answer`` become prompt and response.

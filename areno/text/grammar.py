@@ -30,7 +30,7 @@ _MAX_COMPILED = 64
 
 
 class ConstraintOptions(TypedDict, total=False):
-    """Common options of all constraints."""
+    """Options of all constraints."""
 
     vocab_size: int | None  # length V of the masks, if the model's vocabulary is larger than the tokenizer's
     eos_ids: Collection[int] | None  # tokens that may end a complete response; by default the tokenizer's EOS
@@ -48,7 +48,7 @@ def json_schema_constraint(
     """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
     Returns a factory for the state of one sample; the factory is cheap to call. Raises UsageError if the schema is
-    invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is slow or has no EOS token.
+    invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is not a fast one or has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")

@@ -1,4 +1,4 @@
-"""Checks early that a model is available locally or on the hub."""
+"""Checks early that a model is available locally or on the Hugging Face Hub."""
 
 import time
 from contextlib import suppress
@@ -10,7 +10,7 @@ _TRIES, _TIMEOUT_S = 2, 10.0
 
 
 def check_reachable(path: str) -> None:
-    """Check that a model is a folder, in the Hugging Face cache, or on a reachable hub. Raises UsageError otherwise."""
+    """Check that a model is in a folder, in the Hugging Face cache or on a reachable hub. Raises UsageError otherwise."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 

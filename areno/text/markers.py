@@ -21,7 +21,7 @@ _warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 
 
 def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
-    """The first chat template marker in a prompt; None without markers, or if no chat template will be applied.
+    """A chat template marker in a prompt; None without markers, or if no chat template will be applied.
 
     Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end of a
     prompt. No template is applied to text that looks like a rendered conversation, so such text is not searched.

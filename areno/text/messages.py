@@ -1,8 +1,8 @@
 """Converts messages of OpenAI clients to the form that chat templates expect.
 
 Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates support
-different features, and some templates support neither tools nor calls. Unsupported content becomes text, so that
-nothing is silently dropped.
+different features, and some templates support neither tools nor calls. Unsupported tools and calls
+become text, and other content that is not text is an error, so that nothing is silently dropped.
 """
 
 import json
@@ -47,7 +47,7 @@ def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's format. Flat tools (``{"name", "parameters"}``) are wrapped.
+    """Return tools in OpenAI's format; flat tools (``{"name", "parameters"}``) are wrapped.
 
     Raises UsageError if a tool is not a function.
     """

@@ -1,7 +1,7 @@
 """Separates reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
 
-If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Reasoning is
-recognized only at the start of a message; later markers are content.
+If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Except in
+gpt-oss's format, reasoning is recognized only at the start of a message; later markers are content.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A checkpoint is a folder that ``areno.storage.checkpoint_folder`` writes under a temporary name, flushes to disk and renames:
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
-    trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all other files
+    trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all but ``state.json``
     rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
 
 A checkpoint is verified before it is used. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading
@@ -46,7 +46,7 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there are no checkpoints.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there is none.
 
         Raises:
             CheckpointError: checkpoints exist but none is usable, a checkpoint is unreadable, or other users can write to a
@@ -133,7 +133,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if another user owns or can write to the checkpoint folder or any of its content."""
+    """Raise CheckpointError if a path of the checkpoints belongs to another user except root, or all users can write to it."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}

@@ -65,7 +65,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the metrics of an evaluation as a separate record. ``again`` marks a repeated line that a resume dropped."""
+        """Write the metrics of an evaluation as a separate record. ``again``: a resume dropped the earlier record."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
@@ -123,5 +123,5 @@ class Reporter(ABC):
         """Restore the state that :meth:`state_dict` returned."""
 
     def close(self) -> None:
-        """Flush queued records. A second call does nothing."""
+        """Stop the display. A second call does nothing."""
         self.display.stop()

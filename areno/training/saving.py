@@ -1,6 +1,5 @@
 """Saves models in Hugging Face format, to the paths of the front end: ``models/step_000100`` or
-
-    default/epoch{E}epochstep{S}globalstep{G}/
+``default/epoch{E}epochstep{S}globalstep{G}``.
 
 Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving blocks training
 only while the weights are copied. A thread then writes the copy.

@@ -26,7 +26,8 @@ class RewardRecord:
     Attributes:
         prompt: prompt text.
         completion: text of the model. The turns of an agent are joined by newlines.
-        rendered_completion: the completion as rendered by the chat template, if the model has a template.
+        rendered_completion: for agents, the last conversation after its first prompt, with special tokens; otherwise equal
+            to ``completion``.
         final_answer: text of the last assistant turn.
         answer: reference answer of the data row, from ``solutions`` or else from ``answer``.
         messages: full message list, including tool results.

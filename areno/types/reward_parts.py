@@ -18,7 +18,7 @@ PartValues = float | dict[str, float]
 class WeightedReward(float):
     """A reward with named, unweighted ``parts``. The value of the reward is the weighted sum of the parts.
 
-    Multiplication also scales the parts. All other arithmetic returns plain numbers.
+    ``reward * factor`` also scales the parts. All other arithmetic returns plain numbers.
     """
 
     parts: Mapping[str, float]
@@ -45,10 +45,10 @@ def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[f
 
 
 class RewardParts:
-    """Weights the parts of a reward function. ``weights`` has the format of :func:`part_weights`; the default weight is 1.
+    """Computes weighted sums of reward parts. ``weights`` has the format of :func:`part_weights`; the default weight is 1.
 
-    All records must have the same parts, because a part that some records lack cannot be averaged. All parts with a weight
-    must exist, because a weight without a part is a misspelled name.
+    All records must have the same parts, because a part that some records lack cannot be averaged. Every part with a
+    weight must exist, because otherwise the name of the part is probably misspelled.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:

@@ -80,7 +80,7 @@ class SamplingParams:
         ignore_eos: do not stop at the model's EOS ids. ``stop`` and ``stop_token_ids`` still apply.
         skip_special_tokens: remove special tokens from the decoded text.
         max_prompt_len: maximum prompt length in tokens; longer prompts are rejected.
-        seed: seed of this request; None derives a seed from the engine's seed.
+        seed: base seed of this request; None: seeds are derived from the trainer's seed.
         min_p: drop tokens with a probability below this fraction of the highest probability.
         presence_penalty: number subtracted from the logits of tokens that are already in the response.
         frequency_penalty: number subtracted from a token's logit for each occurrence in the response.
@@ -191,7 +191,7 @@ class GeneratedToken:
     cut_mass: float = 0.0  # probability of the tokens removed by top-k, top-p, min-p and a grammar
     routed_experts: RoutingRecord | None = field(
         default=None, compare=False
-    )  # record of the whole sample; only its last token carries it
+    )  # record of the whole sample, set only for its last token
 
 
 class TokenConstraint(Protocol):
@@ -249,7 +249,7 @@ class RolloutSequence:
     Attributes:
         resp_tokens: sampled token ids, including a stop token that ended the response.
         resp_logprobs: natural log-prob of each token under the temperature-scaled policy, before top-k and top-p. The list is
-            a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes its temperature.
+            a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes the temperature.
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.

@@ -29,12 +29,12 @@ class TrainSequence:
         returns: value targets (PPO).
         values: old value predictions (PPO).
         ref_logprobs: log-probs under the reference policy, for a KL term.
-        reward: scalar reward of the sequence, only for metrics.
+        reward: scalar reward of the sequence.
         eos_token_id: EOS id of the model.
         loss_mask: True for tokens that count in the loss. None: all tokens for which ``prompt_mask`` is False.
         temperature: sampling temperature of the response, which training uses too. None: the temperature of ``logprobs`` if
             these are from a :class:`~areno.types.RolloutSequence`, else 1.
-        group: prompt index of the row in its batch, for metrics and group losses.
+        group: prompt index of the row in its batch.
         truncated: whether the response ended at the token limit instead of EOS.
         prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.

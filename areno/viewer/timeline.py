@@ -137,7 +137,7 @@ def _last_event(run: OpenedRun, files: list[Path]) -> float:
 
 
 def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iterator[dict[str, Any]]:
-    """The phases that end in a window."""
+    """The phases that overlap a window."""
     for path in files:
         with run.open(path) as file:
             start = position_of(file, begin, _seconds)

@@ -148,7 +148,7 @@ def test_a_rise_on_a_few_prompts_alone_is_memorization(scores, seed, tmp_path):
     )
     assert (result.learned.state, keys(result)) == ("memorized", ["memorized"])
     assert (
-        "Only 12 of 400 recorded prompts are different: the policy saw each prompt at least 33 times."
+        "Only 12 of 400 recorded prompts are different: on average, the policy saw each prompt at least 33 times."
         in result.problems[0].text
     )
     assert "more and different prompts" in result.problems[0].remedy
@@ -248,7 +248,9 @@ def test_rewards_that_are_all_equal_because_no_answer_finishes(repeats, advice, 
     samples = [sample(step, 0, 0, 0.0, completion=text, finish_reason="length") for step in range(steps)]
     (problem,) = verdict(Prepared(metrics, samples=samples), tmp_path).problems
     assert problem.key == "cut_off"
-    assert problem.text.startswith("99% of the late answers were cut at the limit of 256 tokens, and all rewards are 0")
+    assert problem.text.startswith(
+        "99% of the answers in the last steps were cut at the limit of 256 tokens, and all rewards are 0"
+    )
     assert problem.remedy.index("--max-new-tokens 512") < problem.remedy.index("--reward-fn-path")
     assert ("never stops" in problem.remedy) == advice
 

@@ -110,7 +110,7 @@ def test_a_run_in_progress_has_a_report_after_a_checkpoint(tiny_checkpoint, tmp_
     assert run_command(*task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1, "--epochs", 1) == 0
     seen = Page((tmp_path / "seen.html").read_text()).root
     assert seen.one("span", class_="state").text == "running"
-    assert re.search("It has not ended: it is running, after [123] steps? of 4", seen.one("", id="ended").text)
+    assert re.search("It is still running, after [123] steps? of 4", seen.one("", id="ended").text)
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_a_run(tiny_checkpoint, tmp_path):

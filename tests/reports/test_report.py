@@ -314,7 +314,7 @@ def test_the_same_held_out_prompts_are_compared(tmp_path):
 )
 def test_without_a_repeated_prompt_the_page_says_how_to_get_one(config, option, tmp_path):
     compared = page_of(healthy(tmp_path, config=config)).root.one("section", **{"aria-labelledby": "compared"})
-    assert f"Set {option} to have the same held-out prompts answered" in compared.text
+    assert f"Set {option} to evaluate the same held-out prompts" in compared.text
 
 
 def test_time_is_divided_among_the_phases(tmp_path):

@@ -1,4 +1,4 @@
-"""Checks whether a chat template is append-only, so that a conversation can be trained as one row on its exact tokens.
+"""Checks whether a chat template is append-only, so that a conversation can become one row of its exact tokens.
 
 The check renders sample conversations, first up to an answer and then with one more message. If a template rewrites
 earlier turns, conversations fork. Training stays correct, but every fork adds a training row.

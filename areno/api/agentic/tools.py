@@ -1,6 +1,6 @@
 """Python functions as tools for a model, described by type hints and docstrings.
 
-A parameter's type hint determines the JSON schema for the model, and the check and conversion of JSON values to Python
+A parameter's type hint determines the JSON schema for the model, and how JSON values are checked and converted to Python
 values (:class:`ValueType`). A call never raises. An error becomes the result text for the model, and is counted.
 """
 
@@ -197,7 +197,7 @@ def as_text(value: Any) -> str:
 
 
 def value_type_of(hint: Any, place: str) -> ValueType:
-    """Return schema and reader of a type hint. Raises UsageError at ``place`` if the hint has no JSON representation."""
+    """Return the JSON schema and the reader of a type hint. Raises UsageError, naming ``place``, if the hint has none."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]

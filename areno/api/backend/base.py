@@ -23,8 +23,8 @@ class ArenoConfig:
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
             ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
             ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for inference only), and
-            ``stall_timeout_s`` (seconds without progress after which one of several ranks counts as failed; default
-            600).
+            ``stall_timeout_s`` (with several ranks: seconds without progress after which a rank counts as failed;
+            default 600).
         max_running_prompts: maximum number of sequences decoded concurrently.
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
         lora: train an adapter instead of the weights. Keys are fields of

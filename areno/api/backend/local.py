@@ -137,7 +137,7 @@ def _check_config(config: ArenoConfig) -> None:
 
 
 def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[], Backend]:
-    """Check a configuration and return a function that loads the engine. Raises UsageError."""
+    """Check a configuration (UsageError if invalid), and return a function that loads the engine."""
     _check_config(config)
     layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
     engine_config = _engine_config(config)

@@ -129,7 +129,7 @@ class DatasetTrainer(TrainingLoop):
                 self.saver.close()
 
     def total_steps(self) -> int:
-        """Return the number of steps of the run if no row is skipped."""
+        """Return the maximum number of steps of the run."""
         total = self._steps_per_epoch() * self.config.epochs
         return min(total, self.config.max_steps) if self.config.max_steps else total
 
@@ -141,7 +141,7 @@ class DatasetTrainer(TrainingLoop):
         return -(-self.row_count() // self.config.batch_size)
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the steps of all epochs. Each epoch has its own row order."""
+        """Yield the steps of all epochs."""
         config, state = self.config, self.state
         planned = self.looked_ahead(self._planned())
         upcoming = None if self.finished() else next(planned, None)

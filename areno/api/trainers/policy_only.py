@@ -1,7 +1,7 @@
 """Policy-gradient training with one model: GSPO, GRPO and similar losses.
 
-Advantages are computed from the rewards of a group, without a value model. A step: samples -> rewards -> advantages ->
-rows -> optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.
+Advantages are computed from the rewards of a group, without a value model. A step: samples -> rewards -> rows ->
+advantages -> optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.
 """
 
 import logging

@@ -125,7 +125,7 @@ class RolloutTrainer(DatasetTrainer):
         return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
 
     def prepare(self) -> None:
-        """Prepare the steps and start the reward workers. A broken reward file fails before the first rollout."""
+        """Prepare the steps and start the reward workers. An invalid reward file raises an error before the first rollout."""
         config = self.config
         self.prepare_updates()
         self.keep_rollouts(config.save_rollouts)
@@ -238,7 +238,7 @@ class RolloutTrainer(DatasetTrainer):
         return result
 
     def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
-        """Write the step's most informative samples to the run directory, token by token."""
+        """Write the samples that :func:`sample_records` selects to the run directory."""
         computed = self.token_records()
         trajectories: list[Trajectory] | None = None
         if rows is not None:
@@ -376,7 +376,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def measure(self) -> dict[str, float]:
-        """Evaluate, and record the answers to the first held-out prompts."""
+        """Evaluate, and record the first answer to each of the first held-out prompts."""
         samples = EvalSamples()
         self._on_scored = samples.add
         try:

@@ -74,7 +74,7 @@ class SampleSource:
             raise
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps. Rollout processes, if any, start the batches of later steps early."""
+        """Return the steps. With asynchronous rollouts, the batches of later steps start early."""
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:

@@ -143,7 +143,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
 
 class PairTrainer(SupervisedTrainer):
-    """Trains on preference pairs without a reference, with any algorithm's loss."""
+    """Trains on preference pairs without a reference, with the algorithm's own loss."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.PairTrainer")
     objective = PAIRS

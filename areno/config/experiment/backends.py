@@ -13,9 +13,9 @@ from areno.errors import UsageError
 
 
 def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield the problems of the backends of all roles.
+    """Yield the problems with the backends of all roles.
 
-    If ``allocation_mode`` is set, unsupported backends are reported as one problem of ``allocation_mode``.
+    If ``allocation_mode`` is set, unsupported backends are reported as one problem with ``allocation_mode``.
     """
     unsupported: list[tuple[str, str, str, ModelAllocation]] = []
     for role, spec in roles(config).items():
@@ -47,7 +47,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield problems of settings that inference servers do not support, and of server settings in a run without servers."""
+    """Yield problems: settings that inference servers do not support, and server settings in a run without servers."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
@@ -77,7 +77,7 @@ def _servers(config: PPOConfig) -> Iterator[str]:
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """Yield problems of settings that a role's engine does not support with this backend and parallelism."""
+    """Yield problems with settings that a role's engine does not support with this backend and parallelism."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
@@ -102,7 +102,7 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
 
 
 def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
-    """Yield problems of pipeline and expert parallelism: settings that exclude it, and impossible sizes."""
+    """Yield problems with pipeline and expert parallelism: settings that exclude it, and impossible sizes."""
     parallel, actor = allocation.parallel, config.actor
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):

@@ -142,7 +142,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfig) -> Iterator[str]:
-    """Yield problems of settings that belong in the actor's section, because ``role`` runs in the actor's engine."""
+    """Yield problems with settings that belong in the actor's section, because ``role`` runs in the actor's engine."""
     for spec in engine.scheduling_spec[:1]:
         if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
             yield (

@@ -31,7 +31,7 @@ DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of dtypes."""
 
 ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-"""Names of attention implementations; a kernel of the hub is written ``owner/repo[@revision][:entry]``."""
+"""Names of attention implementations; a Hub kernel is written ``owner/repo[@revision][:entry]``."""
 
 SUPPORTED_ATTENTION = (AUTO, "sdpa", "eager", "flash_attention_2")
 """Supported attention implementations. ``eager`` computes the score matrix; the other implementations are fused kernels."""
@@ -194,17 +194,16 @@ class TrainEngineConfig:
         inherits="actor.path",
         required=True,
     )
-    model_type: str = setting("", "Model family, such as qwen3; checkpoints of other families are rejected.")
+    model_type: str = setting("", "Model family, such as qwen3; local models of other families are rejected.")
     attn_impl: str = setting(
         AUTO,
-        "Attention implementation: auto, eager, sdpa "
-        "or flash_attention_2. flash_attention_3, flex_attention and kernels of the hub "
-        "(owner/repo[@revision][:entry]) are not supported.",
+        "Attention implementation: auto, eager, sdpa or flash_attention_2. Not supported: flash_attention_3, flex_attention "
+        "and Hugging Face Hub kernels (owner/repo[@revision][:entry]).",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
         shown="auto (GPU: flash_attention_2 if installed; CPU: sdpa)",
     )
-    use_kernels: bool = setting(False, "Use kernels of the Hugging Face hub for the layers that these kernels support.")
+    use_kernels: bool = setting(False, "Use Hugging Face Hub kernels for the layers that they support.")
     init_from_scratch: bool = setting(False, "Start from random weights.")
     is_critic: bool = setting(False, "Return one number per token instead of logits (for a critic or reward model).")
     temperature: float = setting(
@@ -275,7 +274,7 @@ class TrainEngineConfig:
         False, "Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
     )
     peft_type: str = setting("lora", "Kind of adapter.", choices=("lora",))
-    enable_tree_training: bool = setting(False, "Compute the common prefixes of the rows of a microbatch only once.")
+    enable_tree_training: bool = setting(False, "Compute prefixes that rows of a microbatch share only once.")
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of this model's workers; one or two entries.")
     backend: str = setting(
         "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
@@ -346,7 +345,7 @@ class NamedAlgorithm:
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     """The policy and its training. The loss is the policy loss (PolicyLossOptions) or the loss of a named algorithm."""
 
-    ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
+    ppo_n_minibatches: int = setting(4, "Optimizer steps per pass over a batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Passes over a batch, each with ppo_n_minibatches optimizer steps.", minimum=1)
     reward_norm: NormConfig | None = section(None, "Normalization of rewards, before advantages are computed.")
     reward_scaling: float = setting(1.0, "Factor by which rewards are multiplied, after the bias is added.")
@@ -359,7 +358,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         minimum=1,
     )
     overlong_penalty_factor: float | None = setting(None, "Penalty at the length limit.", above=0)
-    mask_no_eos_with_zero: bool = setting(False, "Give no task reward to truncated answers.")
+    mask_no_eos_with_zero: bool = setting(False, "Give truncated answers no task reward, and do not train on them.")
     discount: float = setting(1.0, "Discount factor of rewards, per token.", minimum=0, maximum=1)
     gae_lambda: float = setting(1.0, "Lambda of generalized advantage estimation.", minimum=0, maximum=1)
     adv_norm: NormConfig | None = section(None, "Normalization of advantages over tokens.")
@@ -379,7 +378,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         None, "Bounds on the importance weight of the decoupled loss; null sets no bounds."
     )
     log_agent_stats: bool = setting(False, "Report the statistics that agents return.")
-    log_agent_stats_keys: list[str] = setting([], "Names of the agents' statistics to report; empty means all.")
+    log_agent_stats_keys: list[str] = setting([], "Names of the agents' statistics to report; empty reports none.")
     max_new_tokens: int = setting(
         1024,
         "Maximum tokens of an answer, and thus the length limit for the overlong penalty.",
@@ -402,7 +401,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         return TrainEngineConfig.problems(self)
 
     def policy_problems(self) -> Problems:
-        """Yield the problems of the loss and reward settings of a trained actor."""
+        """Yield the problems with the loss and reward settings of a trained actor."""
         yield from PolicyLossOptions.problems(self)
         if self.use_decoupled_loss and self.recompute_logprob and not self.needs_proximal:
             because = (
@@ -432,7 +431,7 @@ class PPOCriticConfig(TrainEngineConfig):
     """The value model."""
 
     is_critic: bool = setting(True, "A critic returns one number per token.")
-    ppo_n_minibatches: int = setting(4, "Optimizer steps per batch.", minimum=1)
+    ppo_n_minibatches: int = setting(4, "Optimizer steps per pass over a batch.", minimum=1)
     ppo_n_epochs: int = setting(1, "Passes over a batch, each with ppo_n_minibatches optimizer steps.", minimum=1)
     eps_clip: float = setting(0.5, "Value clipping: clip range of V - V_old, in units of reward.", above=0)
     mask_no_eos_with_zero: bool = setting(

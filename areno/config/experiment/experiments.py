@@ -60,7 +60,9 @@ class BaseExperimentConfig:
     saver: SaverConfig = section(SaverConfig, "Saved models.")
     evaluator: EvaluatorConfig = section(EvaluatorConfig, "When to evaluate.")
     stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Statistics loggers.")
-    perf_tracer: PerfTracerConfig | None = section(None, "Performance traces of each process; null writes no traces.")
+    perf_tracer: PerfTracerConfig | None = section(
+        None, "Performance traces of the trainer's process; null writes no traces."
+    )
     memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes no snapshots.")
     recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
     sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")

@@ -197,7 +197,10 @@ class InferenceEngineConfig:
         shown="rollout.consumer_batch_size",
     )
     queue_size: int | None = setting(
-        None, "Maximum number of finished groups in the queue; with null, only staleness limits the queue.", minimum=1
+        None,
+        "Maximum number of prompts that wait for generation; null means 16 x max_concurrent_rollouts. max_head_offpolicyness "
+        "may set a lower limit.",
+        minimum=1,
     )
     consumer_batch_size: int = setting(
         0,
@@ -261,15 +264,15 @@ class InferenceEngineConfig:
     agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
     speculate: int = setting(
         0,
-        "Speculative decoding by prompt lookup: maximum draft tokens per decode step; 0 disables drafting. Answers do not "
-        "change.",
+        "Speculative decoding by prompt lookup (CPU only): maximum draft tokens per decode step; 0 disables drafting. Answers "
+        "do not change.",
         minimum=0,
         maximum=63,
     )
     return_routed_experts: bool = setting(
         False,
-        "Record each token's experts and use the same experts in training, so that different routing does not change "
-        "log-probs. On a CPU, this setting disables the compilation of decode steps.",
+        "Routing replay: record each token's experts in rollout and reuse them in training, so that routing differences do not "
+        "change log-probs. On a CPU, this setting disables compiled decode steps.",
     )
     _version: str = setting(
         "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY

@@ -77,7 +77,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "no limit",
     ),
     "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum tokens of an answer.", "16384"),
-    "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per batch.", "4"),
+    "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per pass over a batch.", "4"),
     "ppo.recompute_logprob": LegacyKey(
         "actor.recompute_logprob",
         "Recompute log-probs before the update.",

@@ -124,8 +124,7 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    Values that differ from their default count as set; other settings are inherited as in a file. Raises UsageError like
-    `config_from`.
+    Values that differ from their default count as set, and all others as unset. Raises UsageError like `config_from`.
     """
     return config_from(_changed_values(config), type(config))
 

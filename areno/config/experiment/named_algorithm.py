@@ -60,7 +60,7 @@ def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool = False) -> Iterator[str]:
-    """Yield the problems of ``actor.algorithm`` and its options, and settings that have no effect with the algorithm."""
+    """Yield the problems with ``actor.algorithm`` and its options, and settings that have no effect with the algorithm."""
     if not actor.algorithm:
         if actor.algorithm_options:
             yield "actor.algorithm_options has no effect without an algorithm; set actor.algorithm too"

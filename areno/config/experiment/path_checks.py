@@ -16,7 +16,7 @@ DATASETS = ("train_dataset", "valid_dataset")
 
 
 def path_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield the problems of model, data and output paths."""
+    """Yield the problems with model, data and output paths."""
     yield from _models(config)
     yield from data_problems(config)
     yield unwritable(Path(config.cluster.fileroot), "cluster.fileroot")
@@ -52,7 +52,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Yield problems of datasets: unreadable datasets, and held-out rows that are also training rows."""
+    """Yield problems with datasets: unreadable datasets, and held-out rows that are also training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)

@@ -210,7 +210,7 @@ class SessionTracerConfig:
 
 @dataclass
 class PerfTracerConfig:
-    """Chrome traces of all processes."""
+    """Chrome traces of the trainer's process."""
 
     experiment_name: str = setting(
         "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
@@ -249,20 +249,20 @@ class RewardConfig:
     )
     on_error: str = setting(
         "drop",
-        "If fn raises or every attempt times out: drop drops the episode, and stops the run after many consecutive failures; "
-        "stop stops the run at once.",
+        "What happens if fn raises or every attempt times out. drop: the episode is discarded, and the run ends only after "
+        "many consecutive failures. stop: the run ends at once.",
         choices=("drop", "stop"),
     )
     timeout_seconds: float = setting(
         15.0,
-        "Timeout of one reward call, in seconds. A coroutine is then cancelled; for other functions, the worker is killed.",
+        "Timeout of one reward call, in seconds. After a timeout, the worker process is killed and replaced.",
         above=0,
     )
     max_retries: int = setting(3, "Maximum retries of a reward after a timeout or the death of a worker.", minimum=0)
     max_workers: int | None = setting(None, "Worker processes; null uses half of the cores.", minimum=1)
 
     def problems(self) -> Problems:
-        """Yield the problems of the weights."""
+        """Yield the problems with the weights."""
         try:
             part_weights(self.weights)
         except UsageError as error:

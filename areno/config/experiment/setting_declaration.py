@@ -162,7 +162,7 @@ def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str =
 
 
 def at(path: str, problems: Problems) -> Iterator[str]:
-    """Format the problems of the section at ``path``, each with the full path of the setting."""
+    """Format the problems with the section at ``path``, each with the full path of the setting."""
     return (f"{path}.{name} {problem}" for name, problem in problems)
 
 

@@ -47,7 +47,7 @@ class ClusterSpecConfig:
     """The machines and their shared folder."""
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, "Where workers publish their addresses.")
-    cluster_name: str = _worker("local", "Name of the cluster, recorded in the run's description.")
+    cluster_name: str = _worker("local", "Name of the cluster.")
     fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints, shared by all machines.")
     n_nodes: int = setting(
         1,
@@ -159,7 +159,7 @@ def one_spec() -> list[SchedulingSpec]:
 
 
 def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Problems:
-    """Yield the problems of a role's ``scheduling_spec``; ``counts`` are the allowed numbers of entries."""
+    """Yield the problems with a role's ``scheduling_spec``; ``counts`` are the allowed numbers of entries."""
     if len(specs) not in counts:
         yield "scheduling_spec", f"has {len(specs)} entries; use {' or '.join(map(str, counts))}"
     for spec in specs[1:]:

@@ -28,7 +28,8 @@ def export_model(
         gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None writes no GGUF file.
 
     Raises:
-        UsageError: the checkpoint cannot be read, the adapter does not match it, or GGUF does not support the model.
+        OSError: the configuration cannot be read.
+        UsageError: the weights cannot be used, the adapter does not match them, or GGUF does not support the model.
     """
     base, folder = base_of(path), Path(output).expanduser()
     check_reachable(base)

@@ -1,4 +1,4 @@
-"""The process's random state (Python, NumPy and torch) as plain JSON."""
+"""The process's random state (Python, NumPy, and torch on the CPU) as plain JSON."""
 
 import base64
 import random
@@ -9,7 +9,7 @@ import torch
 
 
 def capture_rng() -> dict[str, Any]:
-    """Capture the states of all global random number generators."""
+    """Capture the states of the global CPU generators of Python, NumPy and torch."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     return {

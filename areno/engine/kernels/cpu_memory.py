@@ -14,7 +14,7 @@ from areno.engine.kernels.library import KernelLibrary
 
 @functools.cache
 def install_caching_allocator() -> "CachingAllocator | None":
-    """Use areno's allocator for large tensors. Returns None if it cannot be compiled or cannot reserve address space."""
+    """Use areno's allocator for large tensors. Returns None if this fails, or if the system is not Linux."""
     library = KernelLibrary("cpu_memory", stable_abi=False)
     if sys.platform != "linux" or library.build() or not library.load():
         return None

@@ -150,7 +150,7 @@ void blend(const float* weights, const Columns<T>& values, float* out) {
   }
 }
 
-// Replaces scores by exp(scale * (score - largest score)) and returns the sum.
+// Replaces scores with exp(scale * (score - largest score)) and returns the sum.
 float exponentiate(float* scores, int64_t n, float scale) {
   float largest = scores[0];
 #pragma omp simd reduction(max : largest)
@@ -223,7 +223,7 @@ struct Contexts {
   }
 };
 
-// For one KV head, rows that share columns are processed one after the other, so that the columns are still in the L1 cache.
+// For one KV head, rows that share columns are processed one after the other, so that the columns are still in the cache.
 template <typename T>
 void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Contexts& contexts, float scale,
             const Tensor& out) {

@@ -1,7 +1,7 @@
 // One token per row from logits: the most likely one, or a draw from the temperature-scaled policy, each with its log-prob.
 //
-// A row is read twice: for its largest entry, and then from the L1 cache for the sums of the exponentials of its blocks. Only
-// the block that the draw falls into is searched token by token. Built by library.py against PyTorch's stable ABI.
+// A row is read twice: for its largest entry, and then, from the processor's cache, for the sums of the exponentials of its
+// blocks. Only the block that the draw falls into is searched token by token. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

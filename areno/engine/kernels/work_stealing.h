@@ -1,5 +1,6 @@
-// Distributes work among all threads by work stealing: each begins with an equal part, in order, and a thread that has
-// finished takes pieces from the end of another thread's part. With equal parts alone, all would wait for the slowest core.
+// Distributes work among all threads by work stealing: each thread processes an equal part in order, and a thread that has
+// finished takes pieces from the end of another thread's part. With equal parts alone, all threads would wait for the slowest
+// core.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace work_stealing {
 
-// Splits the items [begin, end) into pieces of `most` items; near the end, where other threads take pieces, of `least` items.
+// Splits the items [begin, end) into pieces of `most` items, but of `least` items near the end, where other threads take them.
 struct Part {
   int64_t begin, end, most, least;
 
@@ -29,8 +30,8 @@ void for_each_piece(int64_t items, int64_t most, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (items + least - 1) / least);
   if (threads <= 1) return f(0, items);
   const auto part = [&](int64_t t) { return Part{items * t / threads, items * (t + 1) / threads, most, least}; };
-  // One flag per piece; the flags of a part have their own cache lines. Parts differ by at most one item, and so by at most one
-  // piece.
+  // One flag per piece; the flags of different parts are a multiple of 64 bytes apart to reduce false sharing. Parts differ by
+  // at most one item, and so by at most one piece.
   const int64_t flags_per_part = (part(0).pieces() + 64) / 64 * 64;
   static thread_local std::vector<char> buffer;
   buffer.assign(flags_per_part * threads, 0);

@@ -37,7 +37,7 @@ class AdapterOptions:
     rank: int = 0
     alpha: float | None = None  # the output is scaled by alpha / rank; None: twice the rank
     dropout: float = 0.0  # dropout rate of the adapter's inputs in training
-    target_modules: str | Sequence[str] = ALL_LINEAR  # ``all-linear``, or linear layer names as list or comma-separated
+    target_modules: str | Sequence[str] = ALL_LINEAR  # ``all-linear``, or layer names as a list or comma-separated
     adapter_path: str | None = None  # adapter whose training is continued; it sets rank, alpha and layers
     load_in_4bit: bool = False
     seed: int = 0
@@ -177,7 +177,7 @@ def adapted_layers(wrapped: nn.Module) -> list[Any]:
 
 
 def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
-    """Whether every layer can be merged into one matrix, and only the adapter is trainable."""
+    """Whether every adapted layer can be merged into one matrix, and only the adapter is trainable."""
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]

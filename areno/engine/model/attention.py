@@ -1,7 +1,7 @@
 """The attention function that areno registers with ``transformers``.
 
 A forward pass gives every layer the same *plan* (keyword ``areno``), which determines which tokens attend to each other.
-Training and prefill use a plan for packed sequences, and decoding uses a plan for cache slots. areno registers no mask
+Training and prefill use a plan for packed sequences, and decoding uses a plan for the KV cache. areno registers no mask
 function, so ``transformers`` builds no masks.
 
 Shapes: T tokens per call, H query heads, K key/value heads, head size D.
@@ -35,7 +35,7 @@ class LayerAttention:
 
 
 class AttentionPlan(Protocol):
-    """Determines which tokens of a forward pass attend to each other. A pass creates one plan for all layers."""
+    """Determines which tokens of a forward pass attend to each other. All layers of a pass share one plan."""
 
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
@@ -60,7 +60,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Attention with explicit scores, because fused kernels do not support soft-capping and sinks."""
+    """Attention with explicit scores, because fused kernels do not support soft-capping or sinks."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale

@@ -3,7 +3,7 @@
 ``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The
 head is the model class's ``forward`` with a pass-through module as body. Soft-capped or rescaled logits (Gemma,
 Granite, Cohere) therefore need no special handling. Rollout and training use the same body and head. With the same
-weights, their results therefore differ only because of rounding.
+weights, their results therefore differ only in rounding.
 """
 
 import copy
@@ -84,7 +84,7 @@ class CausalLM(PackedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return :meth:`logprobs`, the entropies [N], and the minimum and maximum logits [N, 2].
 
-        Entropies and logits have no gradient. Tensors that are not requested are empty.
+        Only the log-probs have a gradient. Tensors that are not requested are empty.
         """
         kind = self.computes_on or self.device.type
         keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()

@@ -21,9 +21,9 @@ from areno.engine.kernels import row_product
 # Below this much work, MKL's smaller overhead wins. Traced steps have no static row count and use the weight size instead.
 _LEAST_FLOP = 4e6
 _LEAST_WEIGHT = 40_000
-# On Intel CPUs: weights larger than the per-core caches.
+# On Intel CPUs: minimum number of weight elements, more than the per-core caches hold.
 _LARGE_WEIGHT = 8_000_000
-_WIDE_OUTPUT = 8  # ratio of outputs to inputs
+_WIDE_OUTPUT = 8  # minimum ratio of outputs to inputs
 # Up to this many rows, our kernel is faster than either library, by a tenth at 128 and a quarter at 64.
 _FEW_ROWS = 256
 

@@ -46,7 +46,7 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits, relative to the largest logit. Rounding errors are a hundred times smaller."""
+    """Maximum difference of logits, relative to the largest logit. Rounding errors are much smaller."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 

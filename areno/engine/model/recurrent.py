@@ -33,8 +33,8 @@ SCRATCH = 8
 class SlotStates:
     """Convolution and recurrent states of every layer, with one row per cache slot. A zero row is an empty state.
 
-    Implements the ``transformers`` cache methods that gated delta nets call. A layer reads the rows selected by
-    :meth:`at`, and writes them back after its forward pass.
+    Implements the ``transformers`` cache methods that gated delta nets call. A layer's forward pass reads the
+    rows selected by :meth:`at`, and writes them back.
     """
 
     def __init__(self, slots: int) -> None:

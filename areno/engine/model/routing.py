@@ -41,13 +41,13 @@ class Routing(Protocol):
 class Routers:
     """The routers of a model. All routers have the same number of experts and the same number of experts per token."""
 
-    mixtures: int
+    mixtures: int  # number of MoE layers
     experts: int  # experts per MoE layer
     each: int  # experts per token
 
     @property
     def kind(self) -> torch.dtype:
-        """Smallest integer dtype whose maximum exceeds all expert ids. The maximum marks a token without a record."""
+        """Integer dtype whose maximum exceeds all expert ids. The maximum marks a token without a record."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
@@ -127,8 +127,8 @@ class Choosing(_TopkMode):
 class ChoiceRecorder(_TopkMode):
     """Records the choices of all routers in a forward pass, in the order of the calls, with the number of experts.
 
-    Two forward passes over the same tokens that only round differently can choose different experts. When two passes are
-    compared, :class:`ChoiceReplay` removes this difference.
+    Rounding can make two forward passes over the same tokens choose different experts. When two passes are compared,
+    :class:`ChoiceReplay` removes this difference.
     """
 
     def __init__(self) -> None:
@@ -148,8 +148,8 @@ class ChoiceReplay(_TopkMode):
         recorded: recordings whose tokens are concatenated. If their calls differ, nothing is repeated.
         first: index of the recorded token that is the first token of the pass. Tokens after the recorded ones keep the
             router's choices.
-        tolerance: maximum difference between the scores of a recorded and of the router's own choice, relative to the
-            largest score. A larger difference is not caused by rounding, and the router's choice is kept.
+        tolerance: maximum difference between the scores of a recorded choice and the router's own choice, relative to
+            the largest score. With a larger difference, the router's choice is kept.
     """
 
     def __init__(self, *recorded: ChoiceRecorder, first: int = 0, tolerance: float) -> None:

@@ -1,4 +1,4 @@
-"""Attention plan for sequences with common prefixes: shared tokens form a tree and are computed once.
+"""Attention plan for sequences with common prefixes: the tokens form a tree, so shared tokens are computed once.
 
 A token attends to itself and to its ancestors. The ancestors are exactly the tokens that precede it in its sequence, and its
 position is its depth in the tree. Hidden states, log-probs and gradients therefore equal those of separate sequences.

@@ -3,7 +3,7 @@
 Training and prefill attend within packed sequences without padding. Unsupported cases (sinks, fp32, head sizes above
 256, and old GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. A
 kernel is selected by its features, not by its version number. Each kernel must first pass a forward and backward test
-against explicit attention.
+against PyTorch's attention.
 """
 
 import functools
@@ -32,7 +32,7 @@ class VarlenKernel:
     name: str
     call: Callable[..., Any]
     scale: str  # name of the argument for the scale of the scores
-    groups: str | None = None  # name of the flag for grouped-query attention; None if not needed
+    groups: str | None = None  # name of the flag for grouped-query attention; None if there is no flag
     repeats: bool = False  # whether key heads must be repeated to match query heads
     causal: str | None = None  # name of the flag for causal attention, in addition to the window
     softcap: bool = False  # whether soft-capped scores are supported

@@ -31,7 +31,7 @@ PATIENCE = timedelta(days=7)
 
 
 class Channel:
-    """Collectives of a group of one rank, and the base class for larger groups. All ranks must make the same calls in order."""
+    """Collectives of a group of one rank; base class of larger groups. All ranks must make the same calls in the same order."""
 
     size, rank = 1, 0
 
@@ -304,7 +304,7 @@ def meet(
         kind: class of the returned group.
 
     Raises:
-        RuntimeError: a member did not join in time.
+        RuntimeError or EngineError: a member did not join in time.
     """
     store = where.store(name, rank, size, patience)
     if device.type == "cuda":

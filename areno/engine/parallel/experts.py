@@ -112,7 +112,7 @@ class ExpertParallelExperts:
         arrived = _Route.apply(rows, *sizes, self.channel)
         local = self.channel.all_to_all_v(experts % self.own, *sizes)
         outputs = self._computed(arrived, local[:, None], torch.ones_like(local, dtype=weights.dtype)[:, None])
-        if not len(arrived):  # the backward pass must still reach the all-to-all that other ranks wait in
+        if not len(arrived):  # the backward pass must still reach the all-to-all for which other ranks wait
             outputs = (
                 outputs
                 + arrived

@@ -2,8 +2,8 @@
 computation.
 
 Between passes each rank holds a shard of every tensor. A training pass gathers one decoder layer at a time, in the forward
-pass and again in the backward pass, and reduce-scatters the layer's gradient. Rollouts and scoring make many passes without
-gradients. For such passes, all weights are gathered once, in the compute dtype, and released afterwards.
+pass and (with :attr:`Layout.reshards`) again in the backward pass, and reduce-scatters the layer's gradient. For the many
+passes of rollouts and scoring, all weights are gathered once, in the compute dtype, and released afterwards.
 
 Shards of trained weights are fp32 and serve as the optimizer's master weights.
 """

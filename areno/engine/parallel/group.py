@@ -220,7 +220,7 @@ class EngineGroup:
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the total number of concurrent sequences; None restores each replica's configured limit."""
+        """Divide a limit on concurrent sequences among replicas, rounded up; None restores each replica's configured limit."""
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
         self.workers.call("engine.set_max_running", share)
 
@@ -269,11 +269,11 @@ class EngineGroup:
         return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures), routed)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Return the value after each token, per row."""
+        """Return, per row, the critic's value after each token."""
         return self._score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Return each row's score at the row's last token."""
+        """Return, per row, the score at the last token."""
         return self._score("rewards", role, rows, micro_bs)
 
     def _score(

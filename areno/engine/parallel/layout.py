@@ -121,7 +121,7 @@ class Layout:
             )
         if fsdp and world_size == tp_size:
             raise UsageError(
-                f"fsdp with world_size={world_size}, tp_size={tp_size}: FSDP needs at least two replicas to shard across;  "
+                f"fsdp with world_size={world_size}, tp_size={tp_size}: FSDP needs at least two replicas to shard across; "
                 f"use world_size={2 * tp_size} or more, or leave fsdp out"
             )
         return cls(world_size // tp_size, tp_size, fsdp)

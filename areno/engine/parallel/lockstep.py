@@ -28,7 +28,7 @@ class _Message:
     """The leader's message before a turn.
 
     Attributes:
-        arrived: pairs of the number and the request, for new requests.
+        arrived: new requests, as pairs (number, request).
         cancelled: numbers of the requests to abort.
     """
 
@@ -99,7 +99,7 @@ class LeadingLoop(_Counting):
 
 
 class FollowingLoop(_Counting):
-    """The loop of each other rank of a replica; it takes requests only from the leader."""
+    """The loop of every other rank of a replica. It takes requests only from the leader."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns

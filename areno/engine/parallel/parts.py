@@ -35,7 +35,7 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
         return part
     mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
     assert coordinates is not None
-    splits: list[tuple[int, int, list[Tensor]]] = []  # dimension of the mesh, of the tensor, and indices in each shard
+    splits: list[tuple[int, int, list[Tensor]]] = []  # mesh dimension, tensor dimension, indices of each shard
     shape = list(like.shape)
     for axis, placement in enumerate(like.placements):
         if not isinstance(placement, Replicate):

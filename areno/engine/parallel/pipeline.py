@@ -46,7 +46,10 @@ class Plan(AttentionPlan, Protocol):
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
-"""The head of the last stage: maps a microbatch's index and hidden states [T, C] to an output tensor and its gradient."""
+"""The head of the last stage: maps a microbatch's index and hidden states [T, C] to an output tensor and its gradient.
+
+The gradient is None for a scalar loss. Without a backward pass, the return value is ignored.
+"""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Pipeline schedules: the order of the passes of each stage.
 
 After some warmup forward passes, a stage alternates forward and backward passes, which limits the activations in memory. With
-one model chunk per stage, the schedule is 1F1B (Narayanan et al. 2019, arXiv:1806.03377). With several chunks, the schedule
+one model chunk per stage, the schedule is 1F1B (Harlap et al. 2018, arXiv:1806.03377). With several chunks, the schedule
 is interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), which divides the bubble by the number of chunks.
 """
 

@@ -110,7 +110,7 @@ def style_of(module: Any, name: str) -> str | None:
 
 
 def save_unsharded(model: PackedModel, folder: str | Path, peers: RankContext) -> None:
-    """Write a model in Hugging Face format; the first rank gathers one tensor at a time.
+    """Write a model in Hugging Face format. The shards are gathered one tensor at a time.
 
     Every rank that holds a shard must call this function.
     """

@@ -1,7 +1,8 @@
 """A worker process, ``python -m areno.engine.parallel.worker``, which :class:`WorkerGroup` starts.
 
-The worker creates the object that its first message describes, and calls the object's methods one after the other. A separate
-thread sends a heartbeat every second. The worker exits when the process that started it exits.
+The worker creates the object that its first message describes, and calls the object's methods one after the other. Calls
+marked ``now`` run at once in the thread that reads messages. A separate thread sends a heartbeat every second. The worker
+exits when the process that started it exits.
 """
 
 import faulthandler
@@ -152,10 +153,10 @@ def _use_interface(connection: Connection) -> None:
 
 def main() -> None:
     """Run the worker until the process that started it stops it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the starting one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the starting process handles it
     connection = dial()
     if connection.far:
-        # A scheduler signals all processes; the starting one saves first and then ends this one.
+        # A scheduler signals all processes; the starting process first saves, and then ends this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _use_interface(connection)
     _Worker(connection.frames(), connection.far).run()

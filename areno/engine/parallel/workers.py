@@ -1,7 +1,7 @@
 """A group of worker processes that are started, called and stopped together.
 
-If a worker dies, is stopped, or makes no progress, all workers are killed. Every pending call then raises an error with the
-failed rank, its last operation, and its error.
+If a worker dies, is stopped, or makes no progress, all workers are killed. Every pending call then raises an error that
+states the failed rank, its last operation, and the cause.
 """
 
 import contextlib
@@ -93,7 +93,8 @@ class WorkerGroup:
         stall_s: time in seconds without progress after which a rank with work counts as failed.
 
     Raises:
-        EngineError: a worker could not be started, or could not create its object.
+        EngineError: a worker could not be started, or could not create its object. If all workers raise errors of the same
+            type, the first worker's error is raised instead.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class WorkerGroup:
 
     @property
     def closed(self) -> bool:
-        """Whether all processes have exited or are exiting."""
+        """Whether :meth:`close` has been called."""
         return self._closing
 
     @property

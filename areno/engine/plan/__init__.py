@@ -1,8 +1,8 @@
-"""Plans the memory of a run from shapes before models are loaded, measures memory, and finds sizes that fit.
+"""Plans the memory of a run from shapes before models are loaded, measures memory, and finds sizes and layouts that fit.
 
 - ``memory_plan``: plans a run by phase and purpose; ``table``: the plan as text; ``advice``: option changes for a run
   that does not fit.
-- ``sizes``: the sizes of a run that a plan needs; ``trace``: measures the engine on fake tensors.
+- ``sizes``: models, row lengths and microbatches of a run; ``trace``: measures the engine on fake tensors.
 - ``live_bytes``: counts the bytes of live tensors; ``local_shape``: gives the shapes of a tensor-parallel shard.
 - ``memory_probe``: free memory, and current and peak memory use of this process.
 - ``gpu_memory``: divides a GPU's memory between training and the KV cache.

@@ -36,10 +36,10 @@ _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries an
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A layout and its cost on the device that needs the most memory."""
+    """A layout and its estimated cost per device."""
 
     layout: Layout
-    held: int  # bytes
+    held: int  # bytes, on the device that needs the most memory
     sent: int  # bytes per step
     idle: float  # pipeline bubble, as a share of the step
     seconds: float  # estimated, per step
@@ -83,7 +83,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--devices", type=int, required=True, help="number of devices")
     parser.add_argument("--device-memory", type=float, default=80, help="GiB per device (default 80)")
     parser.add_argument(
-        "--per-node", type=int, default=8, help="devices per node, which limits tensor parallelism (default 8)"
+        "--per-node",
+        type=int,
+        default=8,
+        help="devices per node, which limits tensor and context parallelism (default 8)",
     )
     parser.add_argument("--tokens", type=int, default=16384, help="tokens per microbatch (default 16384)")
     parser.add_argument(

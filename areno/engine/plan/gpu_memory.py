@@ -1,6 +1,6 @@
 """Divides a GPU's memory: reserves the peak memory of training, and assigns the rest to the KV cache.
 
-The cache is a pool of fixed size that stays allocated between rollouts, so it must leave room for later allocations:
+The cache is a pool of fixed size. By default, it stays allocated between rollouts and must leave room for later allocations:
 optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and prefills in every
 rollout.
 """
@@ -67,7 +67,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
     """Size of the KV cache in tokens after the models have been loaded. The size is the same on all ranks.
 
-    On a GPU, this function also decides whether to recompute activations, unless the configuration decides.
+    On an unshared GPU, this function also decides whether to recompute activations, unless the configuration decides.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
@@ -105,7 +105,7 @@ def pool_tokens(tokens: int, running: int, context: int | None) -> int:
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Trace the actor on shapes. Other trained models are assumed to have the same sizes."""
+    """Trace the actor on shapes. Passes of other trained models are assumed to take no more memory."""
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]

@@ -1,7 +1,7 @@
 """Estimates, from a model's sizes, the bytes that each rank of a training layout holds and sends per step.
 
-These closed-form estimates are for ``areno plan --fit`` and for sharded weights. ``docs/layouts.md`` explains the terms.
-:mod:`areno.engine.plan.memory_plan` instead runs the engine's code on shapes, but does not support sharded weights.
+These closed-form estimates, for ``areno plan --fit``, also cover FSDP. ``docs/layouts.md`` explains the terms.
+:mod:`areno.engine.plan.memory_plan` instead runs the engine's code on shapes, but does not support FSDP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelSizes:
     queries: int  # number of heads times their width
     keys: int  # number of key heads times their width
     width: int  # width of a head
-    middle: int  # width of an MLP, or of all experts that a token uses together
+    middle: int  # intermediate size of an MLP, or the sum for the experts of a token
     per_token: int  # experts per token; 0 without MoE layers
     experts_of_layer: int
     vocab: int
@@ -138,7 +138,7 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
 
 
 def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
-    """Total size in bytes of saved layer inputs, activations inside one layer, and logits."""
+    """Total size in bytes of saved activations (layer inputs, if recomputed), activations inside one layer, and logits."""
     tokens, b = -(-training.tokens // layout.cp_size), training.compute
     kept = waiting_passes(layout, stage, training.microbatches) / layout.pp_chunks
     inner = 3 * model.hidden + (2 * model.queries + 2 * model.keys + 3 * model.middle) // layout.tp_size
@@ -222,7 +222,7 @@ def idle_share(layout: Layout, microbatches: int) -> float:
 
 
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
-    """Layouts for a number of devices, least communication first: replicas, FSDP, and tensor and pipeline parallelism."""
+    """Layouts for a number of devices: full replicas first, then combinations of all kinds of parallelism."""
     yield Layout(devices)
     for tensor in _divisors(model.keys // model.width, min(devices, per_node)):
         for stages in _powers(min(devices // tensor, model.layers)):

@@ -27,9 +27,9 @@ from areno.errors import UsageError
 PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
 """Purposes of memory, in the order of the table. ``activations`` includes all temporary tensors of a pass."""
 
-# Code, tables and threads of model and tokenizer, beyond importing areno; measured.
+# Measured: code, tables and threads of the model and the tokenizer, in addition to importing areno.
 _PROCESS = 64 * 2**20
-# Private pages of PyTorch and transformers in a rank's process; measured.
+# Measured: private pages of PyTorch and transformers in a rank's process.
 RANK = 320 * 2**20
 
 
@@ -240,7 +240,7 @@ class _Planner:
 
     def _rollout(self) -> RolloutBytes:
         run = self.config
-        # A prefill takes the same number of tokens for any prompt. An agent's contexts grow up to the longest row.
+        # The number of tokens per prefill does not depend on the prompt length. An agent's contexts grow up to the longest row.
         prompt = min(self.sizes.prompt, self.longest - 1)
         budget = run.kv_cache_tokens
         if budget is None:

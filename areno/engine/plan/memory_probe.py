@@ -17,8 +17,8 @@ from areno.machine_memory import free_bytes, proc_figure
 
 # Leaves most of the free memory to training, which peaks while the cache is idle but allocated.
 KV_SHARE = 0.4
-# Memory is short if less than this share of the memory in use is free: retained memory is fragmented, so a training step may
-# need that much more.
+# Memory is short if free memory is less than this share of the memory in use. Because retained memory is fragmented, a
+# training step may need that much more.
 _SHORT = 0.5
 _RESET = Path("/proc/self/clear_refs")
 
@@ -43,7 +43,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Memory in bytes that this process can still use: the free memory of the device and of the process's allocator."""
+    """Memory in bytes that this process can still use. On a CPU, this includes the allocator's retained memory."""
     return available_bytes(device) + (retained_bytes() if device.type == "cpu" else 0)
 
 
@@ -63,7 +63,7 @@ def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Reset the peak."""
+    """Reset the peak of the memory use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

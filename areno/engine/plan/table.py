@@ -58,11 +58,11 @@ def _notes(plan: MemoryPlan) -> list[str]:
         memories = "all share the memory of this machine" if plan.sharing > 1 else "one device per rank"
         lines.append(f"  Ranks: {copies}{split}; {memories}.")
     if plan.logits:
-        lines.append(f"  Logits in chunks of at most {plan.logits / _MIB:,.1f} MiB, part of the activations.")
+        lines.append(f"  The activations include at most {plan.logits / _MIB:,.1f} MiB of logits.")
     if plan.cache_wanted:
         note = f"  KV cache of {plan.cache_tokens:,} tokens{' on each replica' if replicas > 1 else ''}"
         if plan.cache_tokens < plan.cache_wanted:
-            note += f", less than the worst case of {plan.cache_wanted:,}; some sequences will wait"
+            note += f", less than the worst case of {plan.cache_wanted:,}; some sequences may wait"
         lines.append(f"{note}.")
     if plan.host:
         lines.append(f"  Host memory holds {plan.host / _MIB:,.1f} MiB of offloaded data.")

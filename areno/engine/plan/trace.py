@@ -1,6 +1,5 @@
 """Traces the engine's allocations by running it on fake tensors, which have shapes but no memory.
 
-The model is built as shapes, the training step and the rollout run on these shapes, and all live bytes are counted.
 There are no per-layer estimates, so the plan follows any change of the engine. Temporary memory inside a PyTorch
 operation is not counted.
 """
@@ -236,7 +235,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """The optimizer of a run. With one rank, it does not offload. With several ranks, the other ranks are stubs."""
+        """The optimizer of a run. On one rank, it does not offload; :meth:`update` adjusts the sizes. Other ranks are stubs."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
@@ -346,7 +345,7 @@ class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _put_on_cpu(module: torch.nn.Module) -> None:
-    """Replace all tensors of a module with tensors of the active mode. Shared tensors stay shared."""
+    """Replace all tensors of a module with fake CPU tensors. Shared tensors stay shared."""
     replaced: dict[int, Tensor] = {}
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)

@@ -32,7 +32,7 @@ def prepare(engine: Engine, keep_rollout_state: bool) -> RankMemory:
 
 
 def begin(engine: Engine) -> None:
-    """Reset the peak."""
+    """Reset the peak of the memory use."""
     begin_peak(engine.config.device)
 
 

@@ -1,8 +1,8 @@
 """``--tune-params`` finds batch sizes that fit, before the first step and in the training processes.
 
-The memory plan proposes sizes, largest first. Each size is tried with sequences of maximum length. The first size with
-a measured peak within the limit is chosen. A trial does not change weights, optimizer states, random states or caches.
-Explicit options are not changed.
+Sizes are considered from largest to smallest. A size whose memory plan is within the limit is tried with sequences of
+maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer states and random
+states are the same after the trials. Explicit options are not changed.
 
 With several ranks, each rank tries its replica's share, and the largest measured peak counts.
 """
@@ -47,7 +47,7 @@ def tune_sizes(
         The options with the chosen sizes. ``drop_rollout_state`` is True unless the user has set this option.
 
     Raises:
-        UsageError: even the smallest sizes do not fit. The message states which options to lower.
+        UsageError: the smallest sizes or an explicit ``mini_bs`` do not fit. The message states which options to lower.
         EngineError: a rank of a tensor-parallel model ran out of memory, from which the other ranks cannot recover.
     """
     rng, random_of_ranks = capture_rng(), engine.run_on_all_ranks(trial.random_state)
@@ -140,7 +140,7 @@ class _Tuner:
         return next(_powers_of_two(max(min(most, self.rows or most), 1)))
 
     def _mini_bs(self, planned: TrainOptions) -> int:
-        # A trial computes gradients without an update; the temporary memory of the update is planned.
+        # A trial computes gradients without an update; only the plan covers the temporary memory of the update.
         search = _Search("mini_bs", ("forward", "backward", "optimizer"), self._update)
         remedy = f"lower --max-new-tokens or --max-prompt-tokens, which allow rows of {self._longest(planned)} tokens"
         if "mini_bs" in self.options.explicit:

@@ -1,4 +1,4 @@
-"""One decode step: eager, with areno's kernels, or compiled. All three variants return the same tokens for a batch."""
+"""One decode step: eager, with areno's kernels, or compiled. The three variants differ only in rounding."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,7 +18,7 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 
 
 class SharedPrefixes:
-    """The leader of each row, which is the first row with the same prefix, and the length of the prefix.
+    """The leader of each row (the first row with the same prefix), and the length of the shared prefix.
 
     Every slot holds a copy of the prefix, so samples can join and leave freely, and attention may read any copy. Rows from
     the same prefill share a prefix. Rows without a prefill share no prefix.
@@ -39,7 +39,7 @@ class SharedPrefixes:
 
 
 class RowParameters:
-    """Sampling parameters and shared prefixes of the running samples, rebuilt only when samples join or leave."""
+    """Sampling parameters and shared prefixes of the running samples, reused across decode steps."""
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)

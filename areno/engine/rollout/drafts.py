@@ -19,7 +19,7 @@ class DraftIndex:
         The context must extend the context of the previous call.
         """
         for token in context[len(self._tokens) :]:
-            # The n-gram that ends here is indexed with the next token, so that it cannot match itself.
+            # An n-gram is indexed when the token after it arrives, so that it cannot match itself.
             if len(self._tokens) >= MATCH:
                 self._seen[tuple(self._tokens[-MATCH:])] = len(self._tokens)
             self._tokens.append(token)

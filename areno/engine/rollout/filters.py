@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p filters over rows of token weights, usually without sorting the vocabulary.
 
-Top-k and top-p keep the n largest weights, where n is k or the size of the nucleus. The nucleus is first searched among the
+Top-k and top-p keep the n largest weights, where n is k or the size of the nucleus. The nucleus is first looked for among the
 few hundred largest weights. Ties at the threshold are broken by token id, so a row's result does not depend on the rest of
 the batch.
 """

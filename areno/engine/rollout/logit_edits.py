@@ -52,7 +52,7 @@ class LogitEdits:
                 self.error = error
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return an edited fp32 copy of the logits [V]."""
+        """Return the edited logits [V] in fp32."""
         edited = logits.float()
         if self._params.edits_logits:
             edited = self._penalized(edited)

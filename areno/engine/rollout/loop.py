@@ -1,8 +1,8 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
 Requests arrive at any time, and futures return the results. Each iteration (turn) admits waiting sequences, prefills a
-bounded number of tokens, and decodes one token per running sequence. So a long prompt never stalls running sequences. If the
-loop raises an error, all pending requests fail with this error as the cause.
+bounded number of tokens, and runs one decode step. So a long prompt never stalls running sequences. If the loop raises an
+error, all pending requests fail with this error as the cause.
 """
 
 import atexit
@@ -40,7 +40,8 @@ from areno.errors import EngineError
 from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
-# Prompt tokens per prefill call: if nothing decodes, and between decode steps. On GPUs short calls cost as much as long ones.
+# Prompt tokens per prefill call: with nothing to decode, and between decode steps on CPUs and GPUs. On GPUs, short calls cost
+# as much as long ones.
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 
@@ -48,7 +49,7 @@ class RolloutLoop:
     """A rollout loop with continuous batching.
 
     Args:
-        model: the policy; it must not be trained while requests are pending.
+        model: the policy. While requests are pending, its weights may change only within :meth:`weights_changing`.
         eos_ids: token ids that end a response, unless the request ignores end-of-text tokens.
         make_stop_text: creates a request's stop-string checker, given the stop strings and whether to skip special tokens.
         budget_tokens: KV cache capacity in tokens.
@@ -56,7 +57,7 @@ class RolloutLoop:
         progress: writes the ``rollout decode progress`` lines.
         layers: cache layout of each layer; if empty, decoding is always eager.
         decode_mode: whether decode steps may be compiled; see :class:`DecodeSwitch`.
-        builds: whether this process may compile decode steps.
+        builds: whether mode ``auto`` may build a missing step.
         speculate: maximum number of draft tokens per step; 0 disables speculative decoding. See :mod:`speculation`.
         prefix_tokens: size of the prefix cache in tokens; 0 disables the cache.
         records: routers whose expert choices are recorded; None records no choices. On a CPU, recording needs eager decoding.
@@ -475,7 +476,7 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Add a finished sequence to the prefix cache, without the last token, which was never fed to the model."""
+        """Add a finished sequence to the prefix cache, without the last token, which may not have been fed to the model."""
         chunked = self.scheduler.chunked_prefill
         if not self.prefixes.budget_tokens or (chunked is not None and sequence in chunked.members):
             return

@@ -11,8 +11,8 @@ def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) ->
     """Copy expert choices from the cache to a sample, for the sample's tokens without a record.
 
     A token may be recomputed under new weights or after a preemption. It keeps its first record, which is from the pass that
-    sampled the next token. The last token has no record, because it has not been fed to the model. ``slot`` is the sample's
-    former slot, if the sample no longer has a slot.
+    sampled the next token. The last token has no record, because no token was sampled after it. ``slot`` is the sample's former
+    slot, if the sample no longer has a slot.
     """
     at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
     if cache.records is not None and at >= 0 and sequence.output and fed > recorded:

@@ -5,7 +5,8 @@ the cumulative distribution at this number gives the token. So the random number
 the rest of the batch, preemptions or restarts.
 
 If all rows are plain (temperature sampling or greedy decoding only), a decode step may sample without this module, with the
-same result. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and :mod:`areno.engine.kernels.plain_draw`.
+same result up to rounding. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and
+:mod:`areno.engine.kernels.plain_draw`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Draw:
 
     tokens: Tensor  # chosen ids [B]
     logprobs: Tensor  # their log-probs under the temperature-scaled policy, before filters and edits [B]
-    cut_mass: Tensor | None  # probability removed by top-k, top-p and min-p [B]; None if no row filters
+    cut_mass: Tensor | None  # probability removed by top-k, top-p and min-p [B]; None if no row has filters
     top: tuple[Tensor, Tensor] | None = None  # most likely tokens and their log-probs [B, K]; None if not requested
 
     def rows(self, rows: Seq[int]) -> Draw:
@@ -53,7 +54,7 @@ class Draw:
 
 
 class SamplingTable:
-    """Sampling parameters of a batch as tensors, rebuilt only when rows join or leave.
+    """Sampling parameters of a batch as tensors, reusable until rows join or leave.
 
     ``edits`` holds the logit edits of each row, or None for a row without edits.
     """

@@ -1,4 +1,4 @@
-"""Scheduling: admits sequences within a budget of KV tokens, preempts instead of failing, and keeps slots compact.
+"""The scheduler admits sequences within a budget of KV tokens, preempts sequences if necessary, and keeps slots compact.
 
 The B live sequences occupy slots 0 to B-1 without gaps, so that a decode step reads a view of the cache. The cache is a
 rectangle with one row per live sequence and one column per token of the longest sequence, rounded up. This module uses no
@@ -64,7 +64,7 @@ class Scheduler:
         return len(self.running) + (len(self.chunked_prefill.members) if self.chunked_prefill else 0)
 
     def tokens_ahead(self) -> int:
-        """Return an upper bound of the number of tokens left to generate, for all waiting and live sequences."""
+        """Return an upper bound on the number of tokens left to generate, for all waiting and live sequences."""
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:

@@ -20,7 +20,7 @@ Listener = Callable[[int, GeneratedToken], None]
 
 @dataclass(slots=True, eq=False)
 class SampleGroup:
-    """The samples of one request, which share a prompt, a prefill and a future."""
+    """The samples of one request, which share a prompt and a future."""
 
     prompt: list[int]
     sampling: SamplingParams

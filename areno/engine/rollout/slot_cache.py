@@ -1,8 +1,10 @@
-"""KV cache in slots, and the attention plans that read and write this cache. On GPUs, the cache in ``paged/`` is used.
+"""KV cache in slots, and the attention plans that read and write this cache.
 
-Each slot holds one live sequence; a layer's tensor is ``[slots, heads, columns, size]``. Slots have no gaps, so a decode step
-reads a view without copying. The number of columns grows with the sequences, so the memory follows actual use, not the worst
-case.
+CPUs and tensor-parallel replicas use this cache; other GPU rollouts use the cache in ``paged/``.
+
+Each slot holds one live sequence; a layer's keys and values are each ``[slots, heads, columns, size]``. The slots in use have
+no gaps, so a decode step reads a view without copying. The number of columns grows with the sequences, so the memory follows
+actual use, not the worst case.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Snapshot = dict[int, tuple[Tensor, Tensor]]
 
 # Matrix products round differently at some small row counts; with multiples of 8, a row's result does not depend on the count.
 ROW_STEP = 8
-# Attention reads a multiple of this number of columns. A smaller number wastes less; from 8 on, it does not affect results.
+# Attention reads a multiple of this number of columns. Smaller numbers waste less; numbers of at least 8 give equal results.
 READ_STEP = 16
 
 
@@ -60,7 +62,7 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a routing that records expert choices by ``write(layer, keys, values)``; None if recording is disabled."""
+        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if recording is disabled."""
         if self.records is None:
             return None
         kind = self.records.kind
@@ -192,7 +194,7 @@ class PrefillPlan(PackedPlan):
     """Packed spans of contexts. The keys and values of a span are written to all slots that share the context.
 
     Args:
-        cache: the KV cache, with reserved slots and with all tokens before each span.
+        cache: the KV cache, in which the slots are reserved and the tokens before each span are cached.
         spans: the spans in packed order.
     """
 

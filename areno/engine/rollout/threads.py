@@ -1,8 +1,8 @@
 """Choose the thread count of each forward pass of a rollout.
 
 A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains.
-So a pass runs on one thread if the work of its average matrix product is below a threshold. This work depends only on the
-model and the batch. Otherwise the pass runs on all threads of the process (:mod:`areno.engine.cpu_threads`).
+So a pass runs on one thread if the work of its average matrix product is below a threshold, and otherwise on all threads of
+the process (:mod:`areno.engine.cpu_threads`). The work depends only on the model and the batch.
 """
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
 
-# Break-even of two threads, measured on two cores with a 0.9 M parameter model: 16 to 32 rows. At 256 rows two threads take
+# Break-even of two threads, measured on two cores with a 0.9 M-parameter model: 16 to 32 rows. At 256 rows, two threads take
 # 0.5 of the time of one in a compiled step, and 0.7 in an eager one.
 PARALLEL_FLOP = 1e6
 

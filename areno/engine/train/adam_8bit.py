@@ -13,8 +13,8 @@ moment. A weight therefore has a usable denominator even if its gradients are a 
 index into a second table. The lookup is several times faster than a binary search, and its resolution is finer than
 that of the codes.
 
-*Tensors are updated in chunks*, so that a step needs only a few MiB of working memory. Rounding uses no random numbers,
-so a resumed run is bitwise identical.
+*Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
+Rounding uses no random numbers, so a resumed run is bitwise identical.
 """
 
 from __future__ import annotations

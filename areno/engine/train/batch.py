@@ -26,7 +26,7 @@ class PackedBatch:
 
     tokens: Tensor  # packed token ids [T]
     plan: PackedPlan  # the tokens' attention plan: concatenated sequences, or a tree of sequences with common prefixes
-    scored: Tensor  # indices on the action axis [A] of the actions whose log-probs are needed
+    scored: Tensor  # indices on the action axis [A] of the actions that are trained on
     sources: Tensor  # packed position that predicts each scored action
     targets: Tensor  # token to predict for each scored action
     temperatures: Tensor  # sampling temperature of each scored action

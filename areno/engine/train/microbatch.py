@@ -24,7 +24,7 @@ class MicroBatching:
         ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
     """
 
-    n_mbs: int | None = 1  # minimum number of microbatches; without ``max_tokens_per_mb`` the exact number
+    n_mbs: int | None = 1  # minimum number of microbatches, if there are enough blocks of rows
     granularity: int = 1  # number of adjacent rows that stay together as a block
     max_tokens_per_mb: int | None = None  # maximum tokens of a microbatch, unless a single block is longer
     n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is a microbatch

@@ -32,7 +32,7 @@ def replay_of(
         count: counter of the replayed choices, or None.
 
     Raises:
-        ValueError: a record comes from another model, or the numbers of records and rows differ.
+        ValueError: a record comes from another model or is longer than its row, or the numbers of records and rows differ.
     """
     if all(record is None for record in records):
         return None

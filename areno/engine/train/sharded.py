@@ -90,7 +90,7 @@ class ZeroAdamW(Optimizer):
         self._first = self._share * peers.data.rank
         self._device = local(parameters[0][1]).device if parameters else torch.device("cpu")
         self._home = torch.device("cpu") if config.offload else self._device
-        # The flat gradient: in memory shared by replicas, or else in memory that a step allocates, and frees after reduction.
+        # The flat gradient is in memory shared by replicas, or else in memory that a step allocates and frees after reduction.
         self._reduce_buffer = peers.data.reduce_buffer(self._share * peers.data.size, self._device)
         self._flat = None if self._reduce_buffer is None else self._reduce_buffer.values
         self._filled: set[str] = set()

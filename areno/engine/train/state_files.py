@@ -101,7 +101,7 @@ def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class SavedState:
     """An optimizer state written by :func:`save_state` in any layout.
 
-    Raises OSError or ValueError if the folder is missing or damaged.
+    Raises OSError, ValueError or SafetensorError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:

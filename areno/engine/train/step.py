@@ -42,7 +42,7 @@ from areno.loss_fns.loss_interface import (
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, TokenFlags, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
-# Maximum tokens per forward pass for losses that declare their reduction: larger passes take memory and are not faster.
+# Maximum tokens per forward pass for losses that declare their reduction: larger passes need more memory and are not faster.
 MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
@@ -128,8 +128,8 @@ class TrainStep:
             is from the last step.
 
         Raises:
-            ValueError: there are no rows, rows have different per-token lists, the number of rows or the granularity is odd
-                for a pair loss, or ``accumulation`` is combined with packed passes.
+            ValueError: there are no rows, rows have different per-token lists, the rows cannot be divided as requested,
+                ``accumulation`` is combined with packed passes, or ``mini_bs.tree`` is set for a reward model.
             EngineError: the gradient was not finite in ``max_skipped`` consecutive updates.
         """
         unit = reduction_of(loss_fn)
@@ -364,8 +364,8 @@ class TrainStep:
     ) -> bool:
         """Whether to recompute layers.
 
-        By default, layers are recomputed, except on a CPU without tensor parallelism, FSDP and pipeline stages if the free
-        memory suffices for all activations.
+        If ``activation_checkpointing`` is None, layers are recomputed unless a CPU has enough free memory for all activations.
+        With tensor parallelism, FSDP or pipeline stages, they are recomputed even then.
         """
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)

@@ -1,4 +1,4 @@
-"""Turns configuration sections into engines: layout, optimizer, schedule, microbatches, inference servers."""
+"""Turns configuration sections into engines: layout, optimizer, schedule, microbatches and inference servers."""
 
 import importlib.util
 import math
@@ -40,7 +40,7 @@ _ROWS_PER_PASS = 8
 
 
 def training_layout(actor: TrainEngineConfig) -> Layout:
-    """The layout of the actor's engine; UsageError if the model's layers cannot be divided that way."""
+    """The layout of the actor's engine; UsageError if the layers cannot be divided into the pipeline stages."""
     allocation = ModelAllocation.from_str(actor.backend, "actor")
     parallel = allocation.parallel
     layout = Layout(
@@ -210,7 +210,7 @@ def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
 def make_engine(
     section: TrainEngineConfig, config: EngineConfig, layout: Layout, launcher: Launcher | None = None
 ) -> Backend:
-    """Open the engine in this process, or on separate ranks."""
+    """Open the engine in this process, or in separate processes."""
     threads = section.scheduling_spec[0].cpu
     processes = Processes(startup_s=section.setup_timeout, threads=threads, launcher=launcher, role="actor")
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)

@@ -284,7 +284,7 @@ class ExperimentTrainer(TrainingLoop):
             yield
 
     def end(self) -> None:
-        """If the run stopped early, save the models of the last step; in any case, write the summary."""
+        """Save the models of the last step unless they are saved already, and write the summary."""
         self._save_last_models()
         summary = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
         self.run_dir.write_summary({**summary, "best_evaluation": self.state.best})
@@ -312,7 +312,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Raise UsageError if the trial has run without checkpoints; drop the records of an attempt that left none."""
+        """Raise UsageError if the trial has run and recovery is disabled; otherwise drop the records of earlier attempts."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(

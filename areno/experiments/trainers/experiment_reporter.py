@@ -26,7 +26,7 @@ _SHOWN = {
 
 
 class ExperimentReporter(Reporter):
-    """Reports to log, metrics file and services; ``known_names`` maps the names of the health monitor to statistics.
+    """Reports to the log, the metrics file and services; ``known_names`` maps names of the health monitor to statistics.
 
     ``fp32``: rollout and training both compute in fp32.
     """

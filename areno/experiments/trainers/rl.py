@@ -276,7 +276,8 @@ class PPOTrainer(ExperimentTrainer):
             total_epochs: replaces ``total_train_epochs``.
 
         Raises:
-            RolloutStoppedError: too many consecutive episodes failed or were rejected; the message has the first cause.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or a reward failed with
+                ``reward.on_error=stop``.
             EngineError: a process failed permanently, or there is no more progress.
         """
         self.plan_steps(total_epochs)

@@ -14,7 +14,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     """Load the rows of a ``train_dataset`` or ``valid_dataset`` section.
 
     A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``. Without a
-    loader, ``path`` is a file, or a folder or hub data set, of which ``split`` is loaded.
+    loader, ``path`` is a file, a folder or a Hugging Face Hub dataset; ``split`` does not apply to a file.
     """
     more = dict(section.dataset_kwargs)
     loader = more.pop(LOADER, None)
@@ -32,7 +32,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 
 
 class RowSource:
-    """Endless iterator over rows, epoch after epoch, in an order that depends only on the seed.
+    """Endless iterator over rows, epoch after epoch, in the given order or in one that depends only on the seed.
 
     With ``drop_last``, the rows of an incomplete last batch are skipped in each epoch.
     """
@@ -65,7 +65,7 @@ class RowSource:
         return row
 
     def batch(self, rows_in_it: int | None = None) -> list[Any]:
-        """Return the next rows; fewer at the end of an epoch."""
+        """Return the next ``rows_in_it`` rows (None: ``batch_size``); fewer at the end of an epoch."""
         size = min(rows_in_it or self.batch_size, self._used - self.position or self.batch_size)
         return [next(self) for _ in range(size)]
 

@@ -1,4 +1,4 @@
-"""Supervised experiments, without generation: SFT, reward models, DPO and IPO."""
+"""Supervised experiments, without generation: SFT, reward models, DPO, IPO and SLiC."""
 
 import functools
 import logging
@@ -119,7 +119,7 @@ class RWTrainer(SupervisedExperimentTrainer):
 
 
 class DPOTrainer(SupervisedExperimentTrainer):
-    """DPO and IPO with a frozen reference model that scores all rows once; ``batch_size`` counts pairs."""
+    """DPO, IPO and SLiC with a frozen reference model that scores all rows once; ``batch_size`` counts pairs."""
 
     config: DPOConfig
     objective = DPO

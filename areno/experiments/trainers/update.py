@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The models besides the actor: a reference if a KL term needs one, a critic, a teacher, a reward model."""
+    """The models besides the actor: a reference if a KL term needs one, a critic, a teacher and a reward model."""
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
@@ -49,7 +49,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
     """Return how rows are scored, and how their rewards are shaped, before the optimizer steps.
 
     Raises:
-        UsageError: a teacher's server does not answer.
+        UsageError: the teacher's server does not answer.
     """
     scorers = {}
     if config.teacher is not None and is_address(config.teacher.path):

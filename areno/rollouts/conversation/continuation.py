@@ -17,8 +17,8 @@ from areno.types import FinishReason
 from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
-"""Why a request cannot continue from recorded tokens. The reasons: the template rewrites earlier turns, the template drops
-their reasoning, the end of the answer differs from the end that the template renders, or the client edited the history."""
+"""Why a request cannot continue from recorded tokens: the template rewrites earlier turns, the template drops their reasoning,
+the end of the answer differs from the end that the template renders, or the client edited the history."""
 
 _MARK = "\u241fareno\u241f"
 _LETTER = "a"
@@ -38,7 +38,7 @@ class Turn:
 
     id: str  # id of the turn in responses
     parent: Turn | None  # turn that this one continues; None for the start of a conversation
-    context_tokens: list[int]  # prompt tokens after the parent's answer, or the complete prompt without a parent
+    context_tokens: list[int]  # prompt tokens after the parent's answer; without a parent, the complete prompt
     context_text: str  # text of `context_tokens`
     anchor: str  # text that preceded `context_text` when it was tokenized; empty for a complete prompt
     prompt_text: str  # the complete rendered prompt

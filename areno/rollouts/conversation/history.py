@@ -1,7 +1,7 @@
 """Compares message lists, and ignores differences that are due to reformatting by clients.
 
 Clients split content into parts, reserialize the arguments of tool calls, drop reasoning, and add empty fields. These changes
-do not count as edits. Only the content that the model sees is compared.
+do not count as edits.
 """
 
 import itertools

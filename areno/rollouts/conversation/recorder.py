@@ -39,10 +39,10 @@ class ConversationRecorder:
         self._openings: set[int] = set()  # keys of requests up to their first user message
         self._prefixes: set[int] = set()  # keys of all prefixes of requests
         self._by_id: dict[str, Turn] = {}
-        self._draws: Counter[int] = Counter()  # number of requests per prompt
+        self._draws: Counter[int] = Counter()  # number of samples per prompt
 
     def open(self, prompt: ChatPrompt) -> _OpenTurn:
-        """Start a request: find the turn that the request continues, and determine its prompt tokens."""
+        """Start a request: find the turn that the request continues, and determine the prompt tokens."""
         with self._lock:
             return _OpenTurn(self, self._begin(prompt))
 
@@ -65,7 +65,7 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """Answered turns with the longest history that a request extends, and this history's length. The likeliest is first."""
+        """Answered turns with the longest history that a request extends, likeliest first, and the length of this history."""
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []

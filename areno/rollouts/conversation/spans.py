@@ -1,7 +1,7 @@
 """Determines the role of each token of a turn, and which tokens are trained on.
 
 Sampled tokens belong to text (including reasoning) or to a tool call. Prompt tokens belong to the message that they render.
-The chat template's markup belongs to no message and is never trained on.
+In prompts, the chat template's markup belongs to no message and is not trained on.
 """
 
 import json

@@ -105,7 +105,7 @@ def replicas_of(folder: Path) -> int:
 def request(
     folder: Path, replicas: int | None, addresses: Sequence[str], timeout_s: float, say: Callable[[str], None]
 ) -> int:
-    """Request a different number of replicas from a running experiment, wait, and return the new number.
+    """Ask a running experiment to change its number of replicas, wait, and return the new number.
 
     Raises:
         EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. In the last case,

@@ -2,7 +2,7 @@
 
 Each replica is an inference server, or an engine in separate processes without an optimizer or gradients. Replicas fail
 independently. A request goes to the least loaded replica. If this replica dies, the request restarts on another replica, unless
-its answer was streamed.
+tokens of its answer were already streamed.
 """
 
 import os
@@ -53,13 +53,13 @@ class FleetOptions:
     role: str = "rollout"
     log_folder: Path = Path("logs")
     restart: bool = True  # restart a dead or stuck replica, with the current weights
-    max_restarts: int = 3  # allowed per replica until it has run for ten minutes; one more failure ends the fleet
+    max_restarts: int = 3  # per replica, reset after it has run for ten minutes; one more failure ends the fleet
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
     stall_s: float = STALL_S  # seconds without progress after which a replica with work counts as stuck
     threads: int | None = None  # PyTorch threads per process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
-    server: ServerOptions | None = None  # set if replicas are external inference servers
+    server: ServerOptions | None = None  # set if replicas are inference servers (vLLM, SGLang)
     launcher: Launcher | None = None  # starts the processes, possibly on other machines; None: on this machine
     scales: bool = False  # let ``areno scale`` change the number of replicas, through files in ``log_folder``
 
@@ -83,7 +83,7 @@ class FleetHealth:
 
     replicas: list[ReplicaHealth]
     version: int  # version of the last weight update
-    restarts: int  # number of replica restarts
+    restarts: int
     resubmitted: int  # requests restarted because their replica died; their partial output is discarded
     waiting: int  # requests waiting for a replica
 
@@ -196,8 +196,8 @@ class RolloutFleet:
 
         Raises:
             UsageError: the mode is unknown, or the trainer and the replicas have different models.
-            EngineError: the trainer failed, the fleet is closed, or a replica that is not restarted could not load the
-                weights.
+            EngineError: the trainer failed, the fleet is closed, a server's log-probs are wrong, or a replica that is not
+                restarted could not load the weights.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)

@@ -85,7 +85,7 @@ class ReplicaJob:
     )  # called before a replica is ended; returns once it is unused
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
-    restarts: int = 3  # allowed restarts per replica, the first after ``backoff_s``
+    restarts: int = 3  # allowed restarts per replica, the first after ``backoff_s`` seconds
     backoff_s: float = 1.0
     launcher: Launcher | None = None  # starts the ``ranks`` processes of each replica; None: on this machine
     ranks: int = 1
@@ -244,7 +244,7 @@ class ReplicaSupervisor:
         if closed:
             job.on_leaving(slot.number)
             replica.close()
-        elif replica.workers.failed:  # it failed before it was ready, so the callback was ignored
+        elif replica.workers.failed:  # the callback was ignored, because the replica was not ready yet
             self._lost(slot, EngineError("the replica failed as soon as it was ready"))
         return None
 

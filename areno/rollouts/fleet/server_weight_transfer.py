@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PROBE_TOKENS = 32
-# Maximum mean difference of log-probs in nats, by whether the server computes in fp32.
+# Maximum mean difference of log-probs in nats. The key tells whether the server computes in fp32.
 _MAX_GAP = {True: 0.01, False: 0.3}
 
 

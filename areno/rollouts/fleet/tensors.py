@@ -1,8 +1,8 @@
 """The weights of an engine as named full tensors, independent of the layout of its ranks.
 
 The receiver specifies names, dtypes and shapes. A tied weight has one name. If the receiver has an adapter, only the adapter
-is transferred. If only the sender has an adapter, the merged weights are transferred. ``Tensor.copy_`` rounds the values to
-the receiver's dtype.
+is transferred. If only the sender has an adapter, the merged weights are transferred. Values are rounded to the receiver's
+dtype.
 """
 
 import hashlib

@@ -25,7 +25,7 @@ from areno.rollouts.fleet.weight_update import BrokenChannelError, Update
 Mode = Literal["shm", "xccl", "disk"]
 Replicas = Mapping[int, EngineGroup]
 Answers = Mapping[int, Future[list[float]]]
-"""The seconds for which each rank of a replica paused generation, by replica."""
+"""Per replica, a future of the seconds for which each rank paused generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,13 @@ class WeightOptions:
         mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast with gloo between CPUs and with NCCL between GPUs;
             ``disk``, a checkpoint folder.
         verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit.
+            With inference servers, compare log-probs after every transfer instead of only the first.
     """
 
     mode: Mode = "shm"
     verify: bool = False
-    weight_chunked_mem_mb: int = 1024  # maximum size of one broadcast, unless a single tensor is larger
-    folder: Path | None = None  # where ``disk`` writes ``weight_update_v{version}``; None uses a temporary folder
+    weight_chunked_mem_mb: int = 1024  # maximum size of one broadcast in MiB, unless a single tensor is larger
+    folder: Path | None = None  # where ``weight_update_v{version}`` is written; None uses a temporary folder
 
     def __post_init__(self) -> None:
         refuse_unknown(self.mode)

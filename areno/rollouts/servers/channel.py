@@ -1,4 +1,4 @@
-"""Broadcasts weights from a trainer to vLLM servers. It uses vLLM's weight transfer calls and areno's transfer engine.
+"""Broadcasts weights from a trainer to vLLM servers, with vLLM's weight transfer calls and areno's transfer engine.
 
 vLLM expects the tensor names of the checkpoint. If the trainer's parameters have other names, weights are sent as folders.
 """
@@ -56,7 +56,7 @@ class ServerChannel:
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights, and keep them for later servers. Return the seconds taken by each server that got the weights."""
+        """Send the weights, and keep them for servers that start later. Return the seconds taken by each updated server."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
@@ -91,7 +91,7 @@ class ServerChannel:
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Send the weights that the trainer's rank 0 has kept to one server, even during training."""
+        """Send one server the weights that the trainer's rank 0 has kept, even during training."""
         engine, sent = self._sender, self._sent
         if engine is None or sent is None:
             return 0.0

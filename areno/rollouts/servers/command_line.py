@@ -101,7 +101,7 @@ def arguments_of(path: str, options: ServerOptions) -> list[str]:
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Default environment variables of a server. ``devices`` is None if a launcher assigns the devices."""
+    """Default environment variables of a server. ``devices`` is None on CPUs, or if a launcher assigns the devices."""
     chosen = {}
     if devices is not None:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)

@@ -260,7 +260,7 @@ class ServerReplica:
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        """Return token ids, and the server's log-probs of the last of these tokens.
+        """Return token ids, and the server's log-probs of a suffix of these tokens.
 
         Without an adapter, the prompt is scored. With an adapter, a generated answer is scored, because vLLM 0.32 on CPUs
         crashes when it computes prompt log-probs concurrently with other requests of an adapter.

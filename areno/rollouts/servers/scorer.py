@@ -1,7 +1,7 @@
 """Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
 A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``. vLLM and SGLang support
-such requests. The model must have the vocabulary of the policy, but areno does not check the vocabulary.
+such requests. The model must have the vocabulary of the policy, but areno does not check this.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class ServerScorer:
     Args:
         url: base URL including the version, such as ``http://HOST:8000/v1``.
         option: name of the setting that holds ``url``, for error messages.
-        timeout_s: time limit per row.
+        timeout_s: time limit per row in seconds.
 
-    ``OPENAI_API_KEY`` is the API key.
+    The API key is read from ``OPENAI_API_KEY``.
 
     Raises:
         UsageError: the server does not respond.

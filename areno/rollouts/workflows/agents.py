@@ -1,6 +1,6 @@
 """Runs any agent as a workflow. An agent has a method ``async run(data, **extra)``, and uses an OpenAI or Anthropic client.
 
-Only the address and the API key of the client change. The server records the exact tokens of all turns. The turns become
+The client must use the address and the API key of areno's server, which records the exact tokens of all turns. The turns become
 training rows after ``run`` has returned.
 """
 

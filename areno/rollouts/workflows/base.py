@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 SampleRows = list[dict[str, Any]]
-"""The rows of a sample as plain lists (:func:`areno.rollouts.trajectory.samples_of`). Empty if the sample was rejected."""
+"""The rows of a sample, as in :func:`areno.rollouts.trajectory.samples_of`. Empty if the sample was rejected."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     """Convert the result of a workflow to tensors. Returns None for a rejected episode (None or an empty dictionary).
 
-    With ``check``, all keys, shapes and numbers are checked.
+    With ``check``, the keys, shapes and numbers of tensors are checked.
 
     Raises:
         UsageError: the result is not an :data:`EpisodeResult`, or the check failed.

@@ -1,4 +1,4 @@
-"""Several attempts at one task. After a wrong answer, the model is told to try again.
+"""A workflow with several attempts at one task. After a wrong answer, the model is told to try again.
 
 This workflow has no tools. See :mod:`areno.rollouts.workflows.agents` for tools in ``areno run``, and
 :mod:`areno.api.agentic` for tools in ``areno train``.

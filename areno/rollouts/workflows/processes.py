@@ -24,7 +24,7 @@ _MAX_ERROR_CHARS = 20_000
 
 
 class AgentProcesses:
-    """A pool of processes that are started on demand. Each process runs one agent at a time."""
+    """A pool of processes that are started on demand."""
 
     def __init__(self, workers: int) -> None:
         self._slots = asyncio.Semaphore(workers)
@@ -96,7 +96,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection. ``settings`` has the file descriptors ``connection``, ``lifeline``."""
+    """Run agents until the parent closes the connection. ``settings``: file descriptors ``connection`` and ``lifeline``."""
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:

@@ -28,7 +28,7 @@ class AsyncReward:
     """A reward function with a timeout.
 
     A worker process runs one call at a time. The process is killed and replaced if the call times out. A call is retried if it
-    times out or if its process dies, but not if the function raises. If no attempt succeeds, an error is raised.
+    times out or if its process dies, but not if the function raises.
 
     Args:
         reward_fn: a function or coroutine function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns
@@ -36,7 +36,7 @@ class AsyncReward:
             ``file.py:fn``).
         timeout_seconds: timeout of a call.
         max_workers: number of concurrent calls; None: half of the CPUs.
-        max_retries: number of retries of a call that times out, or that loses its process.
+        max_retries: maximum number of retries of a call.
         weights: weights of named reward parts; None: all weights are 1.
 
     Raises:

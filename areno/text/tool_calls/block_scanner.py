@@ -1,7 +1,7 @@
 """Finds tool calls between an opening and a closing marker, and parses calls whose body is JSON.
 
 A closing marker is recognized only after a complete body, so an argument may contain the marker. A malformed body ends
-at the first closing marker, so that the body does not include the next call.
+at the first closing or opening marker, so that the body does not include the next call.
 """
 
 import re

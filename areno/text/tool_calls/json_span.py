@@ -43,7 +43,7 @@ class JsonSpan:
     _verdict: Verdict = "open"
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning the text, which may have grown. Returns ``broken`` as soon as valid JSON is impossible."""
+        """Continue scanning the text, which may have grown. Returns ``broken`` if the structure is not that of JSON."""
         text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
@@ -122,7 +122,7 @@ def _refuse(name: str) -> Any:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments (an object, JSON text or null) as a dict; None if the arguments have another type."""
+    """Return arguments (an object, JSON text or null) as a dict; None if the arguments are invalid."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}

@@ -46,7 +46,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of the call number ``index``. Only the first piece has ``id`` and ``name``."""
+    """A piece of the call with the number ``index``. Only the first piece has ``id`` and ``name``."""
 
     index: int
     id: str | None
@@ -145,7 +145,7 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of the format. Decoding must keep the special tokens among these markers."""
+        """The opening markers and wrappers of the format. Decoding must keep their special tokens."""
         return tuple(opener for form in self.formats for opener in form.openers) + self.wrappers
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:

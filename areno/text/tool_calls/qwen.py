@@ -1,4 +1,4 @@
-"""Qwen and MiniCPM: Hermes blocks, one per call.
+"""The formats of Qwen, which writes one Hermes block per call, and of MiniCPM.
 
 Qwen3-Coder and Qwen 3.5 write tags instead of JSON inside the block. Qwen's parsers accept tags and JSON, because
 smaller models mix the formats. MiniCPM writes its own tags without a block; variants based on Qwen write Qwen's tags.

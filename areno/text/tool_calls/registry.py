@@ -77,7 +77,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Register a format. Raises UsageError if the name is ``auto``, or if it exists and ``replace`` is not set."""
+    """Register a format. Raises UsageError if the name is ``auto``, or if it is taken and ``replace`` is not set."""
     if name == "auto":
         raise UsageError("tool-call parser 'auto' is reserved for the choice by model; use another name")
     if not replace and (name in _PARSERS or name in _ALIASES):

@@ -38,8 +38,8 @@ def plan_passes(
 ) -> list[list[int]]:
     """Return the row indices of each minibatch of a step, in order.
 
-    Each pass visits the groups in an order that depends on ``seed``, ``step`` and the pass. The pass splits the groups into
-    minibatches with about equal numbers of rows. There are at most as many minibatches as groups. Rows of one group stay
+    Each pass visits the groups in ``order``; a shuffle depends on ``seed``, ``step`` and the pass. The pass splits the groups
+    into minibatches with about equal numbers of rows. There are at most as many minibatches as groups. Rows of one group stay
     together. A single pass with a single minibatch keeps the order of the rows.
     """
     members: dict[int, list[int]] = {}

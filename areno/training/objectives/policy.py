@@ -3,7 +3,7 @@
     rows -> log-probs of reference, teacher and the policy before the update; values of the critic
       -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
 
-:class:`PolicySettings` define the scoring and the reward shaping. Each :class:`Learner` defines its loss and its number of
+:class:`PolicySettings` defines the scoring and the reward shaping. Each :class:`Learner` defines its loss and its number of
 steps.
 """
 
@@ -43,7 +43,7 @@ class PolicySettings:
 
     shaping: RewardShaping  # how rewards become advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
-    scores: Sequence[tuple[str, str]] = ()  # roles that score log-probs, each with the column to write them to
+    scores: Sequence[tuple[str, str]] = ()  # roles that score log-probs, each with the column for the log-probs
     scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(
         default_factory=dict
     )  # scoring functions of roles on external servers

@@ -1,8 +1,8 @@
 """Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only during scoring. If the reference equals the initial policy, the reference is not loaded.
-Instead, the policy computes the log-probs before its first step or with its adapter disabled. If the log-probs are cached,
-the reference is not loaded either.
+The reference is in memory only during scoring, and is not loaded if its log-probs are cached. If the reference equals the
+initial policy, the policy computes the log-probs instead, before its first step or with its adapter disabled. A resumed run
+without an adapter loads the reference.
 
 A cache file's name is a hash of all inputs: the token rows, the loss masks, the files of the reference checkpoint, the
 compute dtype, the quantization, and the seed of random weights. So stale values are never read. The files are in

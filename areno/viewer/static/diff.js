@@ -35,7 +35,7 @@ export async function show(page, { params }) {
     if (!steps) return el("p", {}, "The runs have no metrics in common.");
     if (!different) {
       return el("p", {}, unequal
-        ? `The ${steps} steps that both recorded agree to 1e-6; they are not bit-equal since step ${unequal.step}: ${unequal.text}.`
+        ? `The ${steps} steps that both recorded agree to 1e-6; they are not bit-equal from step ${unequal.step} on: ${unequal.text}.`
         : `The ${steps} steps that both recorded are bit-equal.`);
     }
     const cause = causes.map((one) => `${one.name} ${one.values.map(shown).join(" and ")}`).join("; ");

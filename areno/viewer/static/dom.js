@@ -96,7 +96,7 @@ export function flat(value, prefix = "") {
   );
 }
 
-/** A table with a caption; `rows` are lists of cells (text or elements), the first is the row's header. */
+/** A table with a caption; `rows` are lists of cells (text or elements); the first cell is the row's header. */
 export function table(caption, heads, rows, properties = {}) {
   return el(
     "div",

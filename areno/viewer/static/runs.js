@@ -123,7 +123,7 @@ class RunList {
 
 function summary({ runs, folder, has_more: hasMore, outside }) {
   return `${plural(runs.length, "run")} in ${folder}` + (hasMore ? "; there are more, which are not listed" : "") +
-    (outside ? `; ${plural(outside, "link")} out of this folder ${outside === 1 ? "is" : "are"} not followed` : "");
+    (outside ? `; ${plural(outside, "link")} leading outside this folder ${outside === 1 ? "is" : "are"} not followed` : "");
 }
 
 /** Links to the curves of the chosen runs, or else of the first ones, and to the differences between two. */

@@ -56,7 +56,7 @@ class SampleList {
   elements() {
     return [
       this.#filters(),
-      el("p", { class: "muted small" }, "The best, worst and first answer to the first prompts of each step are recorded. ",
+      el("p", { class: "muted small" }, "The best, worst and first answers to each of the first prompts of a step are recorded. ",
         el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " move, ", el("kbd", {}, "Enter"), " opens."),
       this.#fresh, this.#count, this.#unread, this.#list, this.#more,
     ];
@@ -91,7 +91,7 @@ class SampleList {
       input("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
       input("reward_max", "Reward to", { type: "number", step: "any", class: "short" }),
       field("Order", select(ORDERS, this.query.order, (value) => this.#ask("order", value))),
-      el("fieldset", {}, el("legend", {}, "Only (any of)"), FLAGS.map((name) => this.#flag(name))));
+      el("fieldset", {}, el("legend", {}, "With any of"), FLAGS.map((name) => this.#flag(name))));
   }
 
   #flag(name) {
@@ -157,7 +157,7 @@ class SampleList {
 
   #summary({ matching, recorded }) {
     const searched = Math.min(this.#offset ?? matching, matching);
-    const shown = this.query.text ? `${this.#taken} found in ${searched} searched of ${matching}` : `${this.#taken} of ${matching} shown`;
+    const shown = this.query.text ? `${this.#taken} found; ${searched} of ${matching} searched` : `${this.#taken} of ${matching} shown`;
     return matching !== recorded || this.query.text ? `${shown}; ${recorded} recorded in all.` : `${shown}.`;
   }
 

@@ -122,7 +122,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "maximum trained sequences": lambda run: run.spec.span.sequences == run.loop.state.sequences,
     "rows of a step": lambda run: run.calls[0][0] == 4,
     "size of a microbatch": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
-    "optimizer steps per rollout": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
+    "optimizer steps per training pass": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
     "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * sum(run.rows),
     "algorithm by name or from your own file": lambda run: run.losses == {"gmpo_loss_fn"},
     "KL in the loss": lambda run: "ref" in run.scored and any(run.column("kl_loss", "kl_loss/avg")),
@@ -160,7 +160,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "evaluation": lambda run: (run.loop.state.evaluation or {"step": -1})["step"] == run.done,
     "evaluation before training": lambda run: (run.loop.state.best or {"step": -1})["step"] == 0,
     "best checkpoint": lambda run: run.checkpoints("best") != [],
-    "early stop": lambda run: 0 < run.done < run.loop.total_steps() and run.loop.state.not_best == 2,
+    "early stopping": lambda run: 0 < run.done < run.loop.total_steps() and run.loop.state.not_best == 2,
     "checkpoints to resume from": lambda run: len(run.checkpoints()) >= 2 and run.spec.checkpoints.every.steps == 1,
     "checkpoints at time intervals": lambda run: (
         len(run.checkpoints()) >= 2 and bool(run.spec.checkpoints.every.seconds)

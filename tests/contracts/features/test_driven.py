@@ -78,7 +78,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags stopped": (
         SFT + " --batch-size 4 --lr 1e-30 --min-lr 0 --adam-8bit --eval-dataset-path {held_out} --eval-interval 1"
         " --eval-before-train --early-stop-patience 2",
-        "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stop",
+        "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stopping",
     ),
     "flags ranks": (
         SFT.replace("{ckpt}", "{gguf}") + " --max-steps 1 --world-size 2 --fsdp",
@@ -92,8 +92,8 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags update": (
         POLICY + " --max-steps 1 --batch-size 4 --n-samples 2 --update-epochs 2 --update-minibatches 2 --kl-coef 0.1"
         " --tree-training --speculate 2",
-        "optimizer steps per rollout, passes over a rollout, shared prompts computed once in training, speculative decoding, "
-        "KL in the loss, reward function",
+        "optimizer steps per training pass, passes over a rollout, shared prompts computed once in training, "
+        "speculative decoding, KL in the loss, reward function",
     ),
     "flags routed": (
         POLICY.replace("{ckpt}", "{mixture}") + " --max-steps 1 --return-routed-experts --batch-size 4 --n-samples 2",
@@ -190,8 +190,8 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
         " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2 actor.kl_loss_coef=0.1"
         " ref.path={ckpt}",
-        "optimizer steps per rollout, passes over a rollout, shared prompts computed once in training, speculative decoding, "
-        "KL in the loss, reward function",
+        "optimizer steps per training pass, passes over a rollout, shared prompts computed once in training, "
+        "speculative decoding, KL in the loss, reward function",
     ),
     "yaml named": (
         RUN_POLICY + " total_train_steps=1 actor.algorithm=gmpo actor.kl_ctl=0.1 ref.path={ckpt}",
@@ -207,7 +207,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml stopped": (
         RUN_SFT + " total_train_epochs=9 train_dataset.batch_size=4 actor.optimizer.lr=1e-30"
         " actor.optimizer.type=adam_8bit evaluator.eval_before_train=true evaluator.early_stop_patience=2" + HELD_OUT,
-        "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stop",
+        "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stopping",
     ),
     "yaml ranks": (
         RUN_SFT.replace("{ckpt}", "{gguf}") + " total_train_steps=1 actor.backend=fsdp:d2",

@@ -39,7 +39,7 @@ def build(spec: StepSpec, package: Path) -> None:
     """Trace and compile the step, then move the package into place atomically.
 
     Raises:
-        RuntimeError: the configuration yields another architecture than the spec, or tracing or compiling failed.
+        RuntimeError: the configuration's architecture is not the spec's, or tracing or compiling failed.
     """
     load_all(KERNELS)  # without them, PyTorch's operators are compiled instead
     with building_folder(package) as folder:

@@ -21,10 +21,10 @@ _COLUMNS = 32  # cache columns that the validation step attends to
 class StepPackage:
     """A loaded package of :mod:`build`, bound to a model's weights and validated against the model.
 
-    The weights are shared with the model, so training updates are visible without further calls.
+    The weights are shared with the model, so in-place training updates are visible without further calls.
 
     Raises:
-        EngineError: the package cannot be loaded, needs weights that the model lacks, computes different results than the
+        EngineError: the package cannot be loaded, needs weights that the model lacks, computes different results from the
             model, or may have been written by another user.
     """
 

@@ -51,13 +51,13 @@ class StepSpec:
         """Return the path of the step's package, which may not exist yet."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
-        # Compiled steps refer to our kernels by file name.
+        # Compiled steps refer to areno's kernels by file name.
         parts += [kernel.path().name for kernel in KERNELS]
         digest = hashlib.sha256("\0".join([*parts, processor()]).encode()).hexdigest()
         return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"
 
 
-# Our kernels: a step uses all of them, or PyTorch's operators if one of them cannot be built.
+# areno's kernels: a step uses all of them, or none if one of them cannot be built.
 _KERNEL_MODULES = (decode_attention, row_product, plain_draw)
 KERNELS = tuple(module.KERNEL for module in _KERNEL_MODULES)
 _TRACED_SOURCES = (traced, slot_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)

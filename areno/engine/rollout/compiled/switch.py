@@ -6,8 +6,9 @@ a compiled step is on disk, it is loaded at once. Otherwise it is built as soon 
 time.
 
 A build takes about 40 seconds on one core. It does not delay generation, because it runs in a separate process at the lowest
-priority, and the switch happens between two steps. If a step cannot be compiled, a log line reports the reason once, and
-decoding continues as before. Compiled steps are cached on disk, so the next run of the same model uses them from the start.
+priority, and the switch happens between two steps. If a step cannot be compiled in mode ``auto``, a log line reports the
+reason once, and decoding continues as before. Compiled steps are cached on disk, so the next run of the same model uses them
+from the start.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class DecodeSwitch:
         model: the policy.
         cache: the policy's KV cache.
         layers: cache layout of each layer; empty if some layers are recurrent.
-        mode: ``eager`` never compiles a step; ``compiled`` waits for the build in :meth:`prepare`.
+        mode: ``auto`` builds a compiled step if this saves time, and uses it as soon as it is built; ``eager`` never compiles
+            a step; ``compiled`` waits for the build in :meth:`prepare`.
         builds: whether mode ``auto`` may build a missing step. If false, another process is expected to build it.
     """
 
@@ -100,7 +102,7 @@ class DecodeSwitch:
             self._take_over()
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """Run one decode step; ``remaining()`` returns an upper bound of the number of tokens left to generate."""
+        """Run one decode step; ``remaining()`` returns an upper bound on the number of tokens left to generate."""
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()

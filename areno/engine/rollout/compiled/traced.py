@@ -102,7 +102,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
     vocab = scaled.shape[1]
     size = inverse_cdf.block_size(vocab)
     blocks = -(-vocab // size)
-    # Does not materialize the weights of all tokens, only the largest logit and the sum of each block.
+    # When compiled, this materializes only the largest logit and the sum of each block, not the weights of all tokens.
     table = nn.functional.pad(scaled, (0, blocks * size - vocab), value=-torch.inf).view(-1, blocks, size)
     largest = table.amax(-1)
     highest = largest.amax(-1)

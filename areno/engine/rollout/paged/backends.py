@@ -1,6 +1,6 @@
 """Backends of paged decode attention: areno's Triton kernel, or gathering the pages into a padded batch.
 
-The choice depends on a test, not on version numbers. On first use, each device runs the kernel on a small case, and uses the
+The choice depends on a test, not on version numbers. On first use, each GPU runs the kernel on a small case, and uses the
 kernel if the result is correct.
 """
 
@@ -63,7 +63,7 @@ _TRITON = AttentionBackend("triton", triton_attention, fixed_shape=True)
 
 @functools.cache
 def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> AttentionBackend:
-    """Return the Triton backend if its kernel works on the device. Otherwise, warn once and return the gather backend."""
+    """Return the Triton backend if its kernel works on the device, otherwise the gather backend (on a GPU, with a warning)."""
     if device.type != "cuda":
         return GATHER
     reason = why_not(_TRITON, device, dtype, page_size)

@@ -39,7 +39,7 @@ class StepRow:
 
     position: int  # position of the token fed; -1 if the row is paused
     counter: int  # index of the token to sample
-    source: int  # row of the previous step whose token to feed; -1: feed ``token``
+    source: int  # row of the previous step whose token is fed; -1: ``token`` is fed
     token: int  # token to feed, if the host knows it
     seed: int  # seed of the sample
     sampling: SamplingParams  # only temperature and greedy are supported
@@ -64,7 +64,7 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Return the batch sizes to capture, up to ``most``. Small sizes are closer together, where padding costs more."""
+    """Return the batch sizes to capture, up to ``most``. Small sizes, for which padding costs more, are closer together."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 
@@ -173,7 +173,7 @@ class DeviceDecode:
         return self._graphs[size]
 
     def _capture(self, size: int) -> bool:
-        """Capture the program for a batch size, with padding rows. On failure, all later decoding is eager."""
+        """Capture the program for a batch size, with only padding rows. On failure, all later decoding is eager."""
         saved = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:

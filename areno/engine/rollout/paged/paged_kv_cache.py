@@ -1,7 +1,7 @@
 """Paged KV cache: rows of a block table instead of slots.
 
-The interface equals that of :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share pages until a
-sample writes to the last, partly filled page, which is then copied (copy-on-write). Snapshots are references to pages. A
+The loop uses it like a :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share the prompt's pages.
+When a sample writes to the last, partly filled page, this page is copied (copy-on-write). Snapshots are references to pages. A
 compaction moves rows of the table. A page is free once its last reference is dropped. The pool is allocated once at full
 size, so that the addresses in CUDA graphs remain valid.
 """
@@ -41,7 +41,7 @@ class PagedCache(KVCache):
     Attributes:
         table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or point to the spare
             page.
-        reclaim: called when no page is free. It frees some pages, and returns whether another call might free more pages.
+        reclaim: called when no page is free. It tries to free pages, and returns whether another call might free more.
         epoch: incremented when a tensor that captured graphs read moves to other memory.
     """
 

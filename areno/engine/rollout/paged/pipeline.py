@@ -1,8 +1,8 @@
 """Overlap of host and device: step k + 1 is launched before the tokens of step k are read.
 
 A launch needs only the position of an unread token, which the host knows; the token itself stays on the device. The host's
-decisions come one step late. So a finished sample takes part in one surplus step, and its surplus token is dropped. Tokens of
-samples that have left the batch are dropped as well.
+decisions come one step late. So a sample that stops early takes part in one surplus step, and its surplus token is dropped.
+Tokens of samples that have left the batch are dropped as well.
 """
 
 from collections.abc import Sequence as Seq
