@@ -20,7 +20,7 @@ def launch_text(words: Sequence[str]) -> str:
     lines = []
     for role, need in needs_of(config, gpus=config.cluster.n_gpus_per_node != 0).items():
         where = f" colocated with {need.beside}" if need.beside else f" ({need.ray_placement_strategy})"
-        memory = f", {need.mem} GB" if need.mem else ""
+        memory = f", {need.memory_gb} GB" if need.memory_gb else ""
         lines.append(f"{role}: {need.workers} workers{where}, each with {need.cpu} CPUs, {need.gpu} GPUs{memory}\n")
     if config.cluster.n_gpus_per_node is None:
         lines.append("on nodes without GPUs, each worker has 1 CPU and no GPU, unless scheduling_spec sets more\n")

@@ -29,9 +29,9 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
     gpus = cluster.n_gpus_per_node or 0
     needs = needs_of(config, gpus=gpus > 0)
     anywhere = {role: replace(need, nodelist=None, exclude=None) for role, need in needs.items()}
-    cores, taken = most_on_a_node(needs, place_workers(anywhere, nodes, gpus))
+    cores, taken, memory = most_on_a_node(needs, place_workers(anywhere, nodes, gpus))
     listed = {need.nodelist for need in needs.values()}
-    memory = [need.mem * max(need.gpu, 1) * need.workers for need in needs.values() if need.mem is not None]
+    requests_memory = all(need.mem is not None for need in needs.values())
     options = {
         "job-name": f"{config.experiment_name}_{config.trial_name}",
         "nodes": str(cluster.n_nodes),
@@ -41,7 +41,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
         # The job needs the nodes of all roles, and may exclude only nodes that every role excludes.
         "nodelist": "" if None in listed else ",".join(sorted(filter(None, listed))),
         "exclude": _common({need.exclude or "" for need in needs.values()}),
-        "mem": f"{-(-sum(memory) // cluster.n_nodes)}G" if len(memory) == len(needs) else "",
+        "mem": f"{memory}G" if requests_memory else "",
         "output": str(folder.resolve() / OUTPUT),
         "open-mode": "append",
         "signal": f"B:TERM@{_WARNING_S}",

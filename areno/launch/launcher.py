@@ -68,6 +68,11 @@ class RoleNeed:
     ray_placement_strategy: str = "shared"
     beside: str = ""  # role with which this role is colocated, worker by worker
 
+    @property
+    def memory_gb(self) -> int | None:
+        """Memory of a worker in GB; None requests none."""
+        return None if self.mem is None else self.mem * max(self.gpu, 1)
+
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
         """Return the command that starts a task, including the container and the shell commands of the role."""
         words = [*self._python(python), "-m", task.module, *task.arguments]

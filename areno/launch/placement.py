@@ -51,11 +51,12 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
     return allowed
 
 
-def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int]:
-    """Return the maximum numbers of cores and GPUs in use on a node."""
-    cores, gpus = dict[str, int](), dict[str, int]()
+def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int, int]:
+    """Return the maximum numbers of cores, of GPUs and of GB of requested memory in use on a node."""
+    cores, gpus, memory = dict[str, int](), dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:
             cores[node] = cores.get(node, 0) + needs[role].cpu
             gpus[node] = gpus.get(node, 0) + (0 if needs[role].beside else needs[role].gpu)
-    return max(cores.values(), default=1), max(gpus.values(), default=0)
+            memory[node] = memory.get(node, 0) + (needs[role].memory_gb or 0)
+    return max(cores.values(), default=1), max(gpus.values(), default=0), max(memory.values(), default=0)

@@ -246,8 +246,8 @@ class RayLauncher(RemoteLauncher):
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
         if need.gpu:
             bundle["GPU"] = need.gpu
-        if need.mem is not None:
-            bundle["memory"] = need.mem * max(need.gpu, 1) * _GIB
+        if need.memory_gb is not None:
+            bundle["memory"] = need.memory_gb * _GIB
         bundles = [dict(bundle) for _ in range(need.workers)]
         for index, node in enumerate(_listed(need.nodelist, first, need.workers, need.together)):
             bundles[index][f"node:{node}"] = 0.001
@@ -278,7 +278,7 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         if need.beside:
             continue
         guests = sum(guest.cpu for guest in needs.values() if guest.beside == role)
-        memory = float((need.mem or 0) * max(need.gpu, 1) * _GIB)
+        memory = float((need.memory_gb or 0) * _GIB)
         one = {"CPU": float(need.cpu + guests), "GPU": float(need.gpu), "memory": memory}
         if not any(all(node.get(name, 0.0) >= amount for name, amount in one.items()) for node in nodes.values()):
             raise UsageError(

@@ -140,8 +140,8 @@ def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
     """Return the srun command that starts a worker, without the program of the worker."""
     words = ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={step}"]
     words.append(f"--cpus-per-task={need.cpu}")
-    if need.mem is not None:
-        words.append(f"--mem={need.mem * 1024 * max(need.gpu, 1)}")
+    if need.memory_gb is not None:
+        words.append(f"--mem={need.memory_gb * 1024}")
     if need.beside:
         words.append("--overlap")
     else:

@@ -1,6 +1,5 @@
 """The client of a name store in one process."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -114,11 +113,21 @@ class Repository:
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 
+        def all_alive() -> bool:
+            try:
+                return all(self.store.read(name) is not None for name in watched)
+            except (ArenoError, OSError) as error:  # an unreachable store does not mean that a value is lost
+                logger.warning("the names %s could not be read, retrying: %s", ", ".join(watched), error)
+                return True
+
         def watch() -> None:
-            with contextlib.suppress(TimeoutError):
+            try:
                 for name in watched:
                     self.wait(name, wait_timeout, poll_frequency)
-                while all(self.store.read(name) is not None for name in watched):
+            except (ArenoError, OSError) as error:  # TimeoutError is an OSError
+                logger.warning("%s", error)
+            else:
+                while all_alive():
                     time.sleep(poll_frequency)
             call_back()
 
@@ -149,7 +158,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
         try:
             if not store.touch(name, ttl):
                 return
-        except ArenoError as error:  # the server may be reachable again before the value expires
+        except (ArenoError, OSError) as error:  # the store may be reachable again before the value expires
             logger.warning("the name %s could not be kept alive, retrying: %s", name, error)
 
 

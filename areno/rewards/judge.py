@@ -15,11 +15,12 @@ from areno.openai_client import OpenAIClient, ServerError
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MAXIMUM = re.compile(r"(?<=\d)\s*(?:/|out of)\s*\d+(?:\.\d+)?")  # as in "8/10"
 _TIMEOUT_S = 60.0
 
 
 class Judge:
-    """Asks a model for a grade and reads the last number of its response.
+    """Asks a model for a grade and reads the last number of its response; "8/10" and "8 out of 10" are read as 8.
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
@@ -48,7 +49,7 @@ class Judge:
             prompt, completions = prompt.prompt, prompt.completion
         values = {**data, "completion": completions, "prompt": prompt}
         response = self._ask(_FIELD.sub(lambda match: str(values.get(match[1], match[0])), self.question))
-        numbers = _NUMBER.findall(response)
+        numbers = _NUMBER.findall(_MAXIMUM.sub("", response))
         if not numbers:
             raise RewardError(
                 f"the judge at {self._client.url} returned no number: {response[:300]!r}; ask for a number in the question"

@@ -77,7 +77,7 @@ def test_colocated_roles_share_their_placement():
     assert needs["rollout"].beside == "actor"
     placed = place_workers(needs, ["a", "b"], 1)
     assert placed == {"actor": ["a", "b"], "rollout": ["a", "b"]}
-    assert most_on_a_node(needs, placed) == (16, 1)
+    assert most_on_a_node(needs, placed) == (16, 1, 0)
     assert "--overlap" in step_command(needs["rollout"], "s", "a")
     config.rollout.scheduling_strategy.fork = False  # one engine that trains and generates in turn
     assert list(needs_of(config, gpus=True)) == ["actor"]
@@ -122,6 +122,10 @@ def test_the_batch_script_of_a_slurm_job():
     assert 'scancel --signal=TERM "$SLURM_JOB_ID.0"' in script
     script = batch_script(rl(**SLURM), ["areno"])
     assert "#SBATCH --no-requeue" in script
+    # Five workers with one GPU of 16 GB each on two nodes with two and four GPUs: the fuller node needs 64 GB.
+    memory = {f"{role}__scheduling_spec": spec(mem=16) for role in ("actor", "rollout")}
+    sizes = {"actor__backend": "fsdp:d4", "rollout__backend": "areno:d1", "cluster__n_gpus_per_node": 4}
+    assert "#SBATCH --mem=64G" in batch_script(rl(**{**SLURM, **memory, **sizes}), ["areno"])
 
 
 def test_impossible_requests_are_refused_before_ray_is_asked():

@@ -176,6 +176,27 @@ def test_files_of_a_killed_owner_expire(tmp_path):
     assert names.get("forever") == "y"
 
 
+def test_names_survive_a_file_server_that_is_away_for_a_moment(tmp_path, caplog):
+    """A symbolic link to itself stands in for the unreachable server: each access is an OSError."""
+    root, away, gone = tmp_path / "names", tmp_path / "away", threading.Event()
+    names = Repository(NameOptions("nfs", str(root)).open())
+    names.add("kept", "x", keepalive_ttl=1.0)
+    names.watch_names("kept", gone.set, poll_frequency=0.05)
+    time.sleep(0.2)
+    root.rename(away)
+    root.symlink_to(root)
+    time.sleep(0.6)
+    root.unlink()
+    away.rename(root)
+    assert not gone.wait(1.5)
+    assert names.get("kept") == "x"
+    assert {"the name kept could not be kept alive", "the names kept could not be read"} <= {
+        record.getMessage().partition(", retrying")[0] for record in caplog.records
+    }
+    names.delete("kept")
+    assert gone.wait(10)
+
+
 def test_the_clock_of_a_file_server_may_be_wrong(tmp_path, monkeypatch):
     """The server of a folder is an hour behind: the age of values is measured on its clock."""
     store = NameOptions("nfs", str(tmp_path)).open()

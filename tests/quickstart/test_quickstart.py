@@ -90,6 +90,8 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path, capsys):
     assert main(["quickstart", "--run-dir", str(tmp_path)]) == 2
     assert "the folder is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert main(["quickstart", "--run-dir", str(tmp_path / "notes.txt")]) == 2
+    assert "is a file; use the name of a new folder" in capsys.readouterr().err
 
 
 def assert_nothing_held_out_is_trained_on(root):

@@ -79,6 +79,15 @@ def test_grades_out_of_bounds_are_clamped_and_words_are_an_error(stub):
     assert {body["model"] for _, body in stub.requests} == {"other"}
 
 
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [("8/10", 0.8), ("Grade: 8 / 10.", 0.8), ("7.5 out of 10", 0.75), ("Both 1/2 parts; 6", 0.6), ("10", 1.0)],
+)
+def test_a_maximum_after_the_grade_is_not_the_grade(stub, reply, reward):
+    stub.replies.append(reply)
+    assert Judge(stub.url, "{completion}")("p", "c") == reward
+
+
 def test_an_unreachable_judge_is_a_reward_error():
     with pytest.raises(RewardError, match=r"the request to the judge at http://127\.0\.0\.1:9/v1 failed: ConnectError"):
         Judge("http://127.0.0.1:9/v1", "{completion}")("p", "c")

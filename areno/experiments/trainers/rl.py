@@ -144,7 +144,10 @@ class PPOTrainer(ExperimentTrainer):
         if dropped:
             _log.info("dropped %d of %d prompts: longer than %s tokens", dropped, dropped + len(rows), longest)
         if valid is not None and config.valid_dataset is not None:
-            valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
+            longest = self._longest_prompt(config.valid_dataset.max_length)
+            valid, dropped = without_long(valid, length, longest)
+            if dropped:
+                _log.info("dropped %d validation prompts: longer than %s tokens", dropped, longest)
         if self.config.recover.enabled and len(rows):
             # Queued rows go into recovery checkpoints; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])

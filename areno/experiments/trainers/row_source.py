@@ -96,5 +96,7 @@ def without_long(
         return rows, 0
     short = [row for row in (rows[index] for index in range(len(rows))) if length_of(row) <= longest]
     if not short:
-        raise DataError(f"all {len(rows)} rows have more than max_length={longest} tokens; raise max_length")
+        raise DataError(
+            f"all {len(rows)} rows have more than {longest} tokens; raise max_length, or use a model with a longer context"
+        )
     return short, len(rows) - len(short)
