@@ -246,6 +246,11 @@ class _EvalTotals:
             self.outcomes.append((len(valid), sum(score > 0 for score in valid)))
 
     def metrics(self) -> dict[str, float]:
+        if not self.lengths:
+            raise RewardError(
+                f"the evaluation has no answer: {self.skipped_long} prompts exceed --max-prompt-tokens, and all other "
+                "samples failed; the log has the reasons"
+            )
         if not self.rewards:
             raise RewardError(
                 f"all rewards of the evaluation failed ({len(self.lengths)} answers); use --on-reward-error stop to see the "

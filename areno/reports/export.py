@@ -42,11 +42,11 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
     with _table(path, _METRICS) as add:
         count = 0
         for run_name, run in runs.items():
-            shown = {(run.metric_of(name) if name in KEYS else name): name for name in metrics}
+            recorded = [(name, run.metric_of(name) if name in KEYS else name) for name in metrics]
             for record in run.files.read_metrics():
-                for name, value in record.items():
-                    if name in shown:
-                        add((run_name, record["step"], shown[name], value, record.get("time")))
+                for name, metric in recorded:
+                    if metric in record:
+                        add((run_name, record["step"], name, record[metric], record.get("time")))
                         count += 1
         return count
 

@@ -171,12 +171,21 @@ class BatchDispatcher:
         return batch
 
     def rollout_batch(
-        self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
+        self,
+        rows: Sequence[dict[str, Any]],
+        workflow: Any,
+        should_accept_fn: Accept | None = None,
+        first_id: int | None = None,
     ) -> list[Trajectory]:
-        """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`."""
+        """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
+
+        ``first_id`` is the id of the first row's task; equal ids have equal seeds. None continues the ids.
+        """
         plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
             self._use(plan)
+            if first_id is not None:
+                self._next_id = first_id
             tasks = [self._enqueue(data, plan) for data in rows]
             self._pump()
         ids = {task.id for task in tasks}

@@ -1,5 +1,6 @@
 """A minimal streaming client for chat completions, based on ``urllib``."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -8,6 +9,8 @@ from typing import Any
 
 from areno.errors import ArenoError, UsageError
 
+_TIMEOUT_S = 600.0
+"""Longest time without data from the server."""
 _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
@@ -31,7 +34,7 @@ class ChatClient:
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the deltas of one response as they arrive. Raises ArenoError if the request fails."""
         with self._open("/chat/completions", body | {"stream": True}) as response:
-            for line in response:
+            for line in self._lines(response):
                 data = line.decode().strip().removeprefix("data:").strip()
                 if not line.startswith(b"data:") or data == "[DONE]":
                     continue
@@ -41,15 +44,23 @@ class ChatClient:
                 for choice in chunk.get("choices") or []:
                     yield choice.get("delta") or {}
 
+    def _lines(self, response: Any) -> Iterator[bytes]:
+        try:
+            yield from response
+        except (OSError, http.client.HTTPException) as error:
+            raise ArenoError(f"{self._base}: the connection ended during the answer: {error!r}") from error
+
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, self._headers)
         try:
-            return urllib.request.urlopen(request)
+            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             raise ArenoError(f"{self._base}{path}: status {error.code}: {_message(error)}") from error
         except urllib.error.URLError as error:
             raise UsageError(f"--base-url {self._base} is unreachable: {error.reason}; {_CONNECT}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ArenoError(f"{self._base}{path}: the server did not answer: {error!r}") from error
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -6,6 +6,7 @@ to this point can be repeated. Signals never interrupt an update. If an error in
 saved.
 """
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -311,7 +312,9 @@ class RolloutTrainer(DatasetTrainer):
             "tokens_per_second": tokens / max(timings["rollout"], 1e-9),
             "reward_score_time_s": timings["reward"],
         }
-        stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
+        cut_mass = sum(s.sequence.cut_mass for s in samples) / len(samples)
+        if not math.isnan(cut_mass):  # NaN: unknown
+            stats["sampling_cut_mass"] = cut_mass
         stats |= self._drawn_stats
         return stats | (
             summary_statistics("reward_model_raw_reward", [s.reward for s in samples])

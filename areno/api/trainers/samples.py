@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -95,6 +96,7 @@ def workflow_sample(
         text=str(tokenizer.decode(row.tokens[start:], skip_special_tokens=True)),
         versions=[row.versions[position] for position in sampled],
         temperature=row.temperature,
+        cut_mass=math.nan,  # trajectories do not contain it
     )
     record = reward_record(item, prompt_index, sample_index, sequence)
     record.loss_mask = [row.trained[position] for position in sampled]

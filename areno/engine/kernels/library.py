@@ -4,9 +4,11 @@ If a source cannot be compiled, PyTorch's operators and allocator are used inste
 """
 
 import hashlib
+import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from pathlib import Path
 import torch
 
 from areno.cache_folder import building_folder, cache_folder, planted_problem
+
+logger = logging.getLogger(__name__)
 
 _ON_X86 = platform.machine() in ("x86_64", "AMD64")
 _THIS_PROCESSOR = ("-march=native", "-mprefer-vector-width=512") if _ON_X86 else ("-mcpu=native",)
@@ -67,11 +71,9 @@ class KernelLibrary:
 
     def build(self) -> str:
         """Compile the library if it does not exist. Returns the reason for a failure, or "" on success."""
-        target = self.path()
-        if target.exists():
-            return planted_problem(target)
         try:
-            return self._build(target)
+            target = self.path()
+            return planted_problem(target) if target.exists() else self._build(target)
         except OSError as error:  # no compiler, or no cache folder
             return str(error)
 
@@ -86,11 +88,14 @@ class KernelLibrary:
         return ""
 
     def load(self) -> bool:
-        """Load the library so that its operators can be called. Returns False if the library has not been compiled."""
-        target = self.path()
-        if target.name not in self._loaded and target.exists() and not planted_problem(target):
-            torch.ops.load_library(str(target))
-            self._loaded.add(target.name)
+        """Load the library so that its operators can be called. Returns False if it has not been compiled or is unusable."""
+        try:
+            target = self.path()
+            if target.name not in self._loaded and target.exists() and not planted_problem(target):
+                torch.ops.load_library(str(target))
+                self._loaded.add(target.name)
+        except OSError as error:  # such as a cache folder of another user, or on a file system without executable files
+            logger.debug("the kernel library %s cannot be loaded: %s", self.name, error)
         return self.loaded
 
     @property
@@ -121,14 +126,15 @@ def processor() -> str:
 
 def compiler_missing() -> str:
     """Reason why this machine cannot compile C++; "" if C++ can be compiled."""
-    compiler = _compiler()
+    compiler = _compiler()[0]
     if shutil.which(compiler):
         return ""
     return f"this machine has no C++ compiler {compiler!r}; for faster decoding, install g++ or set CXX"
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+def _compiler() -> list[str]:
+    """The compiler and its arguments, such as ``ccache g++``."""
+    return shlex.split(os.environ.get("CXX", "")) or ["clang++" if sys.platform == "darwin" else "g++"]
 
 
 def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) -> list[list[str]]:
@@ -136,6 +142,6 @@ def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) 
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
     return [
-        [_compiler(), *flags, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
-        [_compiler(), "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
+        [*_compiler(), *flags, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
+        [*_compiler(), "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
     ]

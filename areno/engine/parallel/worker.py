@@ -77,8 +77,10 @@ class _Worker:
             answer = CallResult(call.number, error=error, trace=traceback.format_exc())
         HEARTBEAT.tick()
         try:
+            if answer.error is not None:
+                loads(dumps(answer.error))  # some exceptions can be pickled but not unpickled
             self._send(answer)
-        except (TypeError, AttributeError, ValueError) as error:  # the result cannot be pickled
+        except Exception as error:  # the result cannot be pickled
             content = answer.error or answer.value
             plain = RuntimeError(f"{type(content).__name__}: {content} ({error})")
             self._send(CallResult(call.number, error=plain, trace=answer.trace or traceback.format_exc()))

@@ -116,6 +116,8 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use a number above 0")
     try:
         model = ModelSizes.of(AutoConfig.from_pretrained(base_of(options.ckpt)))
+    except AttributeError as error:
+        raise UsageError(f"--ckpt {options.ckpt}: models of this architecture cannot be estimated: {error}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"--ckpt {options.ckpt}: cannot read the configuration: {error}") from error
     compute = 2 if options.dtype == "bfloat16" else 4

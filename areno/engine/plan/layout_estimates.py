@@ -6,6 +6,7 @@ These closed-form estimates, for ``areno plan --fit``, also cover FSDP. ``docs/l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -230,7 +231,8 @@ def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[L
                 data = devices // (tensor * stages * context)
                 if data * tensor * stages * context != devices:
                     continue
-                for experts in _divisors(model.experts_of_layer, data * context if model.per_token else 1):
+                groups = math.gcd(model.experts_of_layer, data * context) if model.per_token else 1
+                for experts in _divisors(groups, groups):
                     if data * context > 1 or stages * tensor > 1:
                         yield Layout(data, tensor, data * context > 1, context, experts, stages)
 

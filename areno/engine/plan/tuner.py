@@ -129,7 +129,7 @@ class _Tuner:
         most = min(self.options.tune_max_samples, self.engine.config.max_running)
         if "batch_size" in self.options.explicit:
             most = min(most, self.options.batch_size * self.options.n_samples)
-            if most == self.options.batch_size * self.options.n_samples:
+            if most == self.options.batch_size * self.options.n_samples and most & (most - 1):  # no power of two
                 yield most
         yield from _powers_of_two(most)
 

@@ -37,13 +37,13 @@ def random_bits(seeds: Ints, counters: Ints) -> Ints:
 
 def uniforms(seeds: Seq[int], counters: Seq[int]) -> np.ndarray:
     """Return one uniform float64 number in [0, 1) per pair of seed and counter."""
-    keys = np.array([seed & _LOW_64 for seed in seeds], dtype=np.uint64).view(np.int64)
+    keys = np.array([int(seed) & _LOW_64 for seed in seeds], dtype=np.uint64).view(np.int64)
     return random_bits(keys, np.asarray(counters, dtype=np.int64)) * 2.0**-53
 
 
 def as_int64(number: int) -> int:
     """Return the low 64 bits of ``number`` as a signed integer."""
-    low = number & _LOW_64
+    low = int(number) & _LOW_64
     return low - 2**64 if low >= 2**63 else low
 
 

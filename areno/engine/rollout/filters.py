@@ -23,7 +23,7 @@ class Filters:
         self._top_k = [p.top_k for p in params]
         self._largest_k = max(self._top_k)
         self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-        self._min_p = torch.tensor([p.min_p for p in params], device=device)
+        self._min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
         self._any_nucleus = any(p.top_p < 1 for p in params)
         self._any_rank = self._any_nucleus or self._largest_k > 0
         self._any_floor = any(p.min_p > 0 for p in params)
@@ -51,7 +51,7 @@ class Filters:
             if bool((everything | (count <= candidates)).all()):
                 break
             candidates = vocab
-        border = values.gather(1, (count.clamp(max=candidates) - 1)[:, None])
+        border = values.gather(1, (count.clamp(1, candidates) - 1)[:, None])  # the count is 0 if a weight is NaN
         above, equal = weights > border, weights == border
         room = count[:, None] - above.sum(-1, keepdim=True)
         keep = everything[:, None] | above | (equal & (equal.cumsum(-1) <= room))

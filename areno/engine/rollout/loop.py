@@ -455,11 +455,12 @@ class RolloutLoop:
         outcome.failed.update(grammar_errors(sequences))
 
     def _settle(self, outcome: DecodeOutcome) -> None:
-        self._leave(outcome.done)
-        for group, error in outcome.failed.items():  # other requests continue
+        # Failures first: a sample may fail with its last token. Other requests continue.
+        for group, error in outcome.failed.items():
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
                 group.future.set_exception(error)
+        self._leave(outcome.done)
         if not outcome.finite:
             self.prefixes.clear()
             self.cache.make_finite()

@@ -68,7 +68,7 @@ class SamplingTable:
     ) -> None:
         self.seeds = list(seeds)
         temperatures = [p.logprob_temperature for p in params]
-        self.temperatures = torch.tensor(temperatures, device=device)
+        self.temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self.scales = any(value != 1.0 for value in temperatures)
         self.greedy = torch.tensor([p.greedy for p in params], device=device)
         self.all_greedy = all(p.greedy for p in params)

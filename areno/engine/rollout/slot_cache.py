@@ -105,7 +105,7 @@ class SlotCache(KVCache):
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache to ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep their content."""
+        """Make room for ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep these tokens."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
             # Drop unused slots first: they would grow as well, and exceed the budget.
@@ -113,15 +113,19 @@ class SlotCache(KVCache):
             # Growing by a quarter keeps the number of copies logarithmic in the length. Padding rows of a decode step write to
             # the last column, which is otherwise unused.
             columns = round_up(max(columns, self.columns + self.columns // 4), COLUMN_STEP) + 1
-        columns = max(columns, self.columns)
+        elif slots > self.slots:  # more slots with the columns of an earlier, longer sequence would exceed the budget
+            columns = round_up(columns, COLUMN_STEP) + 1
+        else:
+            columns = self.columns
         if (slots, columns) == (self.slots, self.columns):
             return
+        kept = min(columns, self.columns)
         self._leading = None  # its views would keep the old memory of all layers alive
         for table in (self.keys, self.values):
             for layer, old in table.items():
                 new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
                 common = min(self.slots, slots)
-                new[:common, :, : self.columns] = old[:common]
+                new[:common, :, :kept] = old[:common, :, :kept]
                 table[layer] = new
         if slots > self.states.slots:
             self.states.grow(slots)

@@ -61,8 +61,13 @@ class ReplicaControl:
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            with suppress(OSError):  # such as a full disk; the requester then times out
+            try:
                 self._handle_request()
+            except OSError:  # such as a full disk; the requester then times out
+                continue
+            except (ValueError, KeyError, TypeError) as error:
+                logger.warning("ignoring an invalid request in %s: %r", self._folder / _WANTED, error)
+                (self._folder / _WANTED).unlink(missing_ok=True)
 
     def _heartbeat(self) -> None:
         """Update the modification time of the state file as a heartbeat, even while a request is handled."""

@@ -1,5 +1,6 @@
 """The interface of the HTTP calls that a rollout replica makes to an inference server (vLLM or SGLang)."""
 
+import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,7 @@ class ServerAnswer:
             self.versions,
             top_logprobs=self.top,
             temperature=sampling.logprob_temperature,
+            cut_mass=math.nan,  # servers do not report it
         )
 
 

@@ -208,7 +208,10 @@ class ServerReplica:
         for i, token in enumerate(answer.tokens if listener is not None else ()):
             finish = sequence.finish_reason if i == last else None
             top = answer.top[i] if answer.top else []
-            listener(index, GeneratedToken(token, answer.logprobs[i], top, answer.versions[i], finish))  # type: ignore[misc]
+            generated = GeneratedToken(
+                token, answer.logprobs[i], top, answer.versions[i], finish, cut_mass=sequence.cut_mass
+            )
+            listener(index, generated)  # type: ignore[misc]
         return sequence
 
     def _end(self, entry: _Open, outcome: RolloutResult | EngineError) -> None:

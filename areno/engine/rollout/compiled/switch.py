@@ -97,9 +97,14 @@ class DecodeSwitch:
             EngineError: the step cannot be compiled.
         """
         if self.mode == "compiled" and not self.compiled:
-            if not self._spec.path().exists() and (failure := _Build(self._spec).wait()):
-                raise EngineError(f"the decode step cannot be compiled: {failure}")
-            self._take_over()
+            try:
+                if not self._spec.path().exists() and (failure := _Build(self._spec).wait()):
+                    raise EngineError(failure)
+                self._take_over()
+            except (EngineError, OSError, RuntimeError) as error:
+                raise EngineError(
+                    f"the decode step cannot be compiled: {error}; use --decode auto (decode=auto) instead of compiled"
+                ) from error
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
         """Run one decode step; ``remaining()`` returns an upper bound on the number of tokens left to generate."""
@@ -174,7 +179,7 @@ class DecodeSwitch:
                     raise EngineError(reason)
                 logger.info("compiling the decode step in the background: %s", self._spec.path().name)
                 self._build = _Build(self._spec)
-        except EngineError as error:
+        except (EngineError, OSError, RuntimeError) as error:  # such as a full disk, or a package that cannot be loaded
             self._end_build()
             self._undecided = False
             logger.info("decoding stays eager: %s", error)
