@@ -86,7 +86,7 @@ class KernelLibrary:
         return ""
 
     def load(self) -> bool:
-        """Load the library so that its operators can be called. Returns False if the library has not been compiled."""
+        """Load the library if it has been compiled and can be trusted. Returns whether its operators can be called."""
         target = self.path()
         if target.name not in self._loaded and target.exists() and not planted_problem(target):
             torch.ops.load_library(str(target))
@@ -120,7 +120,7 @@ def processor() -> str:
 
 
 def compiler_missing() -> str:
-    """Reason why this machine cannot compile C++; "" if C++ can be compiled."""
+    """Reason why this machine cannot compile C++; "" if it has a compiler."""
     compiler = _compiler()
     if shutil.which(compiler):
         return ""
