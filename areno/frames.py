@@ -120,7 +120,7 @@ class Frames:
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """Return one end for this process, and the socket that another process passes to :meth:`join`."""
+        """Return one end for this process, and the other end's socket. Its file descriptor is the argument of :meth:`join`."""
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs
 

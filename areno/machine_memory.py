@@ -18,7 +18,7 @@ def free_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the physical memory in bytes, within the control group's limit."""
+    """Return the physical memory in bytes, or the limit of the control group if that is lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
 
 

@@ -19,8 +19,8 @@ _HEAD = """\
 
 <!-- Written by docs/make_coming_from.py; do not edit by hand. -->
 
-`areno convert` prints the `areno train` command for a configuration of TRL or verl, and lists the settings that the command
-does not include:
+`areno convert` prints the `areno train` command for a configuration of TRL or verl, and notes on settings without an
+equivalent option:
 
 ```bash
 areno convert trl grpo.yaml --learning_rate 2e-6
@@ -31,9 +31,9 @@ Options of `areno convert` itself come before the settings: `areno convert --kin
 the printed command with `--dry-run`, which checks options, paths and the reward function and estimates the memory, but loads
 neither model nor data.
 
-For `areno train`, the reward function and the data always differ from TRL and verl. A *reward function* gets one record with
-the model's answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt the
-signature of your function. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset, with
+Reward functions for `areno train` differ from those for TRL and verl, and the data may differ. A *reward function* gets one
+record with the model's answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt
+the signature of your function. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset, with
 prompts as text or messages ([data](data.md)).
 
 ## AReaL

@@ -129,17 +129,18 @@ file's path; a subclass of `GRPOConfig` may add fields. The program's option `--
 `actor.backend` and `rollout.backend` specify the engine of a role, the number of devices, and how the devices are divided.
 `fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` trains on two data-parallel replicas of two tensor-parallel devices
 each, and `areno:d2` generates on two devices. areno's own engine always trains, and also generates unless `rollout.backend`
-selects vLLM or SGLang. Optimizer states are sharded across the data-parallel ranks; `actor.fsdp.shard_weights` determines
-whether weights and gradients are sharded as well. On a CPU, a device is a process. `ref` and `critic` run on the actor's ranks.
+selects vLLM or SGLang. Optimizer states are sharded across the data-parallel ranks. With `actor.fsdp.shard_weights`,
+context or expert parallelism, weights and gradients are sharded as well. On a CPU, a device is a process. `ref` and `critic`
+run on the actor's ranks.
 
 The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number: d (data), t (tensor), p (pipeline), c (context) or
 e (expert). areno supports d and t; vllm and sglang also support p. fsdp supports d, t and c; megatron and archon support all
 five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
 
 `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate devices; with
-`areno[rollout]:d2|fsdp[actor]:d2`, they share devices. areno also translates the forms of earlier versions, in which m is the
-tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate devices; with a single `d2m1`, they share
-devices. Sizes by model, as in `actor_gen:d2,*:d4`, give training its own devices.
+`areno[rollout]:d2|fsdp[actor]:d2`, they share devices. areno also translates the forms of earlier AReaL versions, in which m is
+the tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate devices; with a single `d2m1`, they
+share devices. Sizes by model, as in `actor_gen:d2,*:d4`, give training its own devices.
 
 [Layouts](layouts.md) describes the supported layouts, and [servers](servers.md) the requirements of vLLM and SGLang. If a
 layout is impossible, the error says how to correct the layout.

@@ -68,7 +68,7 @@ FEATURES = (
     Feature("preference training without a reference (SimPO)", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ("actor.kl_loss_coef",)),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
-    Feature("reference of DPO, scored once and kept on disk", ("--ref-ckpt",), ("ref.path",)),
+    Feature("log-probs of DPO's reference, cached on disk", ("--ref-ckpt",), ("ref.path",)),
     Feature("label smoothing of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
     Feature("weights of a reward's parts", ("--reward-weights",), ("reward.weights",)),
@@ -78,7 +78,9 @@ FEATURES = (
     Feature("agents", ("--agent-fn",), ("rollout.agent.agent_cls_path",)),
     Feature("workflows", ("--workflow",), ("workflow.path",)),
     Feature("asynchronous rollout", ("--rollout", "--max-staleness"), ("rollout.max_head_offpolicyness",)),
-    Feature("alternating generation and training on one device", (ALWAYS,), ("rollout.scheduling_strategy.fork",)),
+    Feature(
+        "alternating generation and training on the same devices", ("--rollout",), ("rollout.scheduling_strategy.fork",)
+    ),
     Feature("rollout replicas", ("--rollout-replicas",), ("rollout.backend",)),
     Feature("speculative decoding", ("--speculate",), ("rollout.speculate",)),
     Feature("routing replay", ("--return-routed-experts",), ("rollout.return_routed_experts",)),

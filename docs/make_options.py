@@ -20,10 +20,10 @@ _HEAD = """\
 
 <!-- Written by docs/make_options.py from the declarations in areno/config; do not edit by hand. -->
 
-Every option except `--config` may be a flag or a line of the `--config` file; [train.md](train.md) explains the
-command. An on/off option also has a `--no-` form. "Only" lists the built-in algorithms that read an option; variants such as
-`dapo` may also read it. Setting an option that the algorithm does not read is an error. "Resume" shows whether the option may
-be changed when a run is resumed with `--resume`.
+Every option is a flag, and every option except `--config` may be a line of the `--config` file; [train.md](train.md)
+explains the command. An on/off option also has a `--no-` form. "Only" lists the built-in algorithms that read an option;
+variants such as `dapo` may also read it. Setting an option that the algorithm does not read is an error. "Resume" shows
+whether the option may be changed when a run is resumed with `--resume`.
 """
 _COLUMNS = "| Option | Default | Only | Resume | Meaning |\n|---|---|---|---|---|"
 

@@ -62,7 +62,7 @@ class AlgorithmSpec:
         experimental: whether ``list_algorithms(include_experimental=False)`` omits the algorithm.
         options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field annotated
             ``Section | None``, where ``Section`` is a dataclass, adds the options of that dataclass, prefixed with the field's
-            name. The field is None unless one of these options is set.
+            name. The field is None unless one of these options has a value.
         uses: names of built-in options of other algorithms that this algorithm also reads, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.

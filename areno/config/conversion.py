@@ -23,7 +23,7 @@ class Rule:
 
     ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, or None to omit
     the option. ``together`` marks a setting that determines options only in combination with other settings. ``known`` lists
-    the values that have an equivalent; empty: all.
+    the values that are converted; empty means all.
     """
 
     option: str = ""
@@ -35,7 +35,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """An ``areno train`` command, and notes on the settings that the command does not include."""
+    """An ``areno train`` command, and notes on settings without an equivalent option."""
 
     words: Words
     notes: list[str]
@@ -97,21 +97,19 @@ def _of_gae(value: Any, settings: Settings) -> Any:
 
 _ALWAYS = "always on"
 _BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache-tokens sets the size"
-_PREPARED = "rows come from --dataset-path, or from your own function (--dataset-loader-fn)"
+_PREPARED = "the key is always prompt; convert other rows with --dataset-loader-fn"
 
 _DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 
 TRL: dict[str, Rule] = {
     "model_name_or_path": Rule("--ckpt"),
     "dataset_name": Rule("--dataset-path"),
-    "dataset_train_split": Rule(note=_PREPARED),
+    "dataset_train_split": Rule(note="the last part of a Hub dataset's reference, --dataset-path NAME:CONFIG:SPLIT"),
     "output_dir": Rule("--run-dir"),
     "learning_rate": Rule("--lr"),
     "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
     "max_steps": Rule("--max-steps", value=_positive),
-    "per_device_train_batch_size": Rule(
-        together=True, note="included in --batch-size (prompts per step) and --mini-bs"
-    ),
+    "per_device_train_batch_size": Rule(together=True, note="included in --batch-size and --mini-bs"),
     "gradient_accumulation_steps": Rule(
         together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
     ),
@@ -182,7 +180,9 @@ TRL: dict[str, Rule] = {
     "packing": Rule(note=_ALWAYS),
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
-    "mask_truncated_completions": Rule(note="no equivalent, but a reward function can check why an answer ended"),
+    "mask_truncated_completions": Rule(
+        note="an experiment excludes truncated answers from training with actor.mask_no_eos_with_zero"
+    ),
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -319,7 +319,7 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
             notes.append(f"{name}={value}: no equivalent")
             continue
         if rule.known and _only(value) not in rule.known:
-            notes.append(f"{name}={value}: no equivalent ({rule.note})")
+            notes.append(f"{name}={value}: not converted ({rule.note})")
         wanted = rule.value(value, settings) if rule.option and value is not None else None
         if wanted is True:
             words.append(rule.option)

@@ -66,7 +66,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if spec.requires_rollout and not options.agent_fn:
         for name in AGENT_OPTIONS:
             if not (options.workflow and name == "agent_max_failures"):
-                yield name, "has no effect without an agent; set --agent-fn too"
+                yield name, "has no effect without --agent-fn; set --agent-fn too"
     yield from _memory(options)
     if spec.requires_rollout:
         yield from _reference(options, spec)

@@ -34,7 +34,7 @@ _EXPORT = CommandText(
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _EVAL_ONLY = ("output", "json", "model")
-# Options that do not apply to a server, which decides them itself or whose protocol has no field for them.
+# Options that a server decides, that its protocol lacks, or that need the tokens of the prompts.
 _LOCAL_MODEL_ONLY = (
     *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
     *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),

@@ -187,5 +187,7 @@ def named_object(spec: str, *, option: str) -> Any:
                 "the module to the Python path"
             ) from error
     if not name or not hasattr(module, name):
-        raise UsageError(f"{option} {spec!r}: {source} defines no {name or 'object of that name'}; write {source}:Name")
+        raise UsageError(
+            f"{option} {spec!r}: {source} defines no {name or 'object with an empty name'}; write {source}:Name"
+        )
     return getattr(module, name)

@@ -21,8 +21,8 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
     Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 unless ``--fsdp``,
-    ``--load-in-4bit`` or the ``config.json`` of a local model rules this size out. On a CPU, and with ``--device cuda:N``, the
-    default is one rank. A resumed run keeps its layout.
+    ``--load-in-4bit``, the model's ``config.json`` or the installed transformers rules this size out. On a CPU, and with
+    ``--device cuda:N``, the default is one rank. A resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -57,7 +57,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
     try:
         file = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(base, "config.json"))
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # reported by `ckpt_problem`
+    except (OSError, ValueError):  # reported later
         return {}
     return config | (config.get("text_config") or {}) if isinstance(config, dict) else {}
 

@@ -46,11 +46,11 @@ class OptionInfo:
         inherits: dotted path of another setting; a setting that is unset or empty takes the other setting's value, if any.
         inner: for a section, paths that replace the ``inherits`` of some fields, by field name; a field with an empty
             path inherits nothing.
-        documented: AReaL's documented default, if areno's default differs; a setting with this value is treated as unset.
+        documented: AReaL's documented default, if areno's default differs; ``refused`` does not apply to this value.
     """
 
     help: str  # one or two sentences for ``--help``
-    group: str = ""  # help section; empty for options of a user's algorithm, which get their own section
+    group: str = ""  # help section; empty for options that an algorithm declares, which get their own section
     metavar: str = ""  # placeholder of the value in help; empty derives it from the type
     minimum: float | None = None
     maximum: float | None = None
@@ -139,9 +139,9 @@ class Option:
         if info.remedy:
             return info.remedy
         low = f"above {info.above:g}" if info.above is not None else ""
-        low = low or (f"from {info.minimum:g}" if info.minimum is not None else "")
+        low = low or (f"of at least {info.minimum:g}" if info.minimum is not None else "")
         high = f"below {info.below:g}" if info.below is not None else ""
-        high = high or (f"up to {info.maximum:g}" if info.maximum is not None else "")
+        high = high or (f"at most {info.maximum:g}" if info.maximum is not None else "")
         interval = " and ".join(part for part in (low, high) if part)
         return f"give {_EXPECTED[self.kind]} {interval}".rstrip()
 

@@ -1,6 +1,6 @@
 """Parses the arguments of a command into its options, and formats its help.
 
-argparse only collects strings. `convert_values` converts strings and YAML values; all errors are reported together.
+argparse only collects strings. `convert_values` converts strings and YAML values, and reports all of their errors together.
 """
 
 import argparse
@@ -110,7 +110,7 @@ class TypedParser(argparse.ArgumentParser):
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Parse the arguments of ``areno train``; flags override values of ``--config``.
 
-    Reports all unknown flags or keys (with the nearest match) and missing or wrongly typed values at once;
+    Reports all unknown flags or keys (with the nearest match) and wrongly typed values at once;
     `areno.config.validate` checks the values.
     """
     core = options_of(TrainOptions)
@@ -149,7 +149,7 @@ def parse_command(
 ) -> CommandT:
     """Parse the arguments of a command, pass the options through ``complete``, and check them with ``problems_of``.
 
-    All problems are reported at once. ``--help`` prints the help and raises SystemExit.
+    ``--help`` prints the help and raises SystemExit.
     """
     kind: type = declaration
     entries = {entry.name: entry for entry in options_of(kind)}
@@ -282,7 +282,7 @@ def _help_text(entry: Option) -> str:
 
 
 def _read(argv: Sequence[str], entries: Sequence[Option], command: CommandText) -> tuple[dict[str, Any], list[str]]:
-    """Collect flag values as strings by option name, and the unrecognized words."""
+    """Collect the values of flags by option name, and the unrecognized words."""
     takes_value = {entry.flag for entry in entries if entry.kind is not bool}
     words: list[str] = []
     for word in argv:

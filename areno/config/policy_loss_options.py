@@ -104,8 +104,8 @@ class RejectionSamplingConfig:
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="Quantity compared with the bounds: r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - 1 (kl_k3), or "
-        "the larger KL divergence between the token's Bernoulli distributions (binary_kl).",
+        help="Quantity to bound: r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - 1 (kl_k3), or the larger of the "
+        "two KL divergences between the token's Bernoulli distributions (binary_kl).",
     )
     agg: str = option(
         "mean",

@@ -107,7 +107,6 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
             )
     if get_algorithm(options.algo).trainer not in (spec.trainer, POLICY_TRAINER):
         yield (
-            f"--algo {options.algo} cannot train on samples of {spec.name}, because this algorithm needs inputs that the "
-            "samples lack, "
-            "such as a critic's state or preference pairs"
+            f"--algo {options.algo} cannot train on samples of {spec.name}, which lack inputs that it needs, such as a "
+            "critic's values or preference pairs"
         )

@@ -26,8 +26,8 @@ class RolloutOptions:
     max_prompt_tokens: int = _shared(
         1024,
         minimum=1,
-        help="Maximum tokens of a prompt; longer prompts are skipped and counted, never truncated. DPO and reward models skip "
-        "pairs in which the prompt and either answer together exceed max-prompt-tokens + max-new-tokens.",
+        help="Maximum tokens of a prompt; longer prompts are skipped and counted, never truncated. For preference "
+        "pairs, max-prompt-tokens + max-new-tokens limits prompt and answer together.",
     )
     max_new_tokens: int = _shared(3071, minimum=1, help="Maximum tokens of a generated or supervised response.")
     max_context_len: int | None = _shared(

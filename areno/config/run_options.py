@@ -64,7 +64,7 @@ class BasicOptions:
     )
     fsdp: bool = _basic_free(
         False,
-        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that do not fit on one device; "
+        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models too large for one device; "
         "by default only optimizer states are sharded. --world-size must be at least twice --tp-size.",
     )
     stall_timeout: float = _basic_free(
@@ -118,7 +118,7 @@ class CheckpointOptions:
         path="place",
         metavar="PATH",
         unset="<run>/checkpoints",
-        help="Directory for checkpoints, named step_000100 and so on. The last step is always saved.",
+        help="Directory for checkpoints (step_000100 and so on). The last step is always saved.",
     )
     save_interval: int = _checkpoint(100, minimum=1, help="Save every N steps.")
     save_interval_minutes: float | None = _checkpoint(
@@ -212,8 +212,8 @@ class ObservabilityOptions:
     track: tuple[str, ...] = _observability(
         (),
         metavar="SERVICE",
-        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. The environment variables "
-        "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, and MLFLOW_TRACKING_URI sets the address of MLflow.",
+        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. Environment variables: "
+        "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE for the mode, MLFLOW_TRACKING_URI for the address.",
     )
     track_project: str = _observability(
         "areno",

@@ -61,8 +61,8 @@ class ServeOptions(CommandOptions):
     allowed_host: tuple[str, ...] = _basic(
         (),
         metavar="NAME",
-        help="Additional host name that requests may use if the server has no API key, such as the name of a reverse "
-        "proxy; localhost is always allowed. Repeatable; * allows all.",
+        help="Additional host name, such as a reverse proxy's, that requests may use if the server has no API key; "
+        "localhost is always allowed. Repeatable; * allows all.",
     )
     max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further connections get status 503.")
     world_size: int = option_from(BasicOptions, "world_size", documented_default="")
@@ -73,7 +73,7 @@ class ServeOptions(CommandOptions):
     drain_timeout_s: float = _basic(
         30.0,
         minimum=0,
-        help="On SIGTERM or SIGINT, let running requests finish for this long, and then cancel the remaining requests.",
+        help="On SIGTERM or SIGINT, let running requests finish for this many seconds, and then cancel the rest.",
     )
 
     max_running_prompts: int = option_from(RolloutOptions, "max_running_prompts", default=16, unset="")

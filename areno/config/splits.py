@@ -1,4 +1,4 @@
-"""Splits of a dataset: the files of a folder, and the rows of a reference, that belong to a split. The module reads no rows."""
+"""Splits of a dataset, determined without reading any rows."""
 
 import json
 import re

@@ -154,9 +154,8 @@ class UpdateOptions:
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="For answers truncated at --max-new-tokens, use the critic's value at the last token as the return of the "
-        "missing tokens (bootstrapping). Disable this option if most answers are truncated: the reward already scores the "
-        "truncated text, and values would grow without bound.",
+        help="For truncated answers, use the critic's value at the last token as the return of the missing tokens. Disable "
+        "this option if most answers are truncated, because values would then grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")

@@ -31,7 +31,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options; returns raw values by option name, with underscores. ``option`` appears in messages.
+    """Read a YAML file of options, and return raw values by option name, with underscores. ``option`` appears in messages.
 
     Keys without a value are omitted: ``null`` means unset.
     """
@@ -107,5 +107,5 @@ def stored_value(entry: Option, value: Any) -> Any:
 
 
 def dump_config(options: TrainOptions) -> str:
-    """Format the options as YAML for `load_config`, one line per option in the order of ``--help``."""
+    """Format the options as YAML for `load_config`, in the order of ``--help``."""
     return yaml.safe_dump(stored_values(options), sort_keys=False, allow_unicode=True, default_flow_style=None)

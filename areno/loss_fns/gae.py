@@ -102,8 +102,8 @@ def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> 
     """
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError(
-            f"whiten needs one mask entry per token, got rows of {[len(row) for row in rows]} "
-            f"and masks of {[len(mask) for mask in masks]} tokens"
+            f"whiten needs one mask entry per token, but the rows have lengths {[len(row) for row in rows]} "
+            f"and the masks have lengths {[len(mask) for mask in masks]}"
         )
     values = [x for row, mask in zip(rows, masks, strict=True) for x, keep in zip(row, mask, strict=True) if keep]
     if values and min(values) == max(values):

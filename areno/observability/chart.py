@@ -1,6 +1,6 @@
-"""Text charts: a line chart for the end of a run, a sparkline for the live display, and one-line previews of text.
+"""Text charts (a line chart for the end of a run, a sparkline for the live display), and one-line previews of text.
 
-The charts fall back to ASCII if the stream cannot encode Unicode. Control characters in model text never reach the terminal.
+The charts fall back to ASCII if the stream cannot encode Unicode. Control characters in texts are escaped or replaced.
 """
 
 import math
@@ -36,8 +36,8 @@ def text_chart(
 ) -> str:
     """Draw a line chart of ``values`` over their index.
 
-    A series of more than ``width`` values is averaged per column. NaN and infinite values leave a gap. The encoding of
-    ``stream`` (default ``sys.stdout``) selects Unicode or ASCII. Raises ValueError if ``width`` or ``height`` is below 2.
+    A series of more than ``width`` values is averaged per column. A column without finite values is a gap. The encoding
+    of ``stream`` (default ``sys.stdout``) selects Unicode or ASCII. Raises ValueError if ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
         raise ValueError(f"a chart needs width >= 2 and height >= 2, got width={width} height={height}")
@@ -80,15 +80,15 @@ def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True)
 
 
 def printable(text: str) -> str:
-    """Escape control characters as in Python literals, except line breaks and tabs."""
+    """Escape unprintable characters as in Python literals, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
     """Shorten ``text`` to one line of at most ``limit`` printable characters.
 
-    Line breaks become a visible mark. Other unprintable characters, and without ``unicode`` all non-ASCII
-    characters, become a replacement character.
+    Line breaks become a visible mark, and tabs become spaces. Other unprintable characters, and without ``unicode`` all
+    non-ASCII characters, become a replacement character.
     """
     newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
     # Truncate first: the text may be a megabyte.

@@ -23,11 +23,11 @@ def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epo
 
 
 def _distinct_prompts(rows: Any) -> int | None:
-    """The number of distinct prompts; None if a row has no prompt or if counting may take too long."""
+    """The number of distinct prompts; None if a prompt is missing, or the rows are too many or of an unknown type."""
     if len(rows) > _MOST_ROWS:
         return None
     columns = getattr(rows, "column_names", None)
-    if isinstance(columns, list):  # a Hugging Face dataset: only this column is read
+    if isinstance(columns, list):  # a Hugging Face dataset: only the prompt column is read
         names = [name for name in PROMPT_FIELDS if name in columns]
         prompts = list(rows[names[0]]) if names else [None]
     elif isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows):

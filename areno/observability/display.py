@@ -61,7 +61,7 @@ class ProgressDisplay:
         sample: ShownSample | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a finished step (0-based) as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
+        """Log a finished step: 0-based step 2 as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
 
         A terminal with a live display shows the ``stats``, the means of the reward's ``parts`` and a ``sample`` of the
         step instead.
@@ -216,7 +216,7 @@ class Picture:
 
 
 def memory_use() -> MemoryUse:
-    """Memory use of this process's current GPU; without a GPU, memory use of the machine and of this process tree."""
+    """Memory use of the current GPU; before CUDA is initialized, memory use of this process tree and its machine."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return MemoryUse(resident_bytes(os.getpid()), free_bytes(), total_bytes(), "used by this run")
@@ -246,14 +246,14 @@ class _Pace:
 
     @property
     def rate(self) -> str:
-        """Mean duration of the last steps, such as ``1.43 s/step``; empty before the first step is done."""
+        """Pace of the last steps, such as ``1.43 s/step`` or ``20.0 steps/s``; empty before the first step is done."""
         mean = self._mean
         if mean is None:
             return ""
         return f"{mean:.2f} s/step" if mean >= 0.1 else f"{1 / max(mean, 1e-9):.1f} steps/s"
 
     def remaining(self, total_steps: int) -> str:
-        """Estimated time left, such as ``0:02:18``."""
+        """Estimated time left, such as ``0:02:18``, or ``unknown``."""
         mean = self._mean
         return "unknown" if mean is None else _clock(mean * max(total_steps - self.done, 0))
 

@@ -47,7 +47,7 @@ _ROLLOUT: _Rows = (
     ("num_turns", "model turns in the episode of each response; absent for single-turn workflows"),
 )
 _EPISODES: _Rows = (
-    ("accepted", "prompts so far whose episodes are in a batch or may still be used in a batch"),
+    ("accepted", "prompts so far whose episodes a batch has used or may still use"),
     ("rejected", "prompts so far whose episodes failed, returned None or were filtered out"),
     ("failed", "rejected prompts whose workflow raised"),
     ("filtered", "rejected prompts whose trajectory the filter did not accept"),
@@ -79,23 +79,31 @@ _BATCH_COUNTS: _Rows = (
     ("incorrect_n_seqs", "sequences with any other reward"),
     ("n_tokens", "tokens of the step, including prompts"),
     ("n_valid_tokens", "trained tokens"),
-    ("eps_clip", "current clip range"),
-    ("c_clip", "current dual-clip bound; absent without dual clipping"),
+    ("eps_clip", "width of the clip range below 1"),
+    ("c_clip", "dual-clip bound; absent without dual clipping"),
     ("use_dual_clip", "1 if there is a dual-clip bound, else 0"),
     ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are not trained on"),
-    ("rs_upper", "upper bound of rejection sampling; absent if no upper bound is set"),
-    ("rs_lower", "lower bound of rejection sampling; absent if no lower bound is set"),
+    ("rs_upper", "upper bound of rejection sampling; absent without rejection sampling"),
+    ("rs_lower", "lower bound of rejection sampling; absent with clamp or without a lower bound"),
 )
 _UPDATE: _Rows = (
-    ("importance_weight", "ratio of the policy to the proximal policy, per token; near 1"),
-    ("approx_kl", "log-prob under the policy minus log-prob under the proximal policy, per token"),
+    (
+        "importance_weight",
+        "ratio of the policy to the behavior policy, or to the proximal policy with a decoupled loss or recompute_logprob; per "
+        "token; near 1",
+    ),
+    ("approx_kl", "log-prob under the policy minus the log-prob that importance_weight compares it with, per token"),
     ("new_logp", "log-prob of each trained token under the policy"),
-    ("old_logp", "log-prob of each trained token when sampled"),
+    (
+        "old_logp",
+        "log-prob of each trained token when sampled; with recompute_logprob and without a decoupled loss, log-prob under "
+        "the proximal policy",
+    ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "the policy loss; it has no trend and does not measure success"),
     (
         "clip_ratio",
-        "share of tokens beyond the clip range, among those that rejection sampling and M2PO keep; mostly below 0.1",
+        "share of clipped tokens among those that rejection sampling and M2PO keep; mostly below 0.1",
     ),
     ("dual_clip_ratio", "share of tokens at the dual-clip bound, among those that rejection sampling and M2PO keep"),
     (
@@ -105,22 +113,22 @@ _UPDATE: _Rows = (
     ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
-    ("vocab_min_logits", "minimum logit of the vocabulary at each trained token, before the temperature"),
-    ("vocab_max_logits", "maximum logit of the vocabulary at each trained token, before the temperature"),
+    ("vocab_min_logits", "minimum logit over the vocabulary at each trained token, before the temperature"),
+    ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before the temperature"),
     ("rkl_loss", "distillation: k1 estimate of the reverse KL to the teacher per token"),
     ("sapo_soft_gate", "SAPO: the gate per token"),
     ("sapo_scaled_gate_pos", "SAPO: the scaled gate of tokens with an advantage above 0"),
     ("sapo_scaled_gate_neg", "SAPO: the scaled gate of tokens with an advantage of 0 or less"),
 )
 _UPDATE_COUNTS: _Rows = (
-    ("unclipped_behave_tokens", "trained tokens that rejection sampling keeps"),
-    ("clipped_tokens", "tokens beyond the clip range, among those that rejection sampling and M2PO keep"),
+    ("unclipped_behave_tokens", "trained tokens that rejection sampling and M2PO keep"),
+    ("clipped_tokens", "clipped tokens among those that rejection sampling and M2PO keep"),
     ("rs_filtered_fraction", "share of trained tokens that rejection sampling drops or clamps"),
     ("kl_loss", "with kl_loss_coef: mean KL to the reference per trained token"),
     ("kl_coef", "with kl_loss_coef: weight of the KL term"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate"),
-    ("update_successful", "0 if the update was skipped because the gradient was not finite, else 1"),
+    ("update_successful", "share of the step's updates whose gradient was finite; other updates are skipped"),
     (
         "num_micro_batches",
         "forward and backward passes per optimizer step, summed over data-parallel replicas and averaged over the "
@@ -151,7 +159,7 @@ _VERSIONS: _Rows = (
         for policy, reference in (("proximal", "the proximal policy"), ("theta", "the policy"))
         for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
     ),
-    ("v_theta", "version of the policy"),
+    ("v_theta", "version that the update produces"),
     ("v_proximal", "version of the proximal policy"),
     ("n_valid_generated_tokens", "trained tokens that carry a version"),
 )
@@ -167,7 +175,7 @@ _SFT_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),
     ("n_tokens", "tokens of the step"),
     ("n_valid_tokens", "trained tokens"),
-    ("prompt_tokens", "tokens not trained on"),
+    ("prompt_tokens", "tokens of the prompts"),
 )
 _RW: _Rows = (
     ("correct_ratio", "1 for a pair whose chosen response has the higher score, else 0"),

@@ -186,8 +186,8 @@ class HealthMonitor:
             "zero_gradient": (
                 # Equal rewards explain a zero gradient, and have their own warning.
                 None if grad_norm is None or tied else grad_norm == 0,
-                "the gradient is exactly zero, so the weights do not change. Check that the loss mask selects response "
-                "tokens, that the advantages are not all zero, and that the loss is not clipped everywhere",
+                "the gradient is exactly zero, so nothing can be learned from this step. Check that the loss mask selects "
+                "response tokens, that the advantages are not all zero, and that the loss is not clipped everywhere",
             ),
             "non_finite": (
                 bool(bad) if checked else None,
@@ -224,7 +224,7 @@ class HealthMonitor:
         """The warning that the rewards are equal, with an interpretation based on the run so far."""
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
-        seen = f"{equal} for {{n}} steps: nothing can be learned, because all advantages are zero. "
+        seen = f"{equal} for {{n}} steps: nothing can be learned from them. "
         if self._opposed:
             return f"{seen}The task is not solved: parts of the reward have moved in opposite directions (see that warning)"
         if self._moved < 0 and low == high:
@@ -268,21 +268,21 @@ class HealthMonitor:
             )
         return (
             f"{seen}, so most rewards are unreliable. Raise {remedy}; if the model never stops, check its EOS token and chat "
-            "template, or teach it to stop with SFT first"
+            "template, or first use SFT to teach it to stop"
         )
 
 
 def overflowed(stats: Mapping[str, float]) -> bool:
     """Whether an update was skipped because a gradient overflowed in fp16.
 
-    An occasional overflow is normal: the loss scale is lowered until gradients fit. At the minimum scale, the engine
-    stops the run.
+    An occasional overflow is normal: the loss scale is lowered until gradients fit. If updates at the minimum scale
+    overflow as well, the engine stops the run.
     """
     return "loss_scale" in stats and stats.get("update_skipped", 0.0) > 0 and math.isfinite(stats.get("loss", 0.0))
 
 
 def unusable(stats: Mapping[str, float]) -> bool:
-    """Whether an update was skipped for a reason other than an fp16 overflow, or its loss or gradient is not finite."""
+    """Whether an update was skipped, or its loss or gradient is not finite, except because of an fp16 overflow."""
     if overflowed(stats):
         return False
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))

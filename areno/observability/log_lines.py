@@ -47,10 +47,10 @@ max_steps_reached = _line("epoch=%d step=%d stage=max_steps_reached")
 save_checkpoint_start = _line("epoch=%d step=%d stage=save_checkpoint_start path=%s")
 save_checkpoint_end = _line("epoch=%d step=%d stage=save_checkpoint_end path=%s")
 sft_dataset_filter = _line("stage=sft_dataset_filter skipped_long_or_empty=%d")
-pair_dataset_filter = _line("stage=%s_dataset_filter skipped_invalid_or_long=%d")  # the name of the algorithm
+pair_dataset_filter = _line("stage=%s_dataset_filter skipped_invalid_or_long=%d")  # %s: the algorithm
 role_init_start = _line("role=%s stage=init_start trainable=%s path=%s")
 role_init_end = _line("role=%s stage=init_end")
-score_start = _line("role=%s stage=%s_start rows=%d")  # a ScoreKind
+score_start = _line("role=%s stage=%s_start rows=%d")  # second %s: a ScoreKind
 score_end = _line("role=%s stage=%s_end rows=%d")
 critic_value_loss = _line("epoch=%d step=%d role=critic metric=value_loss value=%.6f")
 reward_mean = _line("epoch=%d step=%d metric=reward_mean value=%.6f")
@@ -89,7 +89,7 @@ def agentic_filtered(
 ) -> None:
     """Log ``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
 
-    ``lengths`` has the token count of each filtered trajectory, at least one; ``top`` describes the longest trajectories.
+    ``lengths`` (not empty) has the token count of each filtered trajectory; ``top`` describes the longest trajectories.
     """
     ordered = sorted(lengths)
     percentiles = (ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 90))

@@ -1,6 +1,6 @@
 """Logging setup of the command line.
 
-Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Other programs that use
+Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Programs that use
 areno as a library keep their own logging setup. The log file of a run gets every record; the console gets the records
 of level ``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, console lines go through the display
 (``route_console``), because they would corrupt it otherwise.

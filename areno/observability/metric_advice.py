@@ -51,9 +51,9 @@ _OFF_POLICY = (
     "Take fewer optimizer steps per rollout (lower --update-epochs and --update-minibatches, omit "
     "--gradient-accumulation-steps), or lower --lr"
 )
-_CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or teach it to stop with SFT"
+_CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or use SFT to teach it to stop"
 _NON_FINITE = "Lower --lr or --grad-clip-norm, or use --dtype float32; resume from a checkpoint before that step"
-_DROPPED = "The log lists each dropped sample with the reason"
+_DROPPED = "See the reasons in the log"
 _RISING_PAIRS = "If it does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
 _SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
@@ -110,12 +110,15 @@ ADVICE: dict[str, Advice] = {
         "If it is near 0, all answers are alike and learning stops: raise --temperature, lower --lr, or add a KL "
         "term. If it rises steadily, the model is degenerating: lower --lr",
     ),
-    "train/ratio_mean": Advice("1 with one optimizer step per rollout", _OFF_POLICY, 0.9, 1.1),
-    "train/ratio_std": Advice("near 0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.5),
+    "train/ratio_mean": Advice("near 1 with one optimizer step per synchronous rollout", _OFF_POLICY, 0.9, 1.1),
+    "train/ratio_std": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.5),
     "train/clip_fraction": Advice(
-        "0 with one optimizer step per rollout; otherwise higher for GSPO than for GRPO", _OFF_POLICY, 0, 0.2
+        "near 0 with one optimizer step per synchronous rollout; otherwise higher for GSPO than for GRPO",
+        _OFF_POLICY,
+        0,
+        0.2,
     ),
-    "train/pg_clipfrac": Advice("0 with one optimizer step per rollout", _OFF_POLICY, 0, 0.2),
+    "train/pg_clipfrac": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.2),
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
     "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
@@ -136,10 +139,10 @@ ADVICE: dict[str, Advice] = {
         low=ABOVE_ZERO,
     ),
     "train/grad_norm_clipped": Advice(
-        "at most --grad-clip-norm; always equal to --grad-clip-norm if every gradient is clipped"
+        "at most --grad-clip-norm; equal to --grad-clip-norm if the gradient was clipped"
     ),
     "train/grad_zero_ratio": Advice(
-        "below 0.5; higher if only a few rows of a large embedding are used",
+        "usually below 0.5; higher if only a few rows of a large embedding are used",
         "If it is near 1, check the loss masks",
         0,
         0.9,
@@ -159,13 +162,15 @@ ADVICE: dict[str, Advice] = {
     "train/kl_reward_mean": Advice(
         "small compared with the rewards", "Lower --kl-reward-coef if it outweighs the rewards"
     ),
-    "train/routed_experts_changed": Advice("0 in the first optimizer step on a rollout", _OFF_POLICY, 0, 0.2),
+    "train/routed_experts_changed": Advice(
+        "near 0 in the first optimizer step on a synchronous rollout", _OFF_POLICY, 0, 0.2
+    ),
     "train/reward_errors": Advice("", "Fix the reward function; the log lists each record on which it failed", 0, 0),
     "train/empty_responses": Advice(
         "", "The model stops at once: check the chat template, and that the reward does not favor empty answers", 0, 0
     ),
     "train/zero_std_groups": Advice(
-        "prompts whose samples have equal rewards give no learning signal",
+        "with group-relative advantages, prompts whose samples have equal rewards give no learning signal",
         "If rewards are low, use easier prompts, run SFT first, raise --n-samples or --temperature, or use a "
         "finer-grained reward. If rewards are high, use harder prompts",
         0,
@@ -173,7 +178,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
-        "0 without --top-k and --top-p; below 1 - top_p with --top-p alone",
+        "0 without --top-k, --top-p and grammars; below 1 - top_p with --top-p alone",
         "Training assumes the full distribution: raise --top-p, or omit it",
         0,
         0.2,
@@ -188,13 +193,14 @@ ADVICE: dict[str, Advice] = {
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
     "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
     "train/step_wall_time_s": Advice(
-        "slightly more than the sum of the stages (time/*), because it includes reporting", _SLOWER
+        "more than the sum of the stages (time/*), because it includes the writing of samples and the weight transfer",
+        _SLOWER,
     ),
     "train/weight_update_time_s": Advice(
         "small compared with the step", "docs/fleet.md compares the methods of weight transfer"
     ),
     "train/dpo_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
-    "train/dpo_accuracy": Advice("0.5 at first, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
+    "train/dpo_accuracy": Advice("0 to 0.5 in the first step, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
     "train/dpo_reward_margin": Advice("0 at first, then positive and rising", _RISING_PAIRS, low=0),
     "train/dpo_chosen_reward": Advice(
         "near 0; often falls slightly while the rejected reward falls faster",
@@ -202,7 +208,7 @@ ADVICE: dict[str, Advice] = {
         "fewer --epochs",
     ),
     "train/rm_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
-    "train/rm_accuracy": Advice("0.5 at first, then 0.6 to 0.9", _RISING_PAIRS, 0.5, 1),
+    "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS, 0.5, 1),
     "train/critic_explained_variance": Advice(
         "below 0 at first, then rises to 0.3 or more",
         "If it stays near 0, raise --critic-lr. areno train also has --critic-warmup-steps, and --no-bootstrap-truncated for "

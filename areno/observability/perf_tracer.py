@@ -5,7 +5,7 @@
 
 All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards.
 Scopes of asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task inside a scope
-gets its own track, and later tasks reuse the free tracks. A disabled tracer costs one branch per scope.
+gets its own track, and later tasks reuse the free tracks.
 """
 
 import asyncio
@@ -63,7 +63,9 @@ def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str)
             file.write("".join(json.dumps(record, default=str) + "\n" for record in records))
     except OSError as error:
         reason = error.strerror or error
-        raise ArenoError(f"cannot write {path}: {reason}; check free disk space, or set {setting}=false") from error
+        raise ArenoError(
+            f"cannot write {path}: {reason}; check free disk space, or set {setting}=false (areno train: omit --trace)"
+        ) from error
 
 
 def trace_path(logs: Path, role: str, rank: int) -> Path:

@@ -91,10 +91,10 @@ def sample_records(
 
 
 def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8) -> dict[int, list[str]]:
-    """Pick the first, best and worst sample of each of the first prompts; return the reasons by sample index.
+    """Pick the first, best and worst sample of each of the first prompts; return the reasons by position in ``prompts``.
 
     Args:
-        prompts: the prompt of each sample.
+        prompts: the prompt index of each sample.
         rewards: the reward of each sample.
     """
     groups: dict[int, list[int]] = {}
@@ -112,7 +112,7 @@ def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Seq
     """Number each row whose tokens will be recorded: for numbered rows, the engine keeps the values that training computes.
 
     Args:
-        prompts: the prompt of each sample.
+        prompts: the prompt index of each sample.
         rewards: the reward of each sample.
         rows: the training rows of each sample; ``observed`` is set on the rows that will be recorded.
     """
@@ -231,7 +231,7 @@ def _add_computed(segments: Segments, computed: TokenRecord) -> None:
 
 
 class EvalSamples:
-    """Collects the first answers to the first prompts of an evaluation, for ``RunDirectory.append_eval_samples``."""
+    """Collects the first answer to each of the first prompts of an evaluation, for ``RunDirectory.append_eval_samples``."""
 
     def __init__(self) -> None:
         self._samples: dict[int, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
 """The scalars of a step under their documented names: ``rollout/*``, ``train/*`` and ``time/*``.
 
-This module computes ``rollout/*``. ``train/*`` are the statistics of the update, passed as ``train_stats``. They come from the
+This module computes ``rollout/*``. ``train/*`` are the statistics of the step, passed as ``train_stats``. They come from the
 loss (``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK (``areno/api/trainer.py``) and the
 trainer (``areno/api/trainers``). ``time/*`` are the trainer's timings. docs/run-directory.md lists all scalars.
 
@@ -31,7 +31,7 @@ def step_scalars(
     """All scalars of a step by tag.
 
     Args:
-        train_stats: statistics of the backend and the loss; entries that are not scalars are ignored.
+        train_stats: statistics named without ``train/``; entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
         skipped_long: number of prompts skipped in this step because they are too long.
         total_skipped_long: number of prompts skipped for this reason since the start of the run.

@@ -2,7 +2,7 @@
 
 A tensor is reduced to its sum, count, minimum and maximum in float64. So a step may record a statistic any number of
 times, and statistics of several processes merge exactly, with equal weight for every value. A scope applies only to
-the thread or asyncio task that opened it. Importing this module does not import torch.
+the thread or asyncio task that opened it, and to tasks started inside it. Importing this module does not import torch.
 """
 
 import math
@@ -90,7 +90,7 @@ class StatsTracker:
                 self._accumulator(self._full_name(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record bool masks for :meth:`stat`, and their counts as statistics. Raises TypeError if a mask is not bool."""
+        """Record bool masks for :meth:`stat`, and their True counts as statistics. Raises TypeError if a mask is not bool."""
         import torch
 
         for key, mask in masks.items():
@@ -139,7 +139,7 @@ class StatsTracker:
                 self._accumulator(name, ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
 
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
-        """This process's parts of the statistics, for :func:`merge`; ``key`` selects one statistic or scope."""
+        """This process's parts of the statistics, for :func:`merge`; ``key`` is the full name of a statistic or scope."""
         with self._lock:
             names = [name for name in self._accumulators if key is None or name == key or name.startswith(f"{key}/")]
             parts = {name: self._accumulators[name].part() for name in names}

@@ -47,7 +47,7 @@ class EventWriter:
         self._closed = False
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue one step. Raises ArenoError if an earlier write failed or the writer is closed."""
+        """Queue one step. Raises ArenoError if an earlier write failed, no thread can start, or the writer is closed."""
         if self._closed:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; create a new one to record step {step}")
         self._raise_failure()

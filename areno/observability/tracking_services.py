@@ -74,7 +74,7 @@ def open_services(
     """Open the enabled services; ``folder`` is the run's directory. Raises UsageError if a service cannot be used."""
     services: list[TrackingService] = []
     if tensorboard and tensorboard.get("path"):
-        services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
+        services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="stats_logger.tensorboard.path"))
     if not (wandb or swanlab or trackio or mlflow):
         return services
     from areno.config.experiment.run_sections import (
@@ -97,7 +97,7 @@ def open_services(
                 services.append(make(run, folder, mode, section))
             elif mode != "disabled":
                 supported = ", ".join((*modes, "disabled"))
-                raise UsageError(f"{name}.mode={section.mode!r} is unknown; use one of {supported}")
+                raise UsageError(f"stats_logger.{name}.mode={section.mode!r} is unknown; use one of {supported}")
     except BaseException:
         for service in services:
             service.close()
@@ -135,18 +135,19 @@ def _package(section: str, package: str, pip_name: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise UsageError(
-            f"{section}.mode requires the package {package}, which cannot be imported ({error}); "
-            f"pip install {pip_name!r}, or set {section}.mode=disabled"
+            f"stats_logger.{section}.mode requires the package {package}, which cannot be imported ({error}); "
+            f"pip install {pip_name!r}, or set stats_logger.{section}.mode=disabled (areno train: change --track)"
         ) from error
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """Call a service's ``init``. Raises UsageError if ``init`` fails."""
+    """Open a service or log in. Raises UsageError on failure."""
     try:
         return opening()
     except Exception as error:
         raise UsageError(
-            f"{section} failed to start: {error}; check its login and address, or set {section}.mode=disabled"
+            f"{section} failed to start: {error}; check its login and address, or set stats_logger.{section}.mode=disabled "
+            "(areno train: change --track)"
         ) from error
 
 
@@ -228,8 +229,12 @@ def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> T
 def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> TrackingService:
     """Open a Trackio run in a local database in ``TRACKIO_DIR`` or in a Hugging Face Space."""
     if (mode == "online") != bool(section.space_id):
-        remedy = "set trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
-        raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
+        remedy = (
+            "set stats_logger.trackio.space_id=user/space"
+            if mode == "online"
+            else "use stats_logger.trackio.mode=online"
+        )
+        raise UsageError(f"stats_logger.trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
     trackio = _package("trackio", "trackio", "trackio")
     opened = _opened(
         "trackio",

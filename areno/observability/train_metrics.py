@@ -19,7 +19,7 @@ _GRADIENT = "grad_{zero,nonzero,total}"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A documented metric; ``unit`` is empty if the meaning states it."""
+    """A documented metric; ``unit`` is empty if the metric has no unit or the meaning states it."""
 
     name: str
     unit: str
@@ -37,17 +37,17 @@ _ROLLOUT: _Rows = (
     (
         "{,total_}skipped_long",
         "prompts",
-        "prompts skipped because they are longer than `--max-prompt-tokens`: in this step, and since the start of the run",
+        "prompts skipped because they exceed `--max-prompt-tokens` or the context: in this step, and since the run's start",
     ),
 )
 _SAMPLES: _Rows = (
     ("reward_mean", "reward", "mean reward over the samples of the step"),
     ("reward_errors", "samples", "samples dropped because the reward function failed"),
-    ("empty_responses", "samples", "samples dropped because they are empty"),
+    ("empty_responses", "samples", "samples dropped because they have no token to train on"),
     (
         "zero_std_groups",
         "fraction",
-        "prompts whose answers all got the same reward, so that there is no learning signal",
+        "prompts whose answers all got the same reward; with group-relative advantages, they give no learning signal",
     ),
     ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens` or the context length"),
     (
@@ -59,12 +59,12 @@ _SAMPLES: _Rows = (
     (
         "staleness_{mean,max}",
         "updates",
-        "with `--rollout async`: policy updates between the weights that sampled a sample's oldest token and the "
-        "current weights, over the samples of the step",
+        "with rollout replicas: number of updates by which the weights that sampled a sample's oldest token lag behind the "
+        "weights being trained",
     ),
     ("agent_failed", "samples", "with `--agent-fn`: samples dropped because the agent failed"),
     ("agent_rerun", "samples", "with `--agent-fn`: samples that were repeated after a failure"),
-    ("agent_filtered_long", "samples", "with `--agent-fn`: samples dropped because they are longer than the context"),
+    ("agent_filtered_long", "samples", "with `--agent-fn`: samples dropped because they exceed the context"),
     (
         "agent_forks",
         "rows",
@@ -86,7 +86,8 @@ _UPDATE: _Rows = (
     (
         "ratio_{mean,std}",
         "ratio",
-        "importance ratio of the trained policy to the sampling policy; 1 before the first update on a batch",
+        "importance ratio relative to the log-probs recorded in rollout (IcePop, M2PO: relative to the proximal policy); 1 "
+        "(std 0), up to rounding, in the first update after a synchronous rollout",
     ),
     (
         "clip_fraction{,_high,_low,_dual}",
@@ -110,8 +111,8 @@ _UPDATE: _Rows = (
     ("grad_{zero,nonzero}_ratio", "fraction", "entries of the gradient that are zero and nonzero"),
     (
         "update_skipped",
-        "",
-        "1 if the update was skipped because the gradient was not finite; five skipped updates in a row stop the run",
+        "fraction",
+        "updates skipped because the gradient was not finite; five in a row stop the run, except while `loss_scale` falls",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
@@ -120,15 +121,15 @@ _UPDATE: _Rows = (
     (
         f"kl_reward_{_SUMMARY}",
         "reward",
-        "with `--kl-reward-coef`: KL reward of a row (minus the coefficient times the KL estimate, summed over the "
-        "row's tokens)",
+        "with `--kl-reward-coef`: KL reward of a row, which is minus the coefficient times the sum of the KL estimates of "
+        "its tokens",
     ),
-    (f"ref_logprob_{_SUMMARY}", "nats", "with a reference: log-prob of trained tokens under the reference"),
+    (f"ref_logprob_{_SUMMARY}", "nats", "with a KL term: log-prob of trained tokens under the reference"),
     ("m2_filtered_fraction", "fraction", "M2PO: trained tokens that the bound on the second moment excludes"),
     (
         "tree_token_ratio",
         "fraction",
-        "with prefix sharing in training: computed tokens as a fraction of the tokens of all rows",
+        "with prefix sharing in training: computed tokens as a fraction of the tokens of all microbatches that share prefixes",
     ),
     (
         "routed_experts_changed",
@@ -141,7 +142,7 @@ _UPDATE: _Rows = (
     ("sft_target_tokens", "tokens", "SFT: trained tokens per optimizer step"),
 )
 _PPO: _Rows = (
-    ("pg_clipfrac", "fraction", "tokens outside the clip range, which get no gradient"),
+    ("pg_clipfrac", "fraction", "tokens that get no gradient because of the clip range"),
     ("pg_clipfrac_lower", "fraction", "tokens at the dual-clip bound"),
     ("ppo_kl", "nats", "mean of log p_old - log p_now: how much the update has changed the policy"),
     (f"old_logprob_{_SUMMARY}", "nats", "log-prob of trained tokens when sampled"),
@@ -191,18 +192,18 @@ _SPEED: _Rows = (
     (
         "tokens_per_second",
         "tokens/s",
-        "tokens generated per second of rollout; with SFT, DPO and RM, tokens of the rows per second of training",
+        "tokens generated per second of rollout; without rollout, tokens of the rows per second of training",
     ),
     (
         "step_{rollout,train,e2e}_time_s",
         "seconds",
-        "time of rollout, of training and of both together, measured by the engine",
+        "time of rollout, of training, and from the start of rollout to the end of training",
     ),
     ("policy_train_wall_time_s", "seconds", "time to update the policy"),
     ("reward_score_time_s", "seconds", "time to reward the samples"),
     ("step_wall_time_s", "seconds", "time of the whole step"),
-    ("weight_update_time_s", "seconds", "with `--rollout async`: time to transfer new weights to the replicas"),
-    ("rollout_pause_time_s", "seconds", "with `--rollout async`: longest pause of a replica for a weight update"),
+    ("weight_update_time_s", "seconds", "with rollout replicas: time to transfer new weights to the replicas"),
+    ("rollout_pause_time_s", "seconds", "with rollout replicas: longest pause of a replica for a weight update"),
     (
         "ref_logprob_forward_time_s",
         "seconds",
@@ -215,16 +216,16 @@ _EVALUATION: _Rows = (
     (
         "accuracy",
         "fraction",
-        "answers with a reward above 0; with DPO and RM, pairs in which the chosen answer has the higher reward or score",
+        "answers with a reward above 0; for pairs, pairs in which the chosen answer has the higher reward or score",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "tokens per answer"),
-    ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens`"),
+    ("truncated_ratio", "fraction", "answers truncated at `--max-new-tokens` or the context length"),
     ("num_prompts", "", "held-out prompts"),
     ("num_samples", "", "answers to held-out prompts"),
-    ("skipped_long", "prompts", "prompts longer than `--max-prompt-tokens`"),
+    ("skipped_long", "prompts", "prompts skipped because they exceed `--max-prompt-tokens` or the context"),
     ("reward_errors", "answers", "answers on which the reward function failed"),
-    ("loss", "", "SFT: negative log-prob per response token, in nats; DPO and RM: the loss"),
+    ("loss", "", "SFT: negative log-prob per response token, in nats; pairs: the loss"),
     ("perplexity", "", "SFT: exp(loss)"),
     ("target_tokens", "tokens", "SFT: predicted tokens"),
     ("num_sequences", "rows", "SFT: held-out rows"),
@@ -232,24 +233,23 @@ _EVALUATION: _Rows = (
     (
         "{,reward_}margin",
         "reward",
-        "DPO and RM: reward or score of the chosen answer minus that of the rejected answer",
+        "pairs: reward or score of the chosen answer minus that of the rejected answer",
     ),
-    ("{chosen,rejected}_reward", "reward", "DPO: implicit reward of chosen and of rejected answers"),
+    ("{chosen,rejected}_reward", "reward", "DPO and SimPO: implicit reward of chosen and of rejected answers"),
     ("{chosen,rejected}_score", "reward", "RM: scores of chosen and of rejected answers"),
     ("eval_time_s", "seconds", "time of the evaluation"),
 )
 _STAGES: _Rows = (
     ("rollout", "seconds", "time to generate samples, or to wait for them"),
     ("reward", "seconds", "time to reward the samples"),
-    ("advantage", "seconds", "time to compute advantages, including the log-probs and values that advantages require"),
+    ("advantage", "seconds", "time to score rows with other models (reference, critic) and to compute advantages"),
     ("train", "seconds", "time of the optimizer steps"),
 )
 _MEMORY: _Rows = (
     (
         "peak_resident_gib",
         "GiB",
-        "peak resident memory so far, summed over the processes on this machine: the trainer, its other ranks and the reward "
-        "workers",
+        "peak resident memory so far, summed over the run's processes on this machine",
     ),
     (
         "available_gib",

@@ -1,4 +1,4 @@
-"""Reports on a run, read from the run directory during the run or afterwards.
+"""Reports on runs in progress and on finished runs, from their run directories.
 
 - :mod:`run_data`: the files of a run as data; :mod:`run_samples`: selects samples of a run.
 - :mod:`report`: the page ``report.html``, from :mod:`report_sections`, :mod:`sample_views`, :mod:`run_facts`

@@ -17,7 +17,7 @@ class OptionAdvice:
         self._config, self._is_experiment = run.config, run.is_experiment
 
     def value(self, option: str) -> Any:
-        """The value of an option in the run; None if it is unset or unknown."""
+        """The value of an option in the run; None if the run did not record one."""
         if not self._is_experiment:
             return self._config.get(option.removeprefix("--").replace("-", "_"))
         value: Any = self._config

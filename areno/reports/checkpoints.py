@@ -39,7 +39,7 @@ def kept(run: RunData, advice: OptionAdvice, step: int) -> str:
     """Return a sentence on whether the model evaluated at ``step`` still exists."""
     if step == 0 and not run.is_experiment:
         return "The best model is the initial model."
-    if step == 0 and advice.value("--eval-before-train"):  # this evaluation also has step 0
+    if step == 0 and advice.value("--eval-before-train"):  # an evaluation before training also has step 0
         return "The best model is the initial model or the model after the first step."
     model_folder = None
     with suppress(*_UNREADABLE):

@@ -92,7 +92,7 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting or a property of the environment whose values differ; ``same`` counts further settings with these values."""
+    """A setting or a property of the environment whose values differ; ``same`` counts other sections with these values."""
 
     name: str
     values: tuple[Any, Any]

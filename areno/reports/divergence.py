@@ -1,8 +1,8 @@
 """Finds the first step at which two runs differ, and the first phase of that step that differs (see ``PHASES``).
 
-The metrics show which step differs first. The recorded samples of that step show which phase differs first. The prompts,
-log-probs, tokens, rewards and advantages of the samples are compared in this order. Differences in later phases follow from the
-first difference.
+The metrics and the sample index show which step differs first. The recorded samples of that step show which phase differs
+first: their prompts, the log-probs of their common tokens, their tokens, rewards and advantages are compared in this order. If
+the samples agree, the metrics show the phase. Differences in later phases follow from the first difference.
 """
 
 import re
@@ -20,12 +20,12 @@ from areno.storage.sample_index import Entries
 RELATIVE = 1e-6
 """Two values of a metric agree if they differ by at most this fraction of the larger value."""
 ABSOLUTE = 1e-6
-"""Two values, except learning rates, also agree if they differ by at most this: the rounding error of a log-prob in float32."""
+"""Two values, except learning rates, also agree if they differ by at most this, the rounding error of a log-prob in float32."""
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 
 PHASES = ("prompts", "sampled tokens", "log-probs", "rewards", "advantages", "update", "evaluation")
-"""Phases of a step in causal order."""
+"""Phases of a step. If the metrics of several phases differ, the first of these phases is reported."""
 _METRIC_PHASES = {
     "evaluation": r"^eval|/eval/",
     "prompts": r"prompt_len|skipped_long|num_sequences|n_seqs$|n_prompts|target_tokens",
@@ -34,7 +34,7 @@ _METRIC_PHASES = {
     "log-probs": r"rollout_logprobs|rollout/logprobs|old_logp|sampling_cut_mass",
     "sampled tokens": r"(response|seq)_len|truncated|no_eos|empty_responses|n_(valid_)?tokens|num_turns|agent_|workflow_",
 }
-# Metrics that depend on the machine and the clock.
+# Metrics that depend on the machine or on timing.
 _UNCOMPARED = re.compile(
     r"^time/|timeperf/|_time_s$|tokens_per_second|memory|staleness|version_stats|rollout/(accepted|rejected)"
 )
@@ -149,7 +149,7 @@ def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
 
 
 def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> StepDifference:
-    """Describe a step by the metrics that pass the test, in causal order."""
+    """Describe a step by the metrics that pass the test, in the order of ``PHASES``."""
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (
@@ -341,7 +341,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
     if earliest is not None:
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
-        before = f", although the log-probs of the {count} tokens before agree to {max(gap, 1e-6):.0e}" if count else ""
+        before = f", although the log-probs of the {count} common tokens agree to {max(gap, 1e-6):.0e}" if count else ""
         return f"the same prompts, but {what} differ, from token {position} of sample {sample_id(a[key])} on{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:

@@ -17,8 +17,8 @@ _PLANNED = re.compile(r"(Epoch \d+/(?P<epochs>\d+) )?step \d+/(?P<steps>\d+) ")
 _ERROR_CHARS = 4000
 _SIGNALS = {
     "SIGINT": "by Ctrl-C (SIGINT)",
-    "SIGTERM": "by SIGTERM, as sent by a scheduler, a container or `kill`",
-    "SIGHUP": "by SIGHUP, because its terminal was closed",
+    "SIGTERM": "by SIGTERM (from a scheduler, a container or `kill`)",
+    "SIGHUP": "by SIGHUP (its terminal was closed)",
 }
 
 
@@ -27,7 +27,7 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        state: the state in the status file; ``""`` if unknown.
+        state: a state of :mod:`areno.storage.run_status`; ``""`` if unknown.
         text: why the run ended.
         remedy: what to do if the run did not finish.
     """
@@ -70,7 +70,7 @@ def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
             state,
             f"Its process was killed {at} and could not record why: a scheduler or kill -9 killed it, memory ran "
             "out, or the machine went down.",
-            f"If the kernel's log (dmesg) says that it ran out of memory, lower {less_memory}. {again}",
+            f"If the kernel's log (dmesg) says that memory ran out, lower {less_memory}. {again}",
         )
     return Ending("", f"It is unknown why the run ended: no status was recorded; the metrics end {at}.")
 
@@ -97,7 +97,7 @@ def _since_last_step(run: RunData) -> str:
     age = time.time() - times[-1] if times else 0.0
     usual = float(np.median(np.diff(times[-50:]))) if len(times) > 2 else age
     return (
-        f"; its last record is {age / 60:.0f} minutes old, although earlier records came every {usual:.0f} s"
+        f"; its last record is {age / 60:.0f} min old, although earlier records came every {usual:.0f} s"
         if age > max(60, 20 * usual)
         else ""
     )

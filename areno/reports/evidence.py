@@ -19,7 +19,7 @@ from areno.storage.metric_columns import Series
 TIED = 0.8
 """Fraction of prompts (or steps) with equal rewards above which there is little left to learn from."""
 SHOWN = 3
-"""Number of samples listed for a problem."""
+"""Maximum number of samples listed for a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Evidence:
 
     @cached_property
     def reward_rises(self) -> bool:
-        """Whether the training reward clearly rose and stayed up."""
+        """Whether the training reward (without rewards, the loss) clearly improved and did not get worse again."""
         return self.progress.up(self.progress.train) and not self.progress.lost(self.progress.train)
 
     @cached_property
@@ -126,7 +126,7 @@ class Evidence:
 
 
 def late_mean(series: Series) -> float:
-    """Mean over the last steps of a series; NaN if the series is empty."""
+    """Mean over the last steps of a series; NaN without finite values."""
     values = finite(series)[1]
     return float(values[-max(window(len(values)), 1) :].mean()) if len(values) else math.nan
 

@@ -62,7 +62,7 @@ def explain(query: str) -> list[Explanation]:
 
 
 def known_names() -> list[str]:
-    """All names that :func:`explain` accepts, short names first."""
+    """Names that :func:`explain` accepts, short names first."""
     names = [one.name for one in explanations()]
     return list(
         dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES])

@@ -18,7 +18,7 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""A falling reward part counts as a cost only if it has lost more than this fraction of its initial value."""
+"""A falling reward part counts only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
 """Minimum fraction of the best answers that must be repetitive or identical to count as a sign."""
 MORE = 0.3
@@ -53,7 +53,7 @@ def hacking_problems(evidence: Evidence) -> list[RunProblem]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the reward, with its trend in the steps of the run."""
+    """A part of the reward, with its trend over the run."""
 
     name: str
     trend: SeriesTrend
@@ -61,11 +61,13 @@ class _Part:
     falls: bool
 
     def __str__(self) -> str:
-        return f"`{self.name}` (weight {short(self.weight)}: {short(self.trend.first)} to {short(self.trend.last)})"
+        return (
+            f"`{self.name}` (weight {short(self.weight)}, from {short(self.trend.first)} to {short(self.trend.last)})"
+        )
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
-    """A part of the reward falls while another part and the total reward rise. Parts that start at 0 or below may fall."""
+    """A part of the reward falls while another part and the total reward rise. Falling parts must start above 0."""
     parts = [
         _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
         for name, series in evidence.run.reward_parts().items()
@@ -109,9 +111,9 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 
 
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
-    """The best answer to each early or late prompt, if its reward is at least the median of these best answers.
+    """The best answer to each early or late prompt, if its reward is at least the median reward of these answers.
 
-    Late answers must also have a reward above the mean reward at the start. Only evenly spaced answers are returned.
+    Late answers must also have a reward above the mean reward at the start. Of many answers, evenly spaced ones are returned.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)

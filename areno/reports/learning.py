@@ -115,7 +115,7 @@ class Progress:
 
     @cached_property
     def flat_since(self) -> int | None:
-        """Step of the first evaluation from which all evaluations differ only by noise; None if this step is late."""
+        """First step whose evaluation differs from all later evaluations only by noise; None if this step is late."""
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
             return None
@@ -139,7 +139,7 @@ def learned(progress: Progress) -> Learned:
     train, held_out = progress.train, progress.held_out
     text = " ".join(_sentences(progress))
     if train is None and held_out is None:
-        return Learned("unknown", "Fewer than two steps were recorded.")
+        return Learned("unknown", "Fewer than two finite values were recorded.")
     if progress.lost(held_out) or (progress.lost(train) and not progress.up(held_out)):
         return Learned("lost", text)
     if progress.down(held_out):
@@ -182,18 +182,18 @@ def _sentences(progress: Progress) -> list[str]:
             f"{subject} {_verb(progress, held_out)} {values} from the first to the last evaluation{best}{flat}."
         )
     elif progress.by_reward and not progress.run.series("eval_reward").steps:
-        sentences.append("Held-out data was not evaluated.")
+        sentences.append("There was no held-out evaluation.")
     return sentences + _preferences(progress.run)
 
 
 def _preferences(run: RunData) -> list[str]:
     """Describe how often the model prefers the chosen answer of a pair, for DPO and reward models."""
     parts = [
-        f"{where} {values[0]:.0%} of them in the first step and {values[-1]:.0%} in the last"
+        f"{where} {values[0]:.0%} at the start and {values[-1]:.0%} at the end"
         for key, where in (("accuracy", "in training"), ("eval_accuracy", "on held-out data"))
         if run.series("accuracy").steps and len(values := finite(run.series(key))[1]) > 1
     ]
-    return [f"It prefers the chosen answers of the pairs: {'; '.join(parts)}."] if parts else []
+    return [f"Pairs whose chosen answer the model prefers: {'; '.join(parts)}."] if parts else []
 
 
 def _verb(progress: Progress, trend: SeriesTrend) -> str:
@@ -206,4 +206,4 @@ def _by(trend: SeriesTrend) -> str:
     if not 0 < trend.noise < math.inf:
         return ""
     times = abs(trend.change) / trend.noise
-    return f", {'' if times > CLEAR else 'only '}{short(times)} times the standard error of this change"
+    return f"; this change is {'' if times > CLEAR else 'only '}{short(times)} times its standard error"

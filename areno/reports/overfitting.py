@@ -11,9 +11,9 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""Held-out loss, as a multiple of its lowest value, that counts as a rise; this is ten times the noise of the loss."""
+"""Multiple of the lowest held-out loss above which the loss has risen, by ten times its noise."""
 LOST = 0.2
-"""Fraction of the gain on held-out data above which a later loss of the gain means that the model memorized its data."""
+"""Fraction of its gain on held-out data that a model must lose again to count as having memorized its data."""
 OVERLAP = 0.1
 """Minimum fraction of recorded held-out prompts that are also training prompts for the overlap to be reported."""
 PASSES = 3.0
@@ -103,10 +103,10 @@ def against_evaluation(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "against_evaluation",
-        f"The training reward rose ({train}), but the evaluation reward fell from {short(held_out.peak)} at step "
+        f"The training reward rose from {train}, but the evaluation reward fell from {short(held_out.peak)} at step "
         f"{held_out.peak_step} to {short(held_out.last)}: the training and evaluation rewards favor different behavior, or the "
         f"policy has specialized in its training prompts. {kept(evidence.run, evidence.advice, held_out.peak_step)}",
-        "Look for a loophole of the reward in the best-rewarded samples, and close it. If there is no loophole, stop at the "
+        "Look for a reward loophole in the best-rewarded samples, and close it. If there is no loophole, stop at the "
         f"best evaluation (--keep-best, --early-stop-patience 3) and add {evidence.advice.kl}.",
         evidence.ids(evidence.samples.extremes(SHOWN, highest=True, among=evidence.samples.late)),
     )

@@ -29,7 +29,7 @@ Runs = Mapping[str, Sequence[RunData]]
 
 @dataclass(frozen=True, slots=True)
 class PlotLayout:
-    """The layout of a plot: the x axis, the window of the moving mean in steps, the title, and the size of a chart in px."""
+    """The layout of a plot: the x axis, the window of the moving mean in values, the title, and the size of a chart in px."""
 
     x: str = "step"
     smooth: int = 1

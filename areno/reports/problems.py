@@ -1,7 +1,7 @@
 """Detects problems of a run from its metrics; each problem has one remedy and, if possible, samples that show the problem.
 
 A problem is reported when it explains why a run does not learn, not as soon as it is noticeable.
-:mod:`areno.observability.health` warns earlier, in each step.
+:mod:`areno.observability.health` checks each step and warns earlier.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _diverged(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "diverged",
-        f"The training loss rose: {train}.",
+        f"The training loss rose from {train}.",
         f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.1)}.",
     )
 
@@ -248,4 +248,4 @@ CHECKS: tuple[Callable[[Evidence], RunProblem | None], ...] = (
     *(_length_collapse, _length_explosion, _entropy, _logprob_gap, _staleness, _clipped),
     *(_diverged, overfitted, memorized, against_evaluation, _displaced, tied_groups),
 )
-"""The checks, in the order in which their problems are listed."""
+"""The checks; those for causes precede those for their effects."""

@@ -256,8 +256,8 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
     if best and samples.rewards[best[0]] == samples.rewards[worst[0]]:
         yield "Latest", f"All recorded samples have the reward {short(samples.rewards[best[0]])}.", best
     else:
-        yield "Best", "The highest rewards of the run; the latest among equal rewards.", best
-        yield "Worst", "The lowest rewards of the run; the latest among equal rewards.", worst
+        yield "Best", "The highest recorded rewards; the latest among equal rewards.", best
+        yield "Worst", "The lowest recorded rewards; the latest among equal rewards.", worst
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Detects problems of the rewards: equal rewards, rewards of unfinished answers, lost rewards, and a neglected reward part."""
+"""Detects problems of the rewards: equal rewards, rewards of unfinished answers, a collapse, and a neglected reward part."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
     if cut >= TIED:
         return RunProblem(
             "cut_off",
-            f"{cut:.0%} of the answers in the last steps were cut at {_limit(evidence)}, and {all_of_them} are {value}: "
+            f"{cut:.0%} of the answers in the last steps were cut at {_limit(evidence)}, and {all_of_them} are {value}, "
             "probably because no answer is complete.",
-            f"{_raise_limit(evidence)} If all rewards are still equal then, call the reward function (--reward-fn-path) on a "
+            f"{_raise_limit(evidence)} If all rewards stay equal, call the reward function (--reward-fn-path) on a "
             "correct answer.",
             _cut_answers(evidence),
         )

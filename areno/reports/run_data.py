@@ -1,7 +1,7 @@
 """The files of a run as data, for the report, the viewer and the commands that compare runs.
 
 Runs of ``areno train`` and ``areno run`` are read in the same way: ``KEYS`` maps quantities of a run (reward, loss, ...) to the
-metric names of both commands. Opening a run reads only its metrics; other files are read when they are needed.
+metric names of both commands.
 """
 
 import os
@@ -62,7 +62,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 REWARD_PARTS = (f"rollout/{PARTS}",)
 """Prefix of the means of reward parts."""
 PHASES = ("time/", "timeperf/")
-"""Prefixes of the seconds of a step's phases."""
+"""Prefixes of the metrics with the seconds of a step's phases."""
 MAX_RUNS = 1000
 """Number of run directories after which a search stops."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if libyaml is installed
@@ -188,7 +188,7 @@ def _text(value: Any) -> str | None:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """The configuration of a run, without secrets; {} if the file is missing, unreadable or much too large."""
+    """The configuration of a run, without secrets; {} if the file is missing or unreadable, or exceeds a limit."""
     try:
         with run.open(run.config_path) as file:
             content = file.read(_CONFIG_BYTES + 1)
@@ -198,7 +198,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
             return {}
         return dict(without_secrets(loaded))
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        return {}  # a tag such as `!!int` raises any of them for a value that does not fit
+        return {}  # a tag such as `!!int` raises one of several errors for an invalid value
 
 
 def _count(value: Any, counts: dict[int, int]) -> int:

@@ -21,7 +21,7 @@ def data_sentence(run: RunData, steps: int) -> str:
     text = _examples(data, "training", "examples", "prompts")
     if (per_epoch := as_float(data.get("steps_per_epoch"))) > 0:
         epochs = steps / per_epoch
-        seen = f"each seen about {short(epochs)} times" if epochs > 1 else f"{epochs:.0%} of which were seen"
+        seen = f"each example seen about {short(epochs)} times" if epochs > 1 else f"{epochs:.0%} of the examples seen"
         text += f", {seen} in {steps:,} step{'' if steps == 1 else 's'}"
     if "held_out_examples" not in data:
         return f"{text}; no held-out data."
@@ -34,7 +34,7 @@ def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -
 
 
 def memory_sentence(run: RunData) -> str:
-    """The peak of the run's memory, compared with the machine's memory; empty if memory was not recorded."""
+    """The run's peak memory, compared with the machine's memory; empty if memory was not recorded."""
     peak, left, gpu = (_values(run, name) for name in (PEAK, AVAILABLE, PEAK_GPU))
     parts = []
     if peak:

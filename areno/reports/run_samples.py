@@ -17,7 +17,7 @@ from areno.storage.sample_index import FLAGS
 CHECKED = 64
 """Maximum number of early samples, and of late samples, whose texts are checked."""
 COMPARED = 400
-"""Number of first and of last samples of a run that are searched for recurring prompts."""
+"""Number of samples at each end of a run that are searched for recurring prompts."""
 
 Indices = NDArray[np.int64]
 
@@ -126,7 +126,7 @@ class RunSamples:
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[int]]:
-        """Maps prompt texts to the first answer of each step; covers the first and the last ``COMPARED`` of these answers."""
+        """Maps prompt texts to their first answer in each step; covers the first and the last ``COMPARED`` of these answers."""
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):

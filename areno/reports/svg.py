@@ -1,7 +1,7 @@
 """Line charts and stacked bars as SVG, for pages and for files.
 
 A chart has explicit colors and fonts, so that it can be used as an ``.svg`` file. In a page, CSS rules for its classes
-(``chart``, ``axis``, ``grid``, ``s0`` to ``s7``, ``band``, ``text``) override the colors, for example for a dark scheme.
+(such as ``axis``, ``s0`` to ``s7`` and ``f0`` to ``f7``) override the colors, for example for a dark scheme.
 """
 
 import math

@@ -12,9 +12,9 @@ from areno.storage.metric_columns import Series
 CLEAR = 3.0
 """A change is clear above this number of standard errors; noise alone causes a clear rise in one of 700 runs."""
 SHARE = 10
-"""The compared start and end of a run each have 1 / SHARE of its steps."""
+"""The compared start and end of a long run each have 1 / SHARE of its steps."""
 AT_LEAST = 5
-"""Minimum number of compared steps at each end, because single batches dominate a mean of fewer steps."""
+"""Minimum number of compared steps at each end (fewer in a short run); single batches dominate a mean of fewer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class SeriesTrend:
     Attributes:
         first: mean over the first ``width`` finite values.
         last: mean over the last ``width`` finite values.
-        noise: standard error of ``last - first``, from the differences of successive values.
+        noise: standard error of ``last - first``.
         peak: highest mean over ``width`` successive values, which end at ``peak_step``.
-        low: lowest such mean, which ends at ``low_step``.
+        low: lowest such mean; its values end at ``low_step``.
     """
 
     first: float
@@ -72,8 +72,8 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
     """The trend of a series; None with fewer than two finite values.
 
     Args:
-        noise: standard error of the difference of two means; None estimates the error from the values. With fewer than
-            four values, no change is clear.
+        noise: standard error of the difference of two means; None estimates the error from the values (infinite
+            for fewer than four values).
         width: number of values at each end; None uses :func:`window`.
     """
     steps, values = finite(series)

@@ -22,7 +22,7 @@ _CAUSES = (
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
-    "equal_rewards": ("zero_gradient", "tied_groups"),  # without the metric of ties and without samples, both may hold
+    "equal_rewards": ("zero_gradient", "tied_groups"),  # zero_gradient only if ties are unknown
     "cut_off": ("zero_gradient", "tied_groups", "truncated"),
     "collapsed": ("zero_gradient", "tied_groups", "truncated", "entropy_collapse", "exploding"),
     "solved": ("tied_groups", "zero_gradient"),

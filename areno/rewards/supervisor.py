@@ -25,7 +25,7 @@ _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork the worker, and return its connection to the trainer. The worker's stdout goes to stderr.
+    """Fork the worker, and return only in the worker, with its connection to the trainer. The worker's stdout goes to stderr.
 
     Args:
         lifeline: socket to the trainer. The worker is killed when the trainer's end closes.

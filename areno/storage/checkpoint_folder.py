@@ -1,11 +1,10 @@
 """The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
 
-:meth:`CheckpointFolder.prune` deletes old checkpoints.
-
 A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
 What a killed process leaves behind therefore has a name that starts with a dot, and is removed at the next start. A checkpoint
-that is being replaced is deleted last, and restored if the process was killed between the two renames. Two checkpoints of one
-step share files as hard links if the file system supports them, so files are replaced, never modified in place.
+that is being replaced is deleted last, and restored if the process was killed before its successor was renamed. Two
+checkpoints of one step share files as hard links if the file system supports them, so files are replaced, never modified in
+place.
 
 A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. An unreadable
 checkpoint stops the run with an error, because the cause may be temporary.
@@ -55,7 +54,7 @@ class CheckpointFolder:
         return self.root / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Return the numbers of completed steps of all complete checkpoints, ascending."""
+        """Return the numbers of completed steps of the complete ``step_...`` checkpoints, ascending."""
         if not self.root.is_dir():
             return []
         matches = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())

@@ -21,7 +21,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class RolloutFiles:
-    """The saved rollouts of a run below ``folder``, which is created on first use; writing keeps the newest ``keep`` steps."""
+    """The saved rollouts of a run below ``folder``, which the first write creates. Writing keeps the newest ``keep`` steps."""
 
     def __init__(self, folder: Path, keep: float) -> None:
         self.folder, self.keep = folder, keep

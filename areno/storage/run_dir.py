@@ -152,7 +152,7 @@ class RunDirectory:
         return read_entries(self.samples_path, self.open)
 
     def read_sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the record of an index entry; without ``tokens``, maybe without ``rows``. Raises ArenoError if unreadable."""
+        """Return the record of an index entry; without ``tokens``, ``rows`` may be missing. Raises ArenoError if unreadable."""
         with self.open(self.samples_path) as file:
             record = read_sample(file, entry, tokens=tokens)
         if record is None:

@@ -35,7 +35,7 @@ class RunLayout:
     checkpoints: str  # checkpoints to resume from, below the checkpoint root
     models: str  # models of a role, below the checkpoint root
     model: str  # name of the model after a step; it ends in the step number
-    first: int  # step number of the first step
+    first: int  # number that ``model`` gives to the first step
 
 
 OPTIONS = RunLayout("log.txt", "", "models", "step_{steps:06d}", 1)

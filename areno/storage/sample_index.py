@@ -44,7 +44,7 @@ def index_path(samples: Path) -> Path:
 def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
     """Append the entries of ``lines``, which were appended to ``samples`` at byte ``offset``.
 
-    An index that does not end at ``offset`` is first rebuilt from the samples before it.
+    An index that does not end at ``offset`` is first rebuilt from the samples before ``offset``.
     """
     path = index_path(samples)
     entries = _entries(rows, [len(line) for line in lines], offset)
@@ -99,11 +99,11 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
         return None
     try:
         file.seek(int(entry["offset"]))
-        if not tokens:  # they are most of the bytes
+        if not tokens:  # ``rows`` are most of the bytes
             head, marker, _ = file.read(min(length, _TEXT_BYTES)).partition(_ROWS)
             file.seek(int(entry["offset"]))
             if marker:
-                with suppress(ValueError):  # a message with a key of that name
+                with suppress(ValueError):  # the marker may be a key within a message
                     return _object(head.decode() + "}")
         line = file.read(length).decode(errors="replace")
         return None if text and text not in line.casefold() else _object(line)

@@ -93,7 +93,7 @@ TRAIN = [
         [*GSPO, "--agent-fn", "agent.py"],
         "--agent-fn file does not exist: agent.py; expected callable run_agent(ctx, batch)",
     ),
-    ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without an agent; set --agent-fn too"),
+    ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without --agent-fn; set --agent-fn too"),
     (
         [*GSPO, "--max-staleness", "2"],
         "--max-staleness 2 has no effect with --rollout sync; set --rollout async",

@@ -115,7 +115,7 @@ def test_verl_mini_batches_become_optimizer_steps_of_one_batch():
 def test_a_loss_or_estimator_without_an_equivalent_is_noted(tool, kind, settings, noted):
     converted = convert(tool, settings, kind)
     parse_train(converted.words)
-    assert [note.startswith(f"{next(iter(settings))}=") and "no equivalent" in note for note in converted.notes] == [
+    assert [note.startswith(f"{next(iter(settings))}=") and "not converted" in note for note in converted.notes] == [
         True
     ] * noted
 

@@ -61,7 +61,7 @@ def test_all_problems_are_reported_at_once(workspace):
 
 
 def test_a_single_problem_is_not_numbered(workspace):
-    with pytest.raises(UsageError, match=r"^--epochs must be positive, got 0; give an integer from 1$"):
+    with pytest.raises(UsageError, match=r"^--epochs must be positive, got 0; give an integer of at least 1$"):
         check(*GSPO, "--epochs", "0")
 
 

@@ -139,5 +139,5 @@ def test_whitening_nothing_or_a_single_token_does_not_divide_by_zero():
 
 
 def test_masks_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"rows of \[2\] and masks of \[1\] tokens"):
+    with pytest.raises(ValueError, match=r"rows have lengths \[2\] and the masks have lengths \[1\]"):
         whiten([[1.0, 2.0]], [[True]])

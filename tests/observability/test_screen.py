@@ -100,7 +100,7 @@ def test_three_warnings_are_shown_with_their_remedies():
 def test_a_tall_terminal_shows_complete_warnings():
     text = " ".join(" ".join(lines_of(warned(display(100, 45)), 100, 45)).split())
     assert "if the gap exists from the first step, try --dtype float32" in text
-    assert "or teach it to stop with SFT first" in text
+    assert "or first use SFT to teach it to stop" in text
 
 
 def test_only_the_last_three_warnings_stay_but_all_are_counted():

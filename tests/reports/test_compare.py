@@ -108,7 +108,7 @@ def advantage(record):
         (set_prompt, 0, "prompts", r"different prompts: prompt 0 is 'Question 0' and 'Another question'"),
         (template, 0, "prompts", "prompt 0 has the same text, but different tokens: the tokenizer or the chat template"),
         (logprobs, 0, "log-probs", r"log-probs of the same tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
-        (tokens, 0, "sampled tokens", "from token 2 of sample 2/0/0 on, although the log-probs of the 14 tokens before agree"),
+        (tokens, 0, "sampled tokens", "from token 2 of sample 2/0/0 on, although the log-probs of the 14 common tokens agree"),
         (reward, 0, "rewards", r"the same answers, but the reward of sample 2/0/0 is 0 and 0\.5 \(short: 0\.0 and 0\.5\)"),
         (advantage, 0, "advantages", r"answers and rewards, but the advantage of sample 2/0/0 is -0\.5 and 0\.75"),
     ],

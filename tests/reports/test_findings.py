@@ -46,8 +46,8 @@ def test_losing_a_part_without_weight_in_the_first_steps_is_an_exploit(seed, ste
     result = verdict(run, tmp_path)
     assert (result.learned.state, keys(result)) == ("exploited", ["opposed_parts"])
     (problem,) = result.problems
-    assert "`form` (weight 1: " in problem.text
-    assert "`exact` (weight 0: " in problem.text
+    assert "`form` (weight 1, " in problem.text
+    assert "`exact` (weight 0, " in problem.text
     assert "With weight 0, `exact` is recorded but not rewarded" in problem.text
     assert "give it a weight above 0 (--reward-weights exact=" in problem.remedy
 

@@ -52,7 +52,7 @@ def test_a_finished_run_has_a_report_with_its_numbers(tiny_checkpoint, tmp_path)
     first = page.one("section", **{"aria-labelledby": "samples"}).text.split("Best", 1)[1]
     assert f"Reward {best:.3g}" in first
     header, section = page.one("header").text, page.one("section", **{"aria-labelledby": "samples"})
-    assert "24 training examples with 24 distinct prompts, 100% of which were seen in 4 steps" in header
+    assert "24 training examples with 24 distinct prompts, 100% of the examples seen in 4 steps" in header
     assert "4 held-out examples with 4 distinct prompts." in header
     assert "Checkpoints exist for steps 2, 4." in header
     prompts = {"-".join(str(record[key]) for key in ID): record["prompt"] for record in samples}

@@ -42,12 +42,12 @@ def saves(folder, step):
     [
         (
             {"examples": 8, "prompts": 8, "steps_per_epoch": 1, "held_out_examples": 64, "held_out_prompts": 60},
-            "8 training examples with 8 distinct prompts, each seen about 20 times in 20 steps; "
+            "8 training examples with 8 distinct prompts, each example seen about 20 times in 20 steps; "
             "64 held-out examples with 60 distinct prompts.",
         ),
         (
             {"examples": 123456, "steps_per_epoch": 200},
-            "123,456 training examples, 10% of which were seen in 20 steps; no held-out data.",
+            "123,456 training examples, 10% of the examples seen in 20 steps; no held-out data.",
         ),
     ],
 )

@@ -382,7 +382,7 @@ def test_dpo_is_judged_by_its_preference_accuracy(tmp_path):
     }
     verdict = verdict_of(RunData(Prepared(metrics, {**OPTIONS, "algo": "dpo"}).write(tmp_path / "run").path))
     assert verdict.learned.state == "yes"
-    assert "prefers the chosen answers" in verdict.learned.text
+    assert "chosen answer the model prefers" in verdict.learned.text
     assert [problem.key for problem in verdict.problems] == ["displaced"]
 
 
@@ -391,7 +391,7 @@ ENDS = [
     ({"epochs": 3}, {"epochs": 3}, FINISHED, "It finished: 100 steps, 3 epochs"),
     ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "3,200 sequences were trained on"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGINT"}, "stopped by Ctrl-C (SIGINT) after 100 steps"),
-    ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM, as sent by a scheduler"),
+    ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM (from a scheduler"),
     ({}, {}, None, "no status was recorded"),
     ({}, {"steps": STEPS}, None, "It finished"),
 ]
@@ -422,7 +422,7 @@ def test_a_run_in_progress_has_not_ended(tmp_path):
         ending = verdict_of(RunData(run.path)).ending
     assert (ending.state, ending.remedy) == ("running", "")
     assert "after 100 steps of 400" in ending.text
-    assert "minutes old" in ending.text  # the last record is from 2025
+    assert "min old" in ending.text  # the last record is from 2025
     assert verdict_of(RunData(run.path)).ending.state == "killed"
 
 

@@ -1,7 +1,7 @@
 """The grammar of backends and allocations: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
-    fsdp[actor]:d2t2                 an engine named actor: two replicas of two tensor-parallel ranks; or fsdp(actor):d2t2
+    fsdp[actor]:d2t2                 an engine named actor, or fsdp(actor):d2t2: two replicas of two tensor-parallel ranks
     megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism for attention and expert layers
     areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   generation and training on the same devices
@@ -47,11 +47,11 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The syntax is invalid, or engines contradict each other."""
+    """The syntax is invalid, a backend has no such size, or engines contradict each other."""
 
 
 class AllocationValidationError(UsageError):
-    """The syntax is valid, but the backend does not support the parallelism."""
+    """The syntax is valid, but the sizes are not supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class ModelAllocation:
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
         """Parse the text of one engine, such as ``fsdp:d2t2``; ``name`` applies if the text does not name the engine.
 
-        Raises InvalidAllocationModeError: invalid syntax; AllocationValidationError: the backend does not support the
-        parallelism.
+        Raises InvalidAllocationModeError: invalid syntax, or a size that the backend lacks; AllocationValidationError: the
+        sizes are not supported.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
@@ -243,8 +243,8 @@ class AllocationMode:
     def from_str(cls, text: str) -> AllocationMode:
         """Parse an allocation, including the legacy dotted form.
 
-        Raises InvalidAllocationModeError: invalid syntax, or missing or duplicate names; AllocationValidationError: a
-        backend does not support the parallelism.
+        Raises InvalidAllocationModeError: invalid syntax, missing or duplicate names, or engines that cannot share devices;
+        AllocationValidationError: the sizes are not supported.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))

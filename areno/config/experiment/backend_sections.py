@@ -1,6 +1,6 @@
 """Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
-All sections keep their documented defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron.
+All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron.
 The engine applies their layouts and the settings that have an equivalent, rejects FP8, and ignores the other settings.
 """
 
@@ -13,9 +13,9 @@ from areno.config.experiment.setting_declaration import changed, section, settin
 UNUSED_BACKEND = "section of an unused backend"
 OWN_ENGINE = "areno's engine, which replaces this backend, makes this choice itself"
 _RECOMPUTES = "gradient_checkpointing controls recomputation"
-_STATES = "optimizer.type sets the dtype of the states"
+_STATES = "gradients and master weights are float32; optimizer.type and optimizer_dtype set the dtype of the moments"
 _SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
-_ROUTER = "routers compute in fp32, as in transformers"
+_ROUTER = "routers compute in the same dtypes as in transformers"
 _EXCHANGE = "tokens are dispatched to experts by all-to-all"
 _SGLANG = "SGLang's server option of the same name."
 _sglang = partial(setting, help=_SGLANG)
@@ -28,7 +28,7 @@ _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
 _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 setting of the same name.")
 
 NO_STAGES = "there is only one pipeline stage, because backend has no p"
-ZERO_BUBBLE = "runs as Interleaved1F1B, because splitting the backward pass would recompute layers twice"
+ZERO_BUBBLE = "runs as Interleaved1F1B: areno does not split the backward pass"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
 _NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -46,7 +46,7 @@ class Stages:
 
 @dataclass
 class SGLangConfig:
-    """SGLang servers: options that are passed to the server's command line."""
+    """SGLang servers: options of the command line. ``model_path`` is ignored, because servers load ``actor.path``."""
 
     model_path: str = _sglang("")
     random_seed: int = _sglang(1)
@@ -112,7 +112,7 @@ class SGLangConfig:
 
 @dataclass
 class vLLMConfig:  # noqa: N801
-    """vLLM servers: options that are passed to the server's command line."""
+    """vLLM servers: options of the command line. ``model`` is ignored, because servers load ``actor.path``."""
 
     model: str = _vllm("")
     seed: int = _vllm(1)
@@ -141,7 +141,7 @@ class vLLMConfig:  # noqa: N801
 
 @dataclass
 class ArchonFP8Config:
-    """FP8 training of the backend archon."""
+    """Archon's FP8 training; ``mode`` must be disabled if ``actor.backend`` is archon."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
     exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=OWN_ENGINE)
@@ -154,7 +154,7 @@ class ArchonEngineConfig:
     """Settings of the backend archon."""
 
     attn_type: str = _archon("varlen", choices=("varlen", "sdpa", "tree"))
-    offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
+    offload_params: bool = setting(False, "GPU only: keep sharded parameters in host memory between uses.")
     enable_compile: bool = _archon(False)
     ac_mode: str = _archon("selective", choices=("none", "full", "selective", "memory_budget"))
     selective_ac_option: str = _archon("op")
@@ -186,7 +186,9 @@ class ArchonEngineConfig:
         "only without pipeline parallelism.",
         choices=("default", "always", "never"),
     )
-    fp8_config: ArchonFP8Config = section(ArchonFP8Config, "FP8 training.", no_effect=OWN_ENGINE)
+    fp8_config: ArchonFP8Config = section(
+        ArchonFP8Config, "FP8 training; must be disabled if backend is archon.", no_effect=OWN_ENGINE
+    )
     use_deterministic_algorithms: bool = setting(
         False,
         "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have no deterministic algorithm.",
@@ -248,7 +250,7 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class FP8EngineConfig:
-    """FP8 training by Transformer Engine."""
+    """FP8 training by Transformer Engine; an error if ``actor.backend`` is megatron."""
 
     mode: str = _fp8("e4m3")
     recipe: str = _fp8("delayed")
@@ -303,7 +305,9 @@ class MegatronEngineConfig:
     moe_enable_deepep: bool = setting(False, _MEGATRON, no_effect=_EXCHANGE)
     moe_token_dispatcher_type: str = setting("alltoall", _MEGATRON, no_effect=_EXCHANGE)
     moe_permute_fusion: bool = _megatron(False)
-    fp8_config: FP8EngineConfig | None = section(None, "FP8 training; null disables it.", no_effect=OWN_ENGINE)
+    fp8_config: FP8EngineConfig | None = section(
+        None, "FP8 training; must be null if backend is megatron.", no_effect=OWN_ENGINE
+    )
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
     use_mbridge_save: bool = _megatron(False)
     use_bridge_for_update_weights: bool = _megatron(False)

@@ -35,9 +35,9 @@ MOVED = {
     "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
         "is now the section rejection_sampling; write {level: token, action: mask} for token_mask, {level: token, action: "
-        "clamp} for token_truncate, level: sequence for sequence_mask and sequence_truncate, and null for disabled"
+        "clamp} for token_truncate, level: sequence instead for sequence_mask and sequence_truncate, and null for disabled"
     ),
-    "group_size": "is gconfig.n_samples in areno, the number of answers per prompt; set gconfig.n_samples, and remove the key",
+    "group_size": "is gconfig.n_samples in areno; set gconfig.n_samples, the number of answers per prompt, and remove the key",
     "dynamic_sampling": "is not a setting of areno; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
     "filter groups",
     "recompute_logprobs": "is spelled recompute_logprob",

@@ -69,7 +69,7 @@ class OptimizerConfig:
     loss_scale_window: float = setting(
         5.0, "Steps without overflow before the loss scale is doubled (dtype float16 only).", above=0
     )
-    hysteresis: int = setting(2, "Overflows before the loss scale is halved (dtype float16 only).", minimum=1)
+    hysteresis: int = setting(2, "Number of the first overflow that halves the loss scale (float16 only).", minimum=1)
     gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
     offload: bool = setting(
         False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there."
@@ -85,7 +85,7 @@ class OptimizerConfig:
 
 @dataclass
 class MicroBatchSpec:
-    """How the rows of an optimizer step are split into microbatches. The split does not change results."""
+    """How the rows of an optimizer step are split into microbatches. The split changes results only by rounding."""
 
     n_mbs: int | None = setting(
         1, "Number of microbatches per data-parallel rank (with max_tokens_per_mb: the minimum).", minimum=1
@@ -126,7 +126,7 @@ class NormConfig:
     eps: float = setting(1e-05, "Added to the standard deviation.", minimum=0)
     group_size: int = setting(
         1,
-        "Group size: number of consecutive rows with answers to one prompt.",
+        "Answers per prompt; must equal gconfig.n_samples if a level is group.",
         minimum=1,
         inherits="gconfig.n_samples",
         shown="gconfig.n_samples",
@@ -153,18 +153,18 @@ class FSDPWrapPolicy:
 
 @dataclass
 class FSDPEngineConfig:
-    """Settings of the ``fsdp`` training backend."""
+    """Sharding and offloading, with any training backend."""
 
     shard_weights: bool | None = setting(
         None,
-        "Shard weights and gradients across the d x c ranks (FSDP2); false shards only optimizer states (ZeRO-1).",
-        shown="true for type adam without LoRA if d x c > 1 (t > 1 needs transformers 5.23), else false",
+        "Shard weights and gradients across the d x c ranks (FSDP2); false shards only optimizer states (ZeRO-1) if c = e = 1.",
+        shown="true with d x c > 1, type adam, no LoRA (t > 1 needs transformers 5.23), else false; megatron: use_torch_fsdp2",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
-    offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
+    offload_params: bool = setting(False, "GPU only: keep sharded parameters in host memory between uses.")
     memory_efficient_load: bool = setting(
         False,
-        "With sharded weights, one rank loads the model and sends the other ranks their shards layer by layer.",
+        "Sharded weights without t and e: one rank loads the model and sends the other ranks their shards layer by layer.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
@@ -194,14 +194,14 @@ class TrainEngineConfig:
         inherits="actor.path",
         required=True,
     )
-    model_type: str = setting("", "Model family, such as qwen3; local models of other families are rejected.")
+    model_type: str = setting("", "Model family, such as qwen3; a model folder of another family is rejected.")
     attn_impl: str = setting(
         AUTO,
         "Attention implementation: auto, eager, sdpa or flash_attention_2. Not supported: flash_attention_3, flex_attention "
         "and Hugging Face Hub kernels (owner/repo[@revision][:entry]).",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
-        shown="auto (GPU: flash_attention_2 if installed; CPU: sdpa)",
+        shown="auto (one machine with GPUs: flash_attention_2 if installed; else sdpa)",
     )
     use_kernels: bool = setting(False, "Use Hugging Face Hub kernels for the layers that they support.")
     init_from_scratch: bool = setting(False, "Start from random weights.")
@@ -213,7 +213,7 @@ class TrainEngineConfig:
         inherits="gconfig.temperature",
         shown="gconfig.temperature, else 1.0",
     )
-    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Microbatches of a step.")
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Microbatches of an optimizer step.")
     pad_to_maximum: bool = setting(
         False,
         "Pad every microbatch to max_tokens_per_mb.",
@@ -245,19 +245,19 @@ class TrainEngineConfig:
     )
     optimizer_dtype: str = setting(
         "float32",
-        "Dtype of Adam's moments. Master weights are always float32, because small updates would be lost otherwise.",
+        "Dtype of the moments of optimizer.type adam. Master weights are always float32, so that small updates are not lost.",
         choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
-    optimizer: OptimizerConfig | None = section(None, "Optimizer; null leaves the model untrained.")
+    optimizer: OptimizerConfig | None = section(None, "Optimizer; required for actor and critic.")
     weight_update_mode: str = setting(
         AUTO,
         "How new weights are sent to the rollout replicas: shm (shared memory), xccl (a collective) or disk (a checkpoint).",
         choices=(AUTO, "shm", "disk", "xccl"),
         documented="xccl",
-        shown="auto (one machine: usually xccl on GPUs, shm on CPUs)",
+        shown="auto (CPUs of one machine: shm; else usually xccl)",
     )
-    fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Settings of the backend fsdp.")
+    fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and offloading, with any backend.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, "Settings of the backend archon.")
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
@@ -274,8 +274,8 @@ class TrainEngineConfig:
         False, "Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
     )
     peft_type: str = setting("lora", "Kind of adapter.", choices=("lora",))
-    enable_tree_training: bool = setting(False, "Compute prefixes that rows of a microbatch share only once.")
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of this model's workers; one or two entries.")
+    enable_tree_training: bool = setting(False, "Compute the common prefixes of a microbatch's rows only once.")
+    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of the workers; a second entry is not used.")
     backend: str = setting(
         "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
     )
@@ -377,8 +377,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     rejection_sampling: RejectionSamplingConfig | None = section(
         None, "Bounds on the importance weight of the decoupled loss; null sets no bounds."
     )
-    log_agent_stats: bool = setting(False, "Report the statistics that agents return.")
-    log_agent_stats_keys: list[str] = setting([], "Names of the agents' statistics to report; empty reports none.")
+    log_agent_stats: bool = setting(False, "Report the numbers that workflows return under their own keys.")
+    log_agent_stats_keys: list[str] = setting([], "Keys that log_agent_stats reports; empty reports none.")
     max_new_tokens: int = setting(
         1024,
         "Maximum tokens of an answer, and thus the length limit for the overlong penalty.",
@@ -461,16 +461,16 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Which section may be set, rollout or train. The section is only checked, because the actor's engine runs the teacher.",
+        "Which section may be set, rollout or train. It is only checked: the actor's engine or a server runs the teacher.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "For engine_type rollout; must agree with the run's other sections.",
+        "Only with engine_type rollout; must agree with the run's other sections.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
-        None, "For engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
+        None, "Only with engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
     )
     path: str = setting(
         "", "Teacher: a model folder, a repo id, or the address of a server, such as http://HOST:8000/v1."

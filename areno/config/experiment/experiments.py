@@ -63,14 +63,16 @@ class BaseExperimentConfig:
     perf_tracer: PerfTracerConfig | None = section(
         None, "Performance traces of the trainer's process; null writes no traces."
     )
-    memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes no snapshots.")
+    memory_profiler: MemoryProfilerConfig | None = section(
+        None, "CUDA memory snapshots of the trainer's process; null takes none."
+    )
     recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
     sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")
     vllm: vLLMConfig = section(vLLMConfig, "vLLM servers.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "The scheduler that starts worker processes.")
     launcher: dict[str, Any] = setting(
         {},
-        "Resources for the launchers of earlier versions.",
+        "Resources for the launchers of earlier AReaL versions.",
         no_effect="areno's schedulers need no launcher",
     )
 
@@ -82,7 +84,7 @@ class BaseExperimentConfig:
 
 @dataclass
 class PPOConfig(BaseExperimentConfig):
-    """PPO, GRPO and other policy-gradient algorithms, selected by the settings of ``actor``."""
+    """PPO (with ``critic``), GRPO and other policy-gradient algorithms, selected by settings of ``actor``."""
 
     gconfig: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers.")
     eval_gconfig: GenerationHyperparameters | None = section(

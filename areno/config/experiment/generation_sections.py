@@ -43,7 +43,7 @@ class GenerationHyperparameters:
     max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
     min_new_tokens: int = setting(
         0,
-        "Minimum tokens of an answer; end-of-sequence and stop tokens cannot be sampled earlier.",
+        "No end-of-sequence or stop token is sampled before this many tokens; stop texts still end an answer.",
         minimum=0,
     )
     max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
@@ -125,7 +125,7 @@ class AgentConfig:
     )
     admin_api_key: str = setting(
         "",
-        "Key for opening and closing sessions of the proxy. The proxy rejects completion requests with this key.",
+        "Key for opening and closing sessions.",
         shown=ADMIN_KEY,
         no_effect="only the trainer opens and closes sessions, and the trainer needs no key",
     )
@@ -149,7 +149,7 @@ class AgentConfig:
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
-        None, "Maximum tokens of prompt and completion in a session; null uses gconfig.max_tokens.", minimum=1
+        None, "Maximum tokens of prompt and completion of a request, if below gconfig.max_tokens.", minimum=1
     )
     turn_discount: float = setting(
         1.0, "Discount factor per turn for the rewards of later turns.", minimum=0, maximum=1
@@ -211,18 +211,18 @@ class InferenceEngineConfig:
     )
     max_head_offpolicyness: int = setting(
         0,
-        "Staleness bound on admission: number of versions that rollout may be ahead of training; 0 is synchronous.",
+        "Number of versions that rollout may be ahead of training when an episode starts; 0 is synchronous.",
         minimum=0,
     )
     max_staleness: int | None = setting(
         None,
-        "Exact staleness bound, in versions: no trajectory with an older token is trained on. null sets no bound.",
+        "Maximum age of trained tokens, in versions; on_stale handles trajectories with older tokens. null sets no bound.",
         minimum=0,
     )
     on_stale: str = setting(
         "drop", "What to do with a trajectory that exceeds max_staleness.", choices=("drop", "regenerate")
     )
-    enable_rollout_tracing: bool = setting(False, "Log each generation request and its answers.")
+    enable_rollout_tracing: bool = setting(False, "Log the lengths and duration of each generation request.")
     check_trajectory_format: bool = setting(False, "Check keys and shapes of the trajectories that a workflow returns.")
     tokenizer_path: str = setting(
         "",
@@ -248,7 +248,10 @@ class InferenceEngineConfig:
         minimum=0,
         no_effect="a weight update pauses generation between two tokens and drops no request",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of a rollout worker; one or two entries.")
+    scheduling_spec: list[SchedulingSpec] = section(
+        one_spec,
+        "Resources of a rollout worker; a second entry is not used.",
+    )
     backend: str = setting(
         "",
         "Engine and parallelism, such as areno:d2, vllm:d2t2 or sglang:d2 (areno is the built-in engine).",

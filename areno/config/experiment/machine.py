@@ -139,7 +139,7 @@ def _shards(actor: TrainEngineConfig) -> bool:
     """Whether to shard weights by default.
 
     The backend megatron shards weights if its section requests sharding. Other backends shard weights unless the actor uses
-    LoRA or an optimizer other than AdamW with fp32 moments.
+    LoRA or an ``optimizer.type`` other than ``adam``.
     """
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)

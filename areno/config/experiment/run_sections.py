@@ -35,7 +35,9 @@ class TrainDatasetConfig:
     max_length: int | None = setting(
         None, "Maximum tokens of a row (for RL, of its prompt); longer rows are skipped and counted.", minimum=1
     )
-    dataset_kwargs: dict[str, Any] = setting({}, "Additional arguments of the dataset loader.")
+    dataset_kwargs: dict[str, Any] = setting(
+        {}, "Your own dataset loader (key loader: file.py:NAME) and its additional arguments."
+    )
     scheduling_spec: SchedulingSpec | None = section(
         None, "Resources of a data service's workers; null for no service.", no_effect=_READS_ROWS
     )
@@ -204,7 +206,7 @@ class StatsLoggerConfig:
 class SessionTracerConfig:
     """Traces of rollout sessions."""
 
-    enabled: bool = setting(False, "Write sessions.jsonl.")
+    enabled: bool = setting(False, "Write session_tracer/ in the run directory.")
     flush_threshold: int = setting(256, "Write finished sessions in batches of this size; values below 1 mean 1.")
 
 
@@ -219,15 +221,17 @@ class PerfTracerConfig:
     fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     enabled: bool = setting(False, "Write traces.")
     save_interval: int = setting(1, "Write every N steps; values below 1 mean 1.")
-    profile_steps: list[int] | None = setting(None, "Steps that PyTorch's profiler records as well.", minimum=0)
+    profile_steps: list[int] | None = setting(
+        None, "Steps, counted from 0, that PyTorch's profiler records as well.", minimum=0
+    )
     session_tracer: SessionTracerConfig | None = section(None, "Traces of rollout sessions.")
 
 
 @dataclass
 class MemoryProfilerConfig:
-    """Snapshots of CUDA memory."""
+    """CUDA memory snapshots of the trainer's process."""
 
-    profile_steps: list[int] = setting([], "Steps at which to take a snapshot.", minimum=0)
+    profile_steps: list[int] = setting([], "Steps to record, counted from 0.", minimum=0)
     max_entries: int = setting(100_000, "Maximum number of events in a snapshot.", minimum=1)
 
 
@@ -245,7 +249,7 @@ class RewardConfig:
     )
     path: str = setting(
         "",
-        "Folder or repo id of a reward model that replaces fn. The model scores the finished answers of workflow.path rlvr.",
+        "Folder or repo id of a reward model, which scores the answers instead of fn; only with workflow.path rlvr.",
     )
     on_error: str = setting(
         "drop",
@@ -274,7 +278,7 @@ class WorkflowConfig:
     """The workflow, unless a program passes its own workflow to the trainer."""
 
     path: str = setting("rlvr", "rlvr, multi_turn, agent, or a class as file.py:NAME or module.NAME.")
-    kwargs: dict[str, Any] = setting({}, "Additional arguments, such as max_turns and turn_discount.")
+    kwargs: dict[str, Any] = setting({}, "Arguments of the workflow, such as max_turns and turn_discount.")
     dynamic_filter_fn: str = setting(
         "",
         "Function (file.py:NAME or module.NAME) that receives a group's trajectory and returns whether to train on the group. "

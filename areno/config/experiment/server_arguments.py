@@ -30,7 +30,7 @@ def server_arguments(
 ) -> list[str]:
     """Return the arguments of a server; see :func:`vllm_arguments` and :func:`sglang_arguments`.
 
-    ``tensor`` and ``pipeline`` are parallel sizes; ``adapter_rank`` is the rank of adapters to serve, if any.
+    ``tensor`` and ``pipeline`` are parallel sizes; ``adapter_rank`` is the rank of adapters that vLLM serves, if any.
     """
     sizes: tuple[tuple[str, int], ...]
     if isinstance(section, vLLMConfig):

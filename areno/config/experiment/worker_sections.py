@@ -51,14 +51,15 @@ class ClusterSpecConfig:
     fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints, shared by all machines.")
     n_nodes: int = setting(
         1,
-        "Number of machines. On a single machine, 32 (the default of the format) counts as unset.",
+        "Number of machines. On a single machine, 32 (AReaL's default) counts as unset.",
         minimum=1,
         documented=32,
         shown="1",
     )
     n_gpus_per_node: int | None = setting(
         None,
-        "GPUs per machine; 0 for CPU-only machines. On a single machine, 8 (the default of the format) counts as unset.",
+        "GPUs per machine; 0 for CPU-only machines. On Ray, other values have no effect. On a single machine, 8 (AReaL's "
+        "default) counts as unset.",
         minimum=0,
         documented=8,
         shown="all GPUs of the machine (slurm: required)",
@@ -119,7 +120,7 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Nodes to exclude, comma-separated.")
     ray_placement_strategy: str = setting(
         "shared",
-        "Ray placement groups of a role: one for all workers (shared), or one per engine (separate, deferred).",
+        "Ray placement groups of a role: one per engine; with shared, single-worker engines share one group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
@@ -141,8 +142,8 @@ class SchedulingStrategy:
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
         True,
-        "With colocation: true runs the role in a separate process; false lets role and target alternate in the "
-        "target's engine.",
+        "With colocation: true runs the role in a separate process; false lets rollout and training alternate "
+        "on the actor's engine.",
     )
 
     def problems(self) -> Problems:

@@ -28,7 +28,7 @@ constexpr size_t LARGE = 256 << 10;
 // Blocks begin at a multiple of LINE. Without GAP, all blocks whose size is a power of two would begin at the same offset of a
 // page, and a processor could mistake a load from one block for a load of what was just stored in another.
 constexpr size_t LINE = 64, GAP = 3 * LINE;
-// If less than this remains of a free block, it stays part of the allocated block.
+// If less than this remains of a free block, the rest stays part of the allocated block.
 constexpr size_t REST = 16 << 10;
 
 class Arena {

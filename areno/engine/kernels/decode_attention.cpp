@@ -1,8 +1,8 @@
 // Attention of one new token per row over a KV cache in slots, for CPUs.
 //
-// Each row reads the columns of its own context and no padding, so the cost is that of the actual contexts. Samples of one
-// prompt read the prompt's columns from the slot of the first sample: once from memory, and then from the processor's cache. A
-// row's result depends on that row alone. Built by library.py against PyTorch's stable ABI.
+// Each row reads only the columns of its own context, not the padding. Samples of one prompt read the prompt's columns from the
+// slot of the first sample: once from memory, and then from the processor's cache. A row's result depends on that row alone.
+// Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -22,7 +22,7 @@ using torch::stable::Tensor;
 
 // Sixteen floats; the compiler maps them to the vector registers of the processor.
 constexpr int LANES = 16;
-// KV heads that a thread takes at once.
+// Pairs of a row and a KV head that a thread takes at once.
 constexpr int PIECE = 8;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WideBits __attribute__((vector_size(4 * LANES)));
@@ -200,7 +200,7 @@ struct Table {
   const T* at(int64_t b, int64_t k, int64_t c) const { return data + b * row + k * head + c * column; }
 };
 
-// A row attends to its columns [first, stop); columns before `shared` are also the leader's.
+// A row attends to its columns [first, stop); columns before `shared` are read from the leader.
 struct Context {
   int64_t row, leader, shared, first, stop;
 
@@ -223,7 +223,7 @@ struct Contexts {
   }
 };
 
-// For one KV head, rows that share columns are processed one after the other, so that the columns are still in the cache.
+// For one KV head, rows that share columns are processed one after the other, while the columns are in the processor's cache.
 template <typename T>
 void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Contexts& contexts, float scale,
             const Tensor& out) {

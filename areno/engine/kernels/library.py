@@ -88,7 +88,7 @@ class KernelLibrary:
         return ""
 
     def load(self) -> bool:
-        """Load the library so that its operators can be called. Returns False if it has not been compiled or is unusable."""
+        """Load the library if it has been compiled and can be trusted. Returns whether its operators can be called."""
         try:
             target = self.path()
             if target.name not in self._loaded and target.exists() and not planted_problem(target):
@@ -125,7 +125,7 @@ def processor() -> str:
 
 
 def compiler_missing() -> str:
-    """Reason why this machine cannot compile C++; "" if C++ can be compiled."""
+    """Reason why this machine cannot compile C++; "" if it has a compiler."""
     compiler = _compiler()[0]
     if shutil.which(compiler):
         return ""

@@ -1,9 +1,9 @@
 // Rows times a weight matrix, for the few rows of a decode step: out[m][o] = sum over k of x[m][k] * w[o][k].
 //
 // The rows are transposed, so that a vector holds LANES rows at one k. The weights are read once, number by number, in their
-// original layout. Six outputs times VECTORS vectors of rows stay in registers. For one to four rows,
-// the weights are transposed instead, and a vector holds LANES outputs. In both cases, each output is summed over k in order,
-// so it depends on its own row alone. Built by library.py against PyTorch's stable ABI.
+// original layout. Six outputs times VECTORS vectors of rows stay in registers. For one to four rows, the weights are
+// transposed instead, and a vector holds LANES outputs. In both cases, each output is summed over k in order, so it depends on
+// its own row alone. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -30,8 +30,8 @@ void for_each_piece(int64_t items, int64_t most, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (items + least - 1) / least);
   if (threads <= 1) return f(0, items);
   const auto part = [&](int64_t t) { return Part{items * t / threads, items * (t + 1) / threads, most, least}; };
-  // One flag per piece; the flags of different parts are a multiple of 64 bytes apart to reduce false sharing. Parts differ by
-  // at most one item, and so by at most one piece.
+  // One flag per piece; the flags of different parts are a multiple of 64 bytes apart to reduce false sharing. Other parts
+  // have at most one item more than the first part, and so at most one piece more.
   const int64_t flags_per_part = (part(0).pieces() + 64) / 64 * 64;
   static thread_local std::vector<char> buffer;
   buffer.assign(flags_per_part * threads, 0);

@@ -145,7 +145,7 @@ class ChoiceReplay(_TopkMode):
     """Repeats recorded choices that differ from a router's own choices only by rounding.
 
     Args:
-        recorded: recordings whose tokens are concatenated. If their calls differ, nothing is repeated.
+        recorded: the recordings to repeat, concatenated along the tokens. If their calls differ, nothing is repeated.
         first: index of the recorded token that is the first token of the pass. Tokens after the recorded ones keep the
             router's choices.
         tolerance: maximum difference between the scores of a recorded choice and the router's own choice, relative to

@@ -1,4 +1,4 @@
-"""Balanced partitions: assign rows to the ranks that train on them or score them."""
+"""Balanced partitions: assign rows to ranks and to microbatches."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Partition items into parts of similar total weight, by the largest differencing method (Karmarkar and Karp 1982).
 
-    The result is deterministic: equal weights give equal partitions.
+    The result is deterministic.
 
     Returns the sorted indices of the items in each part. A part may be empty. Weights must not be negative.
     """

@@ -37,7 +37,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.traffic: Counter[str] = Counter()
-        """Estimate of the bytes that this rank has sent, per operation."""
+        """Estimated number of bytes that this rank has sent, by operation."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum ``values`` over the ranks, in place."""
@@ -292,7 +292,7 @@ def meet(
     patience: timedelta = PATIENCE,
     kind: type[RankGroup] = RankGroup,
 ) -> RankGroup:
-    """Join a new process group, and return once all members have joined.
+    """Join a new process group. With gloo, return once all members have joined.
 
     Args:
         where: meeting point of the members.
@@ -300,7 +300,7 @@ def meet(
         rank: rank of this process.
         size: number of members.
         device: device of the tensors that members send.
-        patience: timeout of the joining and of each collective.
+        patience: timeout for joining and for each collective.
         kind: class of the returned group.
 
     Raises:

@@ -7,8 +7,8 @@ a single process would, and a second all-to-all reverses the exchange. Attention
 therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's
 queries, keys, values or outputs.
 
-If c does not divide the number of key heads, the key heads are repeated. If c does not divide the number of query
-heads, zero heads are added. Using more ranks than heads wastes compute.
+In grouped-query attention, key heads are repeated if c does not divide their number. If c does not divide the number of
+query heads, zero heads are added. Using more ranks than heads wastes compute.
 
 All ranks compute the same loss from the predictions of all ranks, so a weight's gradient is the sum of the ranks'
 gradients.
@@ -31,7 +31,7 @@ from areno.engine.parallel.channels import Channel
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange local tokens of all heads [n, size * h, D] for all tokens of local heads [size * n, h, D], or back."""
+    """Exchange local tokens of all heads [n, size * h, D] for all tokens of local heads [size * n, h, D], or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, to_heads: bool) -> Tensor:
@@ -108,7 +108,7 @@ class ContextPlan:
         return _Sum.apply(values, self.channel)  # type: ignore[no-any-return]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention outputs [n, H, Dv] of q [n, H, D] over the k and v [n, K, D] of all ranks."""
+        """Return the attention outputs [n, H, Dv] of q [n, H, D] over all ranks' k [n, K, D] and v [n, K, Dv]."""
         heads, size, total = q.shape[1], self.channel.size, self.whole.tokens
         repeats = _repeats(heads, k.shape[1], size)
         padded = -(-heads // size) * size

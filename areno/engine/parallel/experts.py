@@ -101,7 +101,7 @@ class ExpertParallelExperts:
             self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums [T, C], weighted by ``weights`` [T, K], of the experts ``chosen`` [T, K] for ``hidden`` [T, C]."""
+        """Return, for ``hidden`` [T, C], the sums [T, C] of the ``chosen`` [T, K] experts' outputs times ``weights`` [T, K]."""
         if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]
@@ -112,7 +112,7 @@ class ExpertParallelExperts:
         arrived = _Route.apply(rows, *sizes, self.channel)
         local = self.channel.all_to_all_v(experts % self.own, *sizes)
         outputs = self._computed(arrived, local[:, None], torch.ones_like(local, dtype=weights.dtype)[:, None])
-        if not len(arrived):  # the backward pass must still reach the all-to-all for which other ranks wait
+        if not len(arrived):  # the backward pass must still reach the all-to-all that other ranks wait for
             outputs = (
                 outputs
                 + arrived

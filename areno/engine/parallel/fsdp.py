@@ -38,7 +38,7 @@ class FullyShardedWeights(Weights):
     """A model's weights, sharded across the ranks of the default process group, which this rank must have joined.
 
     Args:
-        module: the unsharded model; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
+        module: the model before FSDP; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
         reduces: dtype in which gradients are reduced.
     """
 
@@ -139,7 +139,7 @@ class FullyShardedWeights(Weights):
 def shard_over_replicas(
     model: PackedModel, peers: RankContext, *, trained: bool, reduces: torch.dtype = torch.float32
 ) -> None:
-    """Shard an unsharded model (see :class:`FullyShardedWeights`); all ranks must call this function with the same model."""
+    """Shard a model with FSDP (see :class:`FullyShardedWeights`); all ranks of its stage must call this function."""
     model.weights = FullyShardedWeights(model.module, peers, model.device, trained, reduces)
 
 

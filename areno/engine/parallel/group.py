@@ -53,8 +53,8 @@ class EngineGroup:
         path: checkpoint folder or hub id of the actor.
         config: configuration of the engine; ``device`` is the device of rank 0.
         layout: how the ranks divide the model.
-        devices: one device per rank. None: the CPU, or consecutive GPUs starting at rank 0's GPU.
-        stall_s, processes, on_failure: see :class:`WorkerGroup`.
+        devices: one device per rank. None: the CPU, or consecutive GPUs starting at ``config.device``.
+        stall_s, processes, on_failure: see :class:`WorkerGroup` and :class:`Processes`.
 
     Raises:
         UsageError: the checkpoint cannot be used in this layout.
@@ -130,7 +130,7 @@ class EngineGroup:
         """Queue requests; return one future per request. Raises EngineError if a rank has failed or cannot serve a request."""
         if self.layout.pp_size > 1:
             raise EngineError(NO_ROLLOUT)
-        # Reports at once the errors that the ranks would raise later.
+        # Raise at once the errors that the ranks would raise later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:
             if not self._gathered:
@@ -149,7 +149,7 @@ class EngineGroup:
         return [pending.future for pending in opened.values()]
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
-        """Give each request a number, and assign it to the least loaded replica."""
+        """Number the requests, and assign each to the least loaded replica."""
         opened: dict[int, _Pending] = {}
         with self._lock:
             tokens = [0] * self.layout.dp_size
@@ -312,7 +312,7 @@ class EngineGroup:
         self.workers.call("engine.set_learning_rate", role, value)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size in bytes of a checkpoint with the training state of all trained roles."""
+        """Return the approximate size in bytes of a checkpoint with the training state of all trained roles."""
         stages = range(0, self.layout.world_size, self.layout.stage_size)
         return sum(self.workers.call("engine.checkpoint_bytes", ranks=stages))
 

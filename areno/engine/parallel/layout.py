@@ -1,9 +1,9 @@
 """How the ranks of an engine divide a model and its work.
 
 Ranks form a grid with the axes pipeline, data, context and tensor. The tensor axis varies fastest, so that the ranks that
-communicate most are adjacent. The ranks with the same index on the data axis form a replica. All ranks of a replica work on
-the same rows. Without FSDP each replica holds a copy of the model; with FSDP all replicas share one sharded copy. The ranks
-with the same index on the pipeline axis form a stage. All ranks of a stage hold the same layers.
+communicate most are adjacent. The ranks with the same index on the data axis form a replica. In training, all ranks of a
+replica work on the same rows. Without FSDP each replica holds a copy of the model; with FSDP all replicas share one sharded
+copy. The ranks with the same index on the pipeline axis form a stage. All ranks of a stage hold the same layers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Layout:
     two chunks per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the
     first and the last chunk (embedding and output layer), counted in layers. With ``reshards``, FSDP frees gathered layers
     between the forward and the backward pass. ``units`` lists the module classes that FSDP shards as units; if empty, FSDP
-    shards decoder layers. ``offloads`` keeps shards in host memory. With ``reads_once``, one rank per stage reads the weights
-    and broadcasts them.
+    shards decoder layers. ``offloads`` keeps shards in host memory. With ``reads_once`` and FSDP, one rank per stage reads
+    the weights and broadcasts them.
     """
 
     dp_size: int = 1

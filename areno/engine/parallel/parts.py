@@ -25,7 +25,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def is_unsharded(tensor: Tensor) -> bool:
-    """Whether each rank of the replica holds the full tensor."""
+    """Whether this rank holds the full tensor."""
     return not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements)
 
 

@@ -71,11 +71,7 @@ class Pipeline:
         self._width = int(model.config.get_text_config().hidden_size)
 
     def run(self, batches: Sequence[Microbatch], finish: Finish, backward: bool) -> None:
-        """Run the forward pass of all microbatches through all stages; with ``backward``, run the backward pass too.
-
-        The last stage calls ``finish`` with the hidden states. With ``backward``, ``finish`` returns the tensor to
-        differentiate.
-        """
+        """Run the forward pass of all microbatches through all stages; with ``backward``, run the backward pass too."""
         layout = self.peers.layout
         schedule = make_schedule(layout.pp_size, layout.pp_chunks, len(batches), backward)
         traffic = _Traffic(self, schedule, [len(batch.tokens) for batch in batches])

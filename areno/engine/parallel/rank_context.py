@@ -32,7 +32,7 @@ class RankContext:
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
-    data: Channel = field(default_factory=Channel)  # ranks with the same shard in all replicas
+    data: Channel = field(default_factory=Channel)  # ranks with the same place in all replicas
     context: Channel = field(default_factory=Channel)  # the ranks that divide the tokens of this replica's rows
     tensor: Channel = field(default_factory=Channel)  # the ranks that divide each layer
     turns: Channel = field(default_factory=Channel)  # the ranks of ``tensor``, in a separate group for the rollout loop
@@ -69,7 +69,7 @@ class RankContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its replica."""
+        """Whether this is the first rank of its replica in its stage."""
         return self.tensor.rank == 0 and self.context.rank == 0
 
     @property
@@ -89,7 +89,7 @@ class RankContext:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights from disk. With ``reads_once``, only the first rank of each stage reads weights."""
+        """Whether this rank reads weights from disk. With ``reads_once`` and FSDP, only the first rank of each stage does."""
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:
@@ -106,7 +106,7 @@ class RankContext:
 
 
 def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> RankContext:
-    """Create this rank's communication groups, and return once all ranks have joined."""
+    """Create this rank's communication groups; see :func:`meet`. All ranks must call this function."""
     place = layout.place(rank)
     across = SharedGroup if device.type == "cpu" else RankGroup
 

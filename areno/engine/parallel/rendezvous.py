@@ -23,7 +23,7 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """A picklable meeting point of the ranks of a group. ``name`` is the group's name, which must not be reused."""
+    """A picklable meeting point of the ranks of a group. The methods take the group's ``name``, which must not be reused."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
         """Return the store through which the ranks of a group exchange addresses."""
@@ -42,7 +42,7 @@ class Rendezvous(Protocol):
 
 
 def own_address() -> str:
-    """Return the address at which other machines reach this process, or loopback if all ranks are on one machine."""
+    """Return the address at which other machines reach this process; loopback if no cluster launcher started this process."""
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 

@@ -28,7 +28,7 @@ class Segment:
         os.ftruncate(self._file, size)
 
     def close(self) -> None:
-        """Close the segment in this process. Existing mappings in other processes stay valid."""
+        """Close the segment in this process. Existing mappings stay valid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -62,7 +62,7 @@ class EngineServer:
     # -- run at once, on the leaders of replicas ---------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
-        """Queue requests by number. Every token of the requests in ``heard`` is sent as an event."""
+        """Queue numbered requests. Every token of the requests in ``heard`` is sent as an event."""
         listening = [
             dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
             for number, request in requests.items()

@@ -71,7 +71,7 @@ class Processes:
     role: str = ""
     first: int = 0
     log_file: Path | None = None  # receives their output; None inherits the starter's
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the starter's variables
+    environment: Mapping[str, str] = field(default_factory=dict)  # additional environment variables
     threads: int | None = None  # PyTorch threads per process; None: OMP_NUM_THREADS, else an equal share of the cores
     startup_s: float | None = None  # time limit for creating their objects; None: no limit
 
@@ -130,7 +130,7 @@ class WorkerGroup:
         try:
             for rank, make in zip(self._ranks, makers, strict=True):
                 start = Start(make, list(sys.path), threads, sharing, self._processes.log_file is not None)
-                with contextlib.suppress(OSError):  # the watching thread says why
+                with contextlib.suppress(OSError):  # the watching thread reports why
                     self._send(rank, dumps(start))
             self._gather("start", range(self.size), started)
         except BaseException:
@@ -210,7 +210,7 @@ class WorkerGroup:
                 rank.moved = time.monotonic()
                 rank.waiting[number] = (method, future)
             futures.append(future)
-            with contextlib.suppress(OSError):  # the watching thread says why
+            with contextlib.suppress(OSError):  # the watching thread reports why
                 self._send(rank, text)
         return futures
 
@@ -359,7 +359,7 @@ class WorkerGroup:
         code = rank.process.poll()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
         if code is None and rank.node:
-            how = "can no longer be reached, because the process, its machine or the network has failed,"
+            how = "became unreachable (the process, its machine or the network has failed)"
         hint = "; the system may have run out of memory" if code == -9 else ""
         self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
 

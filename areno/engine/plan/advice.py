@@ -29,7 +29,7 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[bool, int]], size: int) -> Change:
     """Accumulate changes that reduce memory until the run fits. Return {} if the run does not fit even with all changes.
 
-    ``planned`` plans the run with changes, and returns whether the run fits and its size.
+    ``planned`` returns whether the run fits with changes, and its peak in bytes. ``size`` is the peak without changes.
     """
     accepted: Change = {}
     for change in changes:

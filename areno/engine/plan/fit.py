@@ -1,4 +1,4 @@
-"""``areno plan --fit``: the layouts in which a model fits on a number of devices, sorted by estimated speed."""
+"""Lists up to eight layouts in which a model fits on a number of devices, sorted by estimated speed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,12 @@ def run(argv: Sequence[str]) -> int:
         help="dtype of forward and backward passes (default bfloat16)",
     )
     parser.add_argument(
-        "--try", dest="tried", type=int, default=0, metavar="N", help="measure the N fastest layouts on this machine"
+        "--try",
+        dest="tried",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure the N fastest layouts (at most 8) on this machine",
     )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     options = parser.parse_args(argv)
@@ -183,7 +188,7 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
     ]
     if options.tried:
         lines.append(
-            "The last two columns were measured on this machine with random tokens. Their GiB are the memory of the whole "
+            "The last two columns were measured on this machine with random tokens. Their GiB are the peak of the whole "
             "process or, on a GPU, of PyTorch's tensors."
         )
     return "\n".join(lines)

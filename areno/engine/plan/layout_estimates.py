@@ -92,7 +92,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Memory in bytes, by purpose, of the rank that needs the most memory."""
+    """Memory of a rank in bytes, by purpose."""
 
     weights: int  # including master weights
     moments: int

@@ -25,7 +25,7 @@ class LayoutTrial:
     """Settings of a trial. All rows have the same length, and the second half of each row is the response.
 
     ``meter`` returns a running count of bytes, such as bytes sent over a network interface. It is called before and
-    after each step.
+    after each measured step.
     """
 
     path: str

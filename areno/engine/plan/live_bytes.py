@@ -31,7 +31,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages created inside the block.
 
-    Fake tensors count as real tensors. Tensors created before the block are not counted. ``peak`` is the peak since the
+    Fake tensors count like real tensors. Tensors created before the block are not counted. ``peak`` is the peak since the
     start of the block or the last :meth:`restart`.
     """
 

@@ -1,6 +1,6 @@
 """Plans the memory of a run per rank, by phase and purpose, before models are loaded.
 
-The plan assumes the largest microbatch and the longest sequences that the options allow. It is for a step after the
+The plan assumes the largest microbatch and the longest sequences that the options allow. It describes a step after the
 first one, when optimizer states exist. The total of a phase is its peak.
 """
 
@@ -57,8 +57,8 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     logits: int  # size in bytes of logits alive at once in training; included in the activations
     host: int  # size in bytes of offloaded data in host memory, over all ranks
-    cache_tokens: int  # maximum size of the KV cache
-    cache_wanted: int  # cache size for all running sequences at maximum length
+    cache_tokens: int  # maximum size of the KV cache in tokens
+    cache_wanted: int  # tokens of all running sequences at maximum length
     available: int = field(compare=False)  # free memory in bytes, of one GPU or of the host
     layout: Layout = field(default_factory=Layout)
     sharing: int = 1  # ranks that share the available memory
@@ -99,7 +99,7 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    Raises UsageError: a model's configuration cannot be read, or ``fsdp`` is set.
+    Raises UsageError if ``fsdp`` is set, or if :class:`ShapeOf` raises it.
     """
     if options.fsdp:
         raise UsageError(

@@ -53,8 +53,8 @@ def _notes(plan: MemoryPlan) -> list[str]:
     lines = []
     replicas, parts = plan.layout.dp_size, plan.layout.tp_size
     if plan.layout.world_size > 1:
-        copies = f"{replicas} replicas" if replicas > 1 else "one model"
-        split = f", each split across {parts} ranks" if parts > 1 else ""
+        copies = f"{replicas} replicas" if replicas > 1 else "one replica"
+        split = f" of {parts} ranks" if parts > 1 else ""
         memories = "all share the memory of this machine" if plan.sharing > 1 else "one device per rank"
         lines.append(f"  Ranks: {copies}{split}; {memories}.")
     if plan.logits:

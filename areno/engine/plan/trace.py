@@ -91,7 +91,7 @@ def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[S
 
 
 class ShapeOf:
-    """The model of a checkpoint as shapes. If the layout has several ranks, the shapes are those of one rank's shard.
+    """The model of a checkpoint as shapes. With tensor parallelism, the shapes are those of one rank's shard.
 
     Raises:
         UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise this
@@ -147,7 +147,7 @@ class ShapeOf:
 
     @property
     def file_bytes(self) -> int:
-        """Size in bytes of the checkpoint's weight files; 0 if they are not in a local folder."""
+        """Size in bytes of the checkpoint's safetensors files; 0 if they are not in a local folder."""
         return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
 
     @contextmanager
@@ -277,7 +277,7 @@ class ShapeOf:
 
     @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
-        """Trace a rollout. ``grown`` lists the numbers of columns and running sequences for each size of the cache."""
+        """Trace a rollout. ``grown`` lists pairs (columns, running sequences), one per size of the cache."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
             rows = grown[0][1]

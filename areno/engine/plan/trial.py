@@ -48,7 +48,7 @@ def gpu_bytes(engine: Engine) -> int:
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
-    """Compute and discard the gradients of this replica's rows. Returns the peak memory in bytes; None if memory ran out.
+    """Compute and discard the gradients of this replica's rows. Returns the peak memory in bytes; None if GPU memory ran out.
 
     With tensor parallelism, the out-of-memory error is raised, because the other ranks of the model cannot recover from it.
     """

@@ -1,4 +1,4 @@
-"""``--tune-params`` finds batch sizes that fit, before the first step and in the training processes.
+"""``--tune-params`` finds a concurrency and batch sizes that fit into memory, before the first step, in the training processes.
 
 Sizes are considered from largest to smallest. A size whose memory plan is within the limit is tried with sequences of
 maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer states and random
@@ -48,7 +48,7 @@ def tune_sizes(
 
     Raises:
         UsageError: the smallest sizes or an explicit ``mini_bs`` do not fit. The message states which options to lower.
-        EngineError: a rank of a tensor-parallel model ran out of memory, from which the other ranks cannot recover.
+        EngineError: a rank of a tensor-parallel model ran out of memory, and the other ranks cannot recover.
     """
     rng, random_of_ranks = capture_rng(), engine.run_on_all_ranks(trial.random_state)
     try:

@@ -1,8 +1,8 @@
 """Top-k, top-p and min-p filters over rows of token weights, usually without sorting the vocabulary.
 
-Top-k and top-p keep the n largest weights, where n is k or the size of the nucleus. The nucleus is first looked for among the
-few hundred largest weights. Ties at the threshold are broken by token id, so a row's result does not depend on the rest of
-the batch.
+Top-k and top-p keep the n largest weights, where n is k or the size of the nucleus. The search for the nucleus first covers
+only the few hundred largest weights. Ties at the threshold are broken by token id, so a row's result does not depend on the
+rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areno.types import SamplingParams
 
-# Number of largest weights among which the nucleus is looked for first; if they do not suffice, all weights are sorted.
+# Number of largest weights to search for the nucleus first; if they do not suffice, all weights are sorted.
 FIRST_CANDIDATES = 256
 
 
@@ -30,7 +30,7 @@ class Filters:
 
     @staticmethod
     def applies_to(params: SamplingParams) -> bool:
-        """Whether a filter applies to these parameters."""
+        """Whether sampling with these parameters needs a filter."""
         return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def apply(self, weights: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Filters:
         return torch.where(keep, weights, 0.0)
 
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
-        """Return the smallest number of tokens [R] whose mass reaches p times the mass after top-k, at most the limit."""
+        """Return the size of each row's nucleus [R]: the fewest tokens whose mass reaches p times the mass after top-k."""
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)
         full_mass = weights.double().sum(-1)
@@ -66,7 +66,7 @@ class Filters:
         before = mass - values
         inside = (before < (self._top_p * total)[:, None]) & (rank < limits[:, None])
         count = inside.sum(-1)
-        # If all candidates are in the nucleus, it may extend beyond them: one more than their number requests a wider search.
+        # If all candidates are in the nucleus, it may extend beyond them: a count above their number requests a wider search.
         open_end = (count == values.shape[1]) & (limits > values.shape[1])
         count = torch.where(open_end, values.shape[1] + 1, count)
         return torch.where(self._top_p < 1, count, limits)

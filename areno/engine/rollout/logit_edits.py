@@ -12,7 +12,7 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """Logit edits of one sample.
 
-    A grammar (``constraint``) is third-party code. If the grammar raises an exception, ``error`` holds the exception, and
+    A grammar (``constraint``) runs third-party code. If the grammar raises an exception, ``error`` holds the exception, and
     only the sample's request fails. Prompt tokens count towards the repetition penalty. ``stop_ids`` are forbidden before the
     minimum length.
 

@@ -1,8 +1,8 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
-Requests arrive at any time, and futures return the results. Each iteration (turn) admits waiting sequences, prefills a
-bounded number of tokens, and runs one decode step. So a long prompt never stalls running sequences. If the loop raises an
-error, all pending requests fail with this error as the cause.
+Requests arrive at any time, and futures return the results. Each iteration (turn) admits and prefills waiting sequences, and
+runs one decode step. If sequences are running, a turn prefills only a bounded number of tokens, so a long prompt does not
+stall them. If the loop raises an error, all pending requests fail with this error as the cause.
 """
 
 import atexit
@@ -40,8 +40,8 @@ from areno.errors import EngineError
 from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
-# Prompt tokens per prefill call: with nothing to decode, and between decode steps on CPUs and GPUs. On GPUs, short calls cost
-# as much as long ones.
+# Maximum tokens per prefill call: with nothing to decode, between decode steps on CPUs, and between decode steps on GPUs, where
+# short calls cost as much as long ones.
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 
@@ -55,10 +55,10 @@ class RolloutLoop:
         budget_tokens: KV cache capacity in tokens.
         max_running: maximum number of sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
-        layers: cache layout of each layer; if empty, decoding is always eager.
+        layers: cache layout of each layer; if empty, decode steps cannot be compiled.
         decode_mode: whether decode steps may be compiled; see :class:`DecodeSwitch`.
         builds: whether mode ``auto`` may build a missing step.
-        speculate: maximum number of draft tokens per step; 0 disables speculative decoding. See :mod:`speculation`.
+        speculate: maximum number of draft tokens per sequence and step; 0 disables speculation. See :mod:`speculation`.
         prefix_tokens: size of the prefix cache in tokens; 0 disables the cache.
         records: routers whose expert choices are recorded; None records no choices. On a CPU, recording needs eager decoding.
     """
@@ -105,7 +105,7 @@ class RolloutLoop:
         self._busy = self._cancel = False
         self._cancelled: list[SampleGroup] = []
         self._thread: threading.Thread | None = None
-        release_workers()  # loading the model has started them
+        release_workers()  # loading the model has started OpenMP workers
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class RolloutLoop:
         """Queue requests; each future resolves to all samples of its request.
 
         Raises:
-            EngineError: the loop has failed or is closed, or a request is invalid. In all cases, no request is queued.
+            EngineError: the loop has failed or is closed, or a request is invalid. Then no request is queued.
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
@@ -152,7 +152,7 @@ class RolloutLoop:
         """Pause generation between two tokens while the ``with`` block changes the weights to ``version``.
 
         Afterwards the KV cache is recomputed, and samples continue from their current output. Later tokens carry the new
-        version. An adapter is unmerged during the block and merged again afterwards. If the block raises an exception, the
+        version. A merged adapter is unmerged for the block and merged again afterwards. If the block raises an exception, the
         loop fails too, because the weights may be partly updated.
         """
         with self._pause.held(lambda: self._thread is None or self._closing or self._failure is not None):
@@ -205,7 +205,7 @@ class RolloutLoop:
         self.version = version
 
     def restart(self) -> BaseException | None:
-        """Restart a failed loop, and drop the cache. Returns the error that stopped the loop."""
+        """Reset the loop if it has failed, and drop the cache. Returns the error that stopped the loop, or None."""
         cause = self._failure
         if cause is not None:
             if self._thread is not None:
@@ -339,7 +339,7 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        """Prefill contexts after their cached prefixes, and sample the first token of each sample."""
+        """Prefill contexts after their cached prefixes, and sample the next token of each sample."""
         self._reserve()
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))
@@ -360,7 +360,7 @@ class RolloutLoop:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
     def _reuse(self, members: list[Sequence]) -> int:
-        """Copy the cached prefix of a context into the context's slots. Returns the prefix length."""
+        """Restore the cached prefix of a context in the context's slots. Returns the prefix length."""
         hit = self.prefixes.find(members[0].context, self.version)
         if hit is None:
             return 0
@@ -384,7 +384,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample the first token of all samples of each context. ``hidden`` holds the last hidden states [contexts, C]."""
+        """Sample the next token of all samples of each context. ``hidden`` holds the last hidden states [contexts, C]."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:

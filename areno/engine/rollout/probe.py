@@ -17,7 +17,7 @@ from areno.errors import UnsupportedModelError
 class CacheShape:
     """Cache layout of a model."""
 
-    bytes_per_token: int  # cache bytes per token; recurrent states are amortized over :data:`COLUMN_STEP` tokens
+    bytes_per_token: int  # cache bytes per token, including a share of the recurrent states
     layers: tuple[LayerShape, ...]  # keys and values by layer; empty if some layers are recurrent
 
 

@@ -10,9 +10,9 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
     """Copy expert choices from the cache to a sample, for the sample's tokens without a record.
 
-    A token may be recomputed under new weights or after a preemption. It keeps its first record, which is from the pass that
-    sampled the next token. The last token has no record, because no token was sampled after it. ``slot`` is the sample's former
-    slot, if the sample no longer has a slot.
+    A token may be recomputed under new weights or after a preemption, but keeps its first record. For an output token, this
+    record is from the pass that sampled the next token. The last token has no record, because no token was sampled after it.
+    ``slot`` is the sample's former slot, if the sample no longer has a slot.
     """
     at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
     if cache.records is not None and at >= 0 and sequence.output and fed > recorded:

@@ -3,8 +3,8 @@
 CPUs and tensor-parallel replicas use this cache; other GPU rollouts use the cache in ``paged/``.
 
 Each slot holds one live sequence; a layer's keys and values are each ``[slots, heads, columns, size]``. The slots in use have
-no gaps, so a decode step reads a view without copying. The number of columns grows with the sequences, so the memory follows
-actual use, not the worst case.
+no gaps, so a decode step reads a view without copying. Columns are added as the sequences grow, instead of being reserved for
+the worst case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Snapshot = dict[int, tuple[Tensor, Tensor]]
 
 # Matrix products round differently at some small row counts; with multiples of 8, a row's result does not depend on the count.
 ROW_STEP = 8
-# Attention reads a multiple of this number of columns. Smaller numbers waste less; numbers of at least 8 give equal results.
+# Attention reads a multiple of this number of columns. Smaller steps waste less; steps of at least 8 give equal results.
 READ_STEP = 16
 
 

@@ -2,8 +2,8 @@
 
 A sample's draft consists of the tokens that followed the previous occurrence of the sample's last n-gram. One forward pass
 gives the distribution after each draft token. Every position is sampled with the same random number as without a draft. Draft
-tokens are accepted until a draft token differs from the sampled token. So the output has the same tokens as without
-speculation, not only the same distribution.
+tokens are accepted until one differs from the token sampled at its position. So, up to rounding, the output has the same
+tokens as without speculation, not only the same distribution.
 """
 
 from collections.abc import Sequence as Seq
@@ -84,7 +84,7 @@ class VerifyPlan(DecodePlan):
         return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def accepted(self, sampled: Seq[int]) -> list[list[int]]:
-        """Return the indices in ``cells`` of each sequence's kept samples, including the first that differs from the draft."""
+        """Return the indices in ``cells`` of each sequence's kept tokens, including the first that differs from the draft."""
         result, start = [], 0
         for draft_tokens in self._drafts:
             count = 1

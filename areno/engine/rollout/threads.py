@@ -2,7 +2,7 @@
 
 A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains.
 So a pass runs on one thread if the work of its average matrix product is below a threshold, and otherwise on all threads of
-the process (:mod:`areno.engine.cpu_threads`). The work depends only on the model and the batch.
+the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch
@@ -11,7 +11,7 @@ from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
 
 # Break-even of two threads, measured on two cores with a 0.9 M-parameter model: 16 to 32 rows. At 256 rows, two threads take
-# 0.5 of the time of one in a compiled step, and 0.7 in an eager one.
+# 0.5 of the time of one thread in a compiled step, and 0.7 in an eager step.
 PARALLEL_FLOP = 1e6
 
 

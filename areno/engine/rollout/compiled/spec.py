@@ -51,7 +51,7 @@ class StepSpec:
         """Return the path of the step's package, which may not exist yet."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
-        # Compiled steps refer to areno's kernels by file name.
+        # A package that was compiled with other kernels is not reused.
         parts += [kernel.path().name for kernel in KERNELS]
         digest = hashlib.sha256("\0".join([*parts, processor()]).encode()).hexdigest()
         return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"

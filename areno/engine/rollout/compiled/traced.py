@@ -79,7 +79,7 @@ class DecodeStep(nn.Module):
             values: cached values of the layers, with the same shapes; written in place.
 
         Returns:
-            Logits [B, V], chosen tokens [B], and their log-probs under the scaled policy [B].
+            Logits [B, V], chosen tokens [B], and their log-probs under the temperature-scaled policy [B].
         """
         cache = SlotCache()
         cache.keys, cache.values = (dict(zip(self.layers, tables, strict=True)) for tables in (keys, values))

@@ -62,7 +62,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int) -> None:
-        """Drop the cache and change its size. The prefix cache keeps its share. The next use allocates the memory."""
+        """Drop the cache and change its budget. The prefix cache keeps its share of it. The next use allocates the memory."""
         prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
         self.drop_cache()
         self.prefixes.budget_tokens = prefix_tokens

@@ -18,7 +18,7 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
     of pages. So no sequence has more pages than the scheduler charges for. Sharing only lowers the number of pages. A single
     sequence may exceed the budget, but not the budget rounded up to :data:`COLUMN_STEP`. A decode step that is launched
     before the tokens of the previous step are known may allocate one more page per running sequence. The prefix store charges
-    whole blocks, and a block is a whole number of pages. The spare page is added to these pages.
+    whole blocks, and a block is a whole number of pages. The result includes the spare page.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(

@@ -162,7 +162,7 @@ class PagedCache(KVCache):
                 self.states.copy(move.source, torch.tensor([move.target], device=self.device))
 
     def keep(self, rows: int) -> None:
-        """Free the pages of all rows after the first ``rows`` rows."""
+        """Free the pages of all but the first ``rows`` rows."""
         for row in range(rows, self.slots):
             self.cut(row, 0)
 
@@ -175,7 +175,7 @@ class PagedCache(KVCache):
         return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Make rows begin with the first ``length`` tokens of a snapshot, which must be a whole number of pages."""
+        """Make rows begin with the first ``length`` tokens of a snapshot. ``length`` must be a multiple of the page size."""
         if snapshot.allocator is not self.allocator:
             raise EngineError(
                 "a prefix was cached before the KV cache was released; clear the prefix store when releasing the cache"
@@ -211,7 +211,7 @@ class PagedCache(KVCache):
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the cells [N] in the flat pool of ``positions`` [N] of ``rows`` [N]. Position -1 maps to the spare page."""
+        """Return the flat-pool cells [N] of ``positions`` [N] in ``rows`` [N]. Position -1 maps to the spare page."""
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
         cells = pages * self.page_size + at % self.page_size
