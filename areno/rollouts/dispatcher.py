@@ -175,17 +175,16 @@ class BatchDispatcher:
         rows: Sequence[dict[str, Any]],
         workflow: Any,
         should_accept_fn: Accept | None = None,
-        first_id: int | None = None,
+        repeats: bool = False,
     ) -> list[Trajectory]:
         """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
-        ``first_id`` is the id of the first row's task; equal ids have equal seeds. None continues the ids.
+        With ``repeats``, task ids and therefore seeds are the same in each call.
         """
         plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
             self._use(plan)
-            if first_id is not None:
-                self._next_id = first_id
+            self._next_id = 0 if repeats else self._next_id
             tasks = [self._enqueue(data, plan) for data in rows]
             self._pump()
         ids = {task.id for task in tasks}
@@ -209,7 +208,7 @@ class BatchDispatcher:
             self._closed = True
             workflows, self._workflows = self._workflows, []
         for task in list(self._running.values()):
-            _cancel(task)
+            task.cancel()
         for workflow in workflows:
             if hasattr(workflow, "aclose"):
                 with contextlib.suppress(TimeoutError):  # an episode blocks the loop; closing the loop reports it
@@ -301,7 +300,7 @@ class BatchDispatcher:
             for task in [task for task in self._running.values() if task.plan != plan]:
                 del self._running[task.id]
                 self.staleness.withdraw()
-                _cancel(task)
+                task.cancel()
                 again.append(task)
             for task in [task for task in self._finished if task.plan is not None and task.plan != plan]:
                 self._finished.remove(task)
@@ -493,16 +492,8 @@ class BatchDispatcher:
             ]
             oldest = min(self._running.values(), key=lambda task: task.order, default=None)
             if oldest is not None:
-                parts.append(
-                    f"the oldest is episode {oldest.id}, running for {time.monotonic() - oldest.began_s:.0f} s"
-                )
-            if self._paused:
-                parts.append("paused")
+                running_s = time.monotonic() - oldest.began_s
+                parts.append(f"the oldest is episode {oldest.id}, running for {running_s:.0f} s")
             load = self.client.engine.load()
-            parts.append(f"engine: {load.running} samples running, {load.waiting} waiting")
-            return "; ".join(parts)
-
-
-def _cancel(task: EpisodeTask) -> None:
-    if task.future is not None:
-        task.future.cancel()
+            paused = "paused; " * self._paused
+            return "; ".join([*parts, f"{paused}engine: {load.running} samples running, {load.waiting} waiting"])

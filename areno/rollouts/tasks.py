@@ -41,6 +41,11 @@ class EpisodeTask:
     future: Future[Trajectory] | None = None  # future of the episode's coroutine
     trajectory: Trajectory | None = None  # the result; None for a rejected episode, which only dynamic batches keep
 
+    def cancel(self) -> None:
+        """Cancel the episode if it has started."""
+        if self.future is not None:
+            self.future.cancel()
+
 
 class Rejected(Exception):  # noqa: N818  (an outcome, not an error)
     """An episode was rejected. The exception's argument is a :data:`Rejection`."""

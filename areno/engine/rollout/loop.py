@@ -455,8 +455,7 @@ class RolloutLoop:
         outcome.failed.update(grammar_errors(sequences))
 
     def _settle(self, outcome: DecodeOutcome) -> None:
-        # Failures first: a sample may fail with its last token. Other requests continue.
-        for group, error in outcome.failed.items():
+        for group, error in outcome.failed.items():  # first, because a sample may fail with its last token
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
                 group.future.set_exception(error)

@@ -414,7 +414,7 @@ class PPOTrainer(ExperimentTrainer):
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
         with self.fleet.generating():
-            trajectories = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow, first_id=0)
+            trajectories = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow, repeats=True)
         self._score_rewards(trajectories)
         samples = [row for t in trajectories for row in samples_of(t)]
         rewards = [reward_of(row) for row in samples]

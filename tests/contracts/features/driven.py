@@ -147,13 +147,15 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "routing replay": lambda run: run.column("routed_experts_changed") != [],
     "configurable policy loss (DAPO, CISPO, SAPO, M2PO, IcePop)": lambda run: run.knobs["knobs"].eps_clip_higher == 0.3,
     "label smoothing of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
-    "reference of DPO, scored once and kept on disk": lambda run: (
+    "log-probs of DPO's reference, cached on disk": lambda run: (
         run.losses == {"dpo_loss_fn"} and any(cache_folder(CACHE_KIND).iterdir())
     ),
     "preference training without a reference (SimPO)": lambda run: run.losses == {"simpo_loss_fn"} and not run.scored,
     "asynchronous rollout": lambda run: max(run.column("staleness/max", "staleness_max"), default=0) == 1,
     "rollout replicas": lambda run: run.replicas == 2,
-    "alternating generation and training on one device": lambda run: run.replicas == 0 and run.column(*REWARD) != [],
+    "alternating generation and training on the same devices": lambda run: (
+        run.replicas == 0 and run.column(*REWARD) != []
+    ),
     "workflows": lambda run: {*run.column(*REWARD)} == {0.25},
     "handling of failing rewards": lambda run: sum(run.column("reward_errors", "rollout/failed")) > 0 < run.done,
     "agents": lambda run: {*run.column("agent_turns_mean", "num_turns/avg")} == {3.0},

@@ -55,7 +55,7 @@ RUN_POLICY = (
     " rollout.scheduling_strategy.target=actor rollout.scheduling_strategy.fork=false reward.fn={functions}:letters"
     " actor.reward_norm.mean_level=group"
 )
-IN_TURN = ["reward function", "alternating generation and training on one device"]
+IN_TURN = ["reward function", "alternating generation and training on the same devices"]
 PLAIN = {
     "flags": (SFT, ["shared prompts computed once in training"]),
     "yaml": (RUN_SFT, ["saving in the background"]),
@@ -136,7 +136,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml terminal": (RUN_SFT + " total_train_steps=1", "live display on a terminal"),
     "flags pairs": (
         TRAIN + " --algo dpo --batch-size 6 --max-steps 1 --dpo-label-smoothing 0.1",
-        "label smoothing of DPO, reference of DPO, scored once and kept on disk",
+        "label smoothing of DPO, log-probs of DPO's reference, cached on disk",
     ),
     "flags simpo": (
         TRAIN + " --algo simpo --batch-size 6 --max-steps 1",
@@ -144,7 +144,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "yaml pairs": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.label_smoothing=0.1 ref.path={ckpt}",
-        "label smoothing of DPO, reference of DPO, scored once and kept on disk",
+        "label smoothing of DPO, log-probs of DPO's reference, cached on disk",
     ),
     "yaml simpo": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.algorithm=simpo",
