@@ -1,7 +1,8 @@
 """AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or masters are in fp32.
 
-Each step computes in fp32 and rounds the moments to the nearest bf16 number. The weights or masters are not rounded to
-bf16, because an update of a thousandth of a weight would be lost.
+Each step computes in fp32. The first moment is rounded to the nearest bf16 number. The second moment is rounded up or down at
+random, because it changes by less than the spacing of bf16 numbers in a step, so nearest rounding would never let it shrink.
+The weights or masters are not rounded to bf16, because an update of a thousandth of a weight would be lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from areno.engine.train.adam_8bit import move
 
 _CHUNK = 1 << 20  # numbers converted to fp32 at a time
-WORKING_BYTES = 16 * _CHUNK
+WORKING_BYTES = 28 * _CHUNK
+_HASH = (0x1B873593, 0x4CF5AD43, 0x3C6EF372)  # odd or arbitrary constants below 2^31
 
 
 class AdamBf16(torch.optim.Optimizer):
@@ -55,7 +57,7 @@ class AdamBf16(torch.optim.Optimizer):
             m, v = mean.float(), square.float()
             move(w, g, m, v, group, int(state["step"]))
             mean.copy_(m)
-            square.copy_(v)
+            square.copy_(_rounded(v, int(state["step"])))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of ``state_dict()``. PyTorch's method would convert the moments to fp32."""
@@ -64,3 +66,15 @@ class AdamBf16(torch.optim.Optimizer):
         for index, saved in state_dict["state"].items():
             home = parameters[index].device
             self.state[parameters[index]] = {name: value.to(home) for name, value in saved.items()}
+
+
+def _rounded(values: Tensor, step: int) -> Tensor:
+    """Round fp32 values to bf16 numbers, up with a probability equal to the fraction that rounding down would drop.
+
+    The random bits are a hash of the value and the step, so that every layout and a resumed run round alike.
+    """
+    bits = values.view(torch.int32)
+    noise = (bits ^ (step * _HASH[2] % 2**31)) * _HASH[0]
+    noise = (noise ^ (noise >> 15)) * _HASH[1]
+    noise = (noise >> 13) & 0xFFFF
+    return ((bits + noise) & ~0xFFFF).view(torch.float32)

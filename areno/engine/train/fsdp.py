@@ -28,6 +28,8 @@ from areno.engine.train.optimizer import (
 )
 from areno.engine.train.state_files import SavedState, StatePart
 
+_CHUNK = 1 << 22  # numbers converted to fp64 at a time
+
 
 class FullyShardedAdamW(Optimizer):
     """AdamW over this rank's shards. All ranks must make the same calls, and no weights may be gathered during a call."""
@@ -86,7 +88,8 @@ class FullyShardedAdamW(Optimizer):
                     self.peers.tensor.all_reduce(gradient)
                 if tied:
                     self.peers.ends.all_reduce(gradient)
-                numbers = [gradient.double().square().sum(), torch.count_nonzero(gradient), gradient.numel()]
+                square = sum(part.double().square().sum() for part in gradient.reshape(-1).split(_CHUNK))
+                numbers = [square, torch.count_nonzero(gradient), gradient.numel()]
                 copies = self._copies(parameter) * (2 if tied else 1)
                 totals += torch.tensor(numbers, dtype=torch.float64, device=totals.device) / copies
                 share.grad = gradient.to(share.device)
