@@ -2,7 +2,7 @@
 
 - ``trainer``: ``areno.Trainer``; ``sampler``: generation inside a ``session``; ``backend``: runs the models.
 - ``run_training``: whole runs, for ``areno train`` and ``areno eval``; ``trainers``: the steps of ``areno train``.
-- ``replay``: ``areno replay`` of a run of ``areno train``.
+- ``replay``: ``areno replay`` for runs of ``areno train``.
 - ``agentic``: agents; ``datasets`` and ``dataset_files``: rows from paths and hub references.
 - ``evaluation``: evaluates a policy on held-out prompts; ``server_evaluation``: evaluates a model on a server.
 - ``rewards``: the reward runner of a run; ``records``: what reward functions receive.

@@ -138,7 +138,7 @@ def seed_table(values: Any, prompts: int, samples: int) -> list[list[int]]:
     if len(rows) != prompts or any(len(row) != samples for row in rows):
         lengths = sorted({len(row) for row in rows})
         raise ValueError(
-            f"seeds must have {samples} seeds for each of {prompts} prompts, got {len(rows)} lists of {lengths}"
+            f"seeds must have {samples} seeds for each of {prompts} prompts, got {len(rows)} lists of lengths {lengths}"
         )
     return rows
 

@@ -1,7 +1,7 @@
-"""Reads data files into ``datasets.Dataset``: JSON, JSONL, CSV, TSV, Parquet and Arrow, and folders of them.
+"""Reads JSON, JSONL, CSV, TSV, Parquet and Arrow files, and folders of them, into ``datasets.Dataset``.
 
 Unlike the builders of ``datasets``, this module reads files into memory without a global cache, so that data is never
-stale. Errors report the line and key of a malformed row.
+stale. Errors say which row is malformed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, locate: Callable[[int], str]) -> pa.Table:
-    """Build a table with a column for every key of any row, in order of appearance. Missing values are None."""
+    """Build a table with one column per key, in order of appearance. Missing values are None."""
 
     def checked() -> Iterator[tuple[int, dict[str, Any]]]:
         for number, row in rows:

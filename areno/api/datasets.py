@@ -1,4 +1,4 @@
-"""Training datasets: loads rows from a path or the Hugging Face Hub, and encodes their prompts.
+"""Loads datasets from a path or the Hugging Face Hub, and encodes their prompts.
 
 :mod:`areno.api.dataset_files` reads local data. A reference that looks like a path is never looked up on the Hub.
 """
@@ -122,7 +122,7 @@ def iter_prompt_batches(
         context_limit: maximum tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
         prompt_key: key of the prompt, a string or a list of chat messages.
         solutions_key: key of the reference answer; may be missing.
-        order: row indices in visiting order; None means the order of the file.
+        order: row indices in visiting order; None means the order of ``rows``.
         start: first position in ``order``.
         source: name of the data in error messages.
 
@@ -167,7 +167,7 @@ def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int
     if context_limit is None or context_limit > max_prompt_tokens:
         return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
     return context_limit - 1, (
-        f"{context_limit - 1} tokens, which leave room for an answer in a context of {context_limit} (the model's limit, "
+        f"the {context_limit - 1} tokens that leave room for an answer in a context of {context_limit} (the model's limit, "
         "or --max-context-len)"
     )
 

@@ -1,6 +1,6 @@
 """Evaluates a policy on held-out prompts, during training and in ``areno eval``.
 
-A sample's seed depends only on the run's seed, the prompt index and the sample index. Evaluations of different
+A completion's seed depends only on the run's seed, the prompt index and the sample index. Evaluations of different
 checkpoints can therefore be compared sample by sample. Training uses separate seeds, so an evaluation does not affect training.
 """
 
@@ -34,7 +34,7 @@ class EvalAnswer:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the answer. A server that returns no tokens reports this number."""
+        """Number of tokens of the answer. A server reports this number instead of the tokens."""
         return int(self.record.metadata.get("response_len", len(self.sequence.resp_tokens)))
 
 

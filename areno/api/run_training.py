@@ -262,7 +262,7 @@ def _checkpoint(options: TrainOptions) -> Path | None:
 
 
 def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
-    """Create the SDK trainer. A resumed run loads its checkpoint instead of ``--ckpt``."""
+    """Create the SDK trainer. A resumed run without LoRA loads its checkpoint instead of ``--ckpt``."""
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,

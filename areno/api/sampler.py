@@ -96,7 +96,7 @@ class Sampler:
         return self._backend
 
     def init(self) -> None:
-        """Load the tokenizer and the model. Call this once before other methods, and again after :meth:`close`."""
+        """Load the tokenizer and the model. Call this before other methods. It may be called again after :meth:`close`."""
         if self._backend is not None:
             raise EngineError(
                 "the trainer is already initialized; loading the model again would discard its training. "
@@ -190,8 +190,8 @@ class Sampler:
         Raises:
             EngineError: called outside a rollout session.
             TypeError: an argument is of the wrong type.
-            UsageError: a prompt is longer than ``sampling_params.max_prompt_len`` or than the model's context, or has an id
-                outside the vocabulary.
+            UsageError: a prompt is empty, is longer than ``sampling_params.max_prompt_len``, leaves no room for an answer, or
+                has an id outside the vocabulary.
             ValueError: ``n_samples`` is below 1, or ``seeds`` has the wrong shape.
         """
         futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)

@@ -1,4 +1,4 @@
-"""Evaluates a model on an OpenAI-compatible server, with the rewards of a run."""
+"""Evaluates a model on an OpenAI-compatible server with a reward function."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The rollout session. Generation is allowed only while a session is open.
 
 With ``proxy=True`` the session serves the model to agents on a free loopback port, with the server of ``areno serve``.
-Pass the session to an agent as its ``ctx``. See :mod:`areno.api.agentic` for the recorded responses.
+Pass the session to an agent as its ``ctx``. See :mod:`areno.api.agentic`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """API key shared by all samples; the content of a request identifies its sample."""
+        """API key shared by all samples; the content of a request determines its conversation."""
         return self.agent_context.api_key
 
     @property

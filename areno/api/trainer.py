@@ -85,7 +85,7 @@ class Trainer(Sampler):
         seed: int | None = None,
         disable_thinking: bool = False,
     ) -> RolloutSession:
-        """Create the context for generation: ``async with trainer.rollout_session(..., proxy=False)``, or ``with``.
+        """Create a session for generation, to be opened with ``async with`` or ``with``.
 
         Args:
             sampling_params: default generation controls.
@@ -192,8 +192,8 @@ class Trainer(Sampler):
             micro_bs: rows per forward pass.
 
         Returns:
-            One value per token of each row. Entry i is the value after tokens 0 to i, so the baseline of response token
-                i is entry i - 1.
+            One value per token of each row. Entry i is the value after tokens 0 to i, so the baseline of token i is
+            entry i - 1.
 
         Raises:
             EngineError: there is no such role, or it is of another kind.

@@ -103,7 +103,7 @@ class Backend(Generator, Protocol):
     ) -> list[list[float]]:
         """Per row, the log-prob of each token given the tokens before it; entry 0 is 0.0.
 
-        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`). It applies to the actor only.
+        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`). Pass it only for the actor.
         """
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
@@ -151,4 +151,4 @@ class Backend(Generator, Protocol):
         """
 
     def close(self) -> None:
-        """Release all models and stop all rank processes."""
+        """Stop generation, free the KV cache, and stop all rank processes."""

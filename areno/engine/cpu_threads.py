@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 _FIRST_S = 0.3
-# Hysteresis: smaller differences between free cores and threads are ignored. The second number is a share of the maximum.
+# Hysteresis: smaller differences between free cores and threads are ignored. The second number is a share of ``most``.
 _LEAST_CHANGE = 0.6
 _LEAST_SHARE = 0.05
 
@@ -42,10 +42,10 @@ class CpuThreads:
         self._decided_at: float | None = None
 
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
-        """Declare that ``processes`` processes of a run divide the cores evenly.
+        """Declare that the cores are divided evenly among ``processes`` processes of a run.
 
         ``root_pid`` identifies the process that started these processes; None means this process. ``fixed`` keeps
-        their thread count constant; None keeps it constant only if ``OMP_NUM_THREADS`` is set.
+        the thread count constant; None does so only if ``OMP_NUM_THREADS`` is set.
         """
         self._sharing, self._root_pid = processes, root_pid or os.getpid()
         self._fixed = self._fixed if fixed is None else fixed
@@ -55,7 +55,7 @@ class CpuThreads:
         """Start adapting the thread count to the load, unless this has already started.
 
         Call this method before loading a model, because the CPU load during loading determines the first count. The
-        maximum is the calling thread's count, limited to the cores that the process may use.
+        maximum is the calling thread's count or the number of usable cores, whichever is smaller.
         """
         if self.adapts:
             return

@@ -1,4 +1,4 @@
-"""Device selection per thread and rank, and host-device transfers that avoid synchronization."""
+"""Device selection per thread and rank, and host-device transfers with little synchronization."""
 
 import os
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
-    """Return one device per rank of an engine: the ``chosen`` GPUs, or consecutive GPUs from ``first`` on.
+    """Return one device per rank of an engine: the CPU, the ``chosen`` GPUs, or consecutive GPUs from ``first`` on.
 
     Raises UsageError if there are too few GPUs, or if the length of ``chosen`` is not the number of ranks.
     """

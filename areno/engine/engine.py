@@ -1,4 +1,4 @@
-"""All models of a run on one device. The actor generates and trains. The other roles score rows, and some also train.
+"""All models of a run on one device. The actor generates, trains or does both. The other roles score rows, and some also train.
 
 Rollout and training share the actor's module, so a rollout needs no weight transfer. ``version`` counts optimizer
 steps. Every generated token carries the version of the weights that sampled it.
@@ -124,7 +124,7 @@ class Engine:
             raise UsageError(f"{option}: speculative decoding is not supported on GPUs; use --speculate 0")
         if tp_size > 1:
             raise UsageError(
-                f"{option} with --tp-size {tp_size}: speculative decoding needs --tp-size 1; use that, or --speculate 0"
+                f"{option} with --tp-size {tp_size}: speculative decoding cannot be sharded; use --tp-size 1 or --speculate 0"
             )
         if not can_roll_back:
             raise UsageError(
@@ -192,7 +192,10 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights until :meth:`end_rollout`, :meth:`train` or :meth:`measure`. All ranks must call this."""
+        """Gather sharded weights. They stay gathered until the end of the rollout or the next :meth:`train` or :meth:`measure`.
+
+        All ranks must call this method.
+        """
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
@@ -238,7 +241,7 @@ class Engine:
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return, by ``observed`` number, the token records of the rows on which the actor has trained since the last call."""
+        """Return the token records collected from observed rows since the last call, by ``observed`` number."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

@@ -21,7 +21,8 @@ class EngineConfig:
 
     ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``auto`` loads the
     decode step from disk if an earlier run has compiled it. Otherwise, ``auto`` compiles the step in the background if the
-    remaining work justifies the compilation. ``compiled`` compiles the step before the first token; ``eager`` never does.
+    remaining work justifies the compilation. ``compiled`` loads or compiles the step before the first token; ``eager`` does
+    neither.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

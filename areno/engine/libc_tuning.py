@@ -10,7 +10,7 @@ must be faulted in again. In a step on 64 rows with a model of 135 M parameters,
 on two cores from 14.6 s to 22 s. Large tensors therefore come from a caching allocator
 (:mod:`areno.engine.kernels.cpu_memory`). If the allocator cannot be compiled, glibc retains memory in one untrimmed
 heap. The fragmentation of this heap raises the memory peak by 33% to 100%. When the system runs short of memory, the
-retained memory is returned to the system before each pass.
+retained memory is returned to the system before each training pass.
 """
 
 import ctypes

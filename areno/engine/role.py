@@ -40,7 +40,7 @@ class Role:
     name: str
     path: str
     kind: ModelKind
-    model: PackedModel  # shared by frozen roles of the same checkpoint
+    model: PackedModel  # shared by frozen roles of the same checkpoint and kind
     optimizer: Optimizer | None = None  # None for a frozen role
     activation_checkpointing: bool | None = True
     peers: RankContext = field(default_factory=RankContext)
@@ -103,7 +103,7 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        Raises EngineError if values or rewards are requested from a policy, or log-probs from another kind of model.
+        Raises EngineError if values or rewards are requested from a policy, or log-probs from a critic or reward model.
         Raises UsageError if :meth:`check` rejects a row. Raises ValueError unless there is one temperature in total or
         one per row.
         """
@@ -122,8 +122,8 @@ class Role:
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
         """Copy the weights to host memory, and return a function that saves the copy while training continues.
 
-        The function writes the same files as :meth:`save_model`. Returns None for an adapter, which is small, and for
-        a model on several ranks.
+        The function writes the same files as :meth:`save_model`. For an adapter, which is small, and for a model on
+        several ranks, None is returned instead of a function.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None

@@ -19,7 +19,7 @@ from areno.engine.train.outputs import last_tokens
 from areno.engine.train.replay import replay_of
 from areno.types.routing import RoutingRecord
 
-# Maximum tokens per scoring forward pass.
+# Maximum tokens per scoring forward pass of several rows.
 MAX_TOKENS = 16384
 
 TokenRows = Sequence[Sequence[int]]

@@ -1,4 +1,4 @@
-"""Losses and advantages as pure functions of tensors, without trainer, engine or I/O.
+"""Losses and advantages, without trainer, engine or I/O.
 
 - ``loss_interface``: inputs and outputs of a loss, and ``reduces_over``.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
@@ -8,7 +8,7 @@
 - ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
 - ``stats``: exactly aggregated statistics; ``units``: losses that are means over tokens or pairs.
 
-To add a loss, write a function with the interface of ``loss_interface``. List this function in the ``SPEC`` of a new
+To add a loss, write a function with the interface of ``loss_interface``. Name this function in the ``SPEC`` of a new
 file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in your own file for ``--algo FILE.py:NAME``. See
 docs/algorithms.md#your-own. This package needs no change.
 """

@@ -1,4 +1,4 @@
-"""Advantage estimators compute one number per sample from the rewards of the sample's group.
+"""Advantage estimators compute one number per sample from the rewards of its group or batch.
 
 An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step. ``groups`` holds the prompt
 index of each sample. Equal rewards always give exactly zero, so that rounding errors never become a learning signal.

@@ -1,6 +1,6 @@
 """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
 
-The computation is in float64, because each advantage sums over thousands of later tokens.
+The computation is in float64, because an advantage may sum over thousands of later tokens.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""GRPO: group-relative policy optimization with token-level importance ratios (Shao et al. 2024, arXiv:2402.03300).
-
-The clipped objective is :meth:`areno.loss_fns.clipping.Clip.objective`. The docstring of :mod:`areno.loss_fns` explains how to
-add a loss.
-"""
+"""GRPO: group-relative policy optimization with token-level importance ratios (Shao et al. 2024, arXiv:2402.03300)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``. A is the length of the action axis. Keys exist only for lists that the rows have."""
+    """Keys of ``data_pack``. A is the length of the action axis. Lists that the rows lack have no key."""
 
     packed_response_mask: Tensor  # bool [A], tokens that count
     packed_logprobs: Tensor  # rollout log-probs [A]
@@ -34,7 +34,7 @@ class DataPack(TypedDict, total=False):
     packed_returns: Tensor  # value targets [A]
     packed_seq_ids: Tensor  # sequence of each action, 0 to packed_num_sequences - 1 [A]
     packed_num_sequences: int  # sequences in the microbatch
-    packed_entropy: Tensor  # [A], without gradient, 0 outside the mask; for losses declared with ``entropy=True``
+    packed_entropy: Tensor  # entropy [A], without gradient, 0 outside the mask; for losses with ``entropy=True``
     packed_min_logits: Tensor  # minimum logit [A], without gradient, 0 outside the mask; with ``bounds=True``
     packed_max_logits: Tensor  # maximum logit [A], likewise
     packed_tokens: Tensor  # token of each action [A]
@@ -76,7 +76,7 @@ def reduces_over(
     Args:
         unit: the unit, or a function that returns the unit, given the keyword arguments bound by ``functools.partial``.
         entropy: request ``packed_entropy``, which costs one more pass over the logits.
-        bounds: request ``packed_min_logits`` and ``packed_max_logits``, at the same cost.
+        bounds: request ``packed_min_logits`` and ``packed_max_logits``, which cost another pass.
     """
 
     def declare(fn: F) -> F:

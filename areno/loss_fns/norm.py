@@ -1,7 +1,7 @@
 """Normalization of rewards or advantages over a batch or over groups.
 
-Each entry has a group id, so groups may differ in size. The computation is in float64 and relative to the minimum of
-each group, so that equal numbers give exactly zero.
+Each entry has a group id, so groups may differ in size. The computation is in float64. Centering subtracts the minimum
+first, so that equal numbers give exactly zero.
 """
 
 from collections.abc import Sequence

@@ -34,16 +34,16 @@ from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 
 @dataclass
 class PolicyLossConfig(PolicyLossOptions):
-    """Settings of :func:`policy_loss_fn`, which can be pickled.
+    """Picklable settings of :func:`policy_loss_fn`.
 
-    With ``m2_threshold`` the data pack must have ``packed_keep``, True for the tokens that M2PO keeps.
+    With ``m2_threshold``, the data pack must have ``packed_keep``, True for the tokens that M2PO keeps.
 
     Raises:
         ValueError: a setting is out of range, contradicts another, or would have no effect.
     """
 
     rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behavior in the decoupled loss
-    rl_loss_weight: float = 1.0  # weight of the policy loss in addition to distillation; 0: distillation only
+    rl_loss_weight: float = 1.0  # weight of the policy loss; 0: distillation only
     distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 disables distillation
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ def policy_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = (1 / N) sum over response tokens of w_t l_t. N is the number of response tokens in the optimizer step.
+    """L = (rl_loss_weight / N) sum over response tokens of w_t l_t. N is the number of response tokens in the optimizer step.
 
     The ratio rho is pi / pi_p per token, or its geometric mean over the kept tokens of a sequence. l_t is
 
@@ -114,8 +114,9 @@ def policy_loss_fn(
     rejection sampling or M2PO masks; these tokens have w = 0.
 
     Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
-    response tokens. This score-function term has the unbiased gradient of the per-token reverse KL divergence to the
-    teacher. The KL term adds kl_coef times the mean KL divergence to the reference over all response tokens.
+    response tokens. The gradient of this score-function term is an unbiased estimate of the gradient of the per-token
+    reverse KL divergence to the teacher. The KL term adds kl_coef times the mean KL divergence to the reference over all
+    response tokens.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and

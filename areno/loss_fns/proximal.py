@@ -1,6 +1,6 @@
 """Approximations of the proximal policy (the policy before the update) without an extra forward pass.
 
-Version v_b of the policy sampled a token, and the update produces version v. The approximation assumes that the policy
+Version v_b of the policy sampled a token, and the update produces version v. The interpolation assumes that the policy
 changes at a constant rate from v_b to v. The proximal policy has version v - 1, which is the fraction alpha = (v - 1 -
 v_b) / (v - v_b) of the way.
 """
@@ -60,7 +60,7 @@ def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
 def approximation_metrics(
     behavior: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
-    """Errors of each approximation over the tokens of ``mask``, compared with the log-probs of a forward pass.
+    """Errors of each approximation relative to the log-probs of a forward pass, over the tokens of ``mask``.
 
     Names are ``compute_logp/...``. The metrics include :func:`divergences`. For each approximation, they include the
     errors of the log-prob and of the two ratios computed from the log-prob.

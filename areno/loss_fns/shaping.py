@@ -20,7 +20,7 @@ from areno.loss_fns.kl import kl_penalty
 from areno.loss_fns.rejection import second_moment_keep
 from areno.types import TrainSequence
 
-# Bounds the KL reward, so that one token cannot outweigh the task reward.
+# Bounds the KL of a token, so that one token cannot outweigh the task reward.
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
@@ -35,8 +35,8 @@ class RewardShaping:
 
     ``overlong_reward_penalty`` subtracts a penalty that grows linearly to ``overlong_penalty_factor`` over the last
     ``overlong_tokens`` of ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With
-    ``mask_no_eos_with_zero`` a truncated answer has no task reward and no advantage, and ``adv_norm`` ignores the
-    answer. Remove such rows from the update with :func:`untruncated`. With ``bootstrap_truncated`` the return after the
+    ``mask_no_eos_with_zero``, a truncated answer has no task reward and no advantage, and ``adv_norm`` ignores the
+    answer. Remove such rows from the update with :func:`untruncated`. With ``bootstrap_truncated``, the return after the
     last token of a truncated answer is the critic's value at this token; otherwise the return is 0.
 
     Raises:
@@ -116,7 +116,7 @@ def shape_advantages(
     """Set the ``advantages`` and ``returns`` of each row and, with a critic, the ``values``.
 
     Args:
-        rows: have ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
+        rows: need ``reward``, ``group``, ``truncated``; with a KL reward ``logprobs`` and ``ref_logprobs``. Changed in place.
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:

@@ -63,7 +63,7 @@ class Count:
 class TokenFlags:
     """One flag per action, bool [A]. Reports no scalar.
 
-    The flags ``clipped`` of a loss mark the tokens whose gradient the clip range removed. Recorded samples show these
+    The flags ``clipped`` of a loss mark the tokens whose gradient was removed by clipping. Recorded samples show these
     flags.
     """
 

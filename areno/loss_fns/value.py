@@ -1,4 +1,4 @@
-"""The critic's loss: squared error against the returns, with value clipping (Schulman et al. 2017, arXiv:1707.06347)."""
+"""The critic's loss: squared error against the returns (Schulman et al. 2017, arXiv:1707.06347), with value clipping."""
 
 import torch
 from torch import Tensor

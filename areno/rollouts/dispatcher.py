@@ -364,7 +364,7 @@ class BatchDispatcher:
         return trajectory
 
     def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:
-        """Handle the end of an episode. Called in the event loop's thread, or in the thread that cancels the episode."""
+        """Handle the end of an episode. Called in any thread."""
         with self._changed:
             if self._running.get(task.id) is not task:
                 return  # the task was withdrawn

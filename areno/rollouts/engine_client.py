@@ -1,7 +1,7 @@
 """The client through which workflows use an engine. It is asynchronous, and works with any :class:`RolloutEngine`.
 
 Every sampled token comes with its log-prob and the version of the weights that sampled the token. If the weights are updated
-while an answer is generated, the remaining tokens of the answer have the new version.
+while an answer is generated, the tokens of the answer can have different versions.
 """
 
 import asyncio

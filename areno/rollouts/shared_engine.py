@@ -48,7 +48,7 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future per request. The future of an invalid request raises the error.
+        """Queue requests, and return one future per request. The error of an invalid request is raised by its future.
 
         Raises:
             EngineError: the rollout is closed.

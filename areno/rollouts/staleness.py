@@ -1,15 +1,16 @@
 """Limits the number of started episodes in ``areno run``, and thereby the staleness of the tokens in a batch.
 
-``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode is a prompt group. The capacity has two limits:
+``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode generates one prompt group. The capacity
+has two limits:
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` episodes
-were admitted earlier. If batches used episodes in the order of admission, the episode would be used at version ``eta + v`` at
-the latest. A long episode may be used later, because shorter episodes overtake it. Therefore, :func:`too_old` checks each
-trajectory.
+Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` earlier
+episodes are running, accepted or claimed. If batches used episodes in the order of admission, the episode would be used at
+version ``eta + v`` at the latest. A long episode may be used later, because shorter episodes overtake it. If the dispatcher has
+a ``max_staleness``, it therefore checks each trajectory with :func:`too_old`.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors with one row per sample, or several rows for a sample with several turns.
+A trajectory is a dictionary of tensors. A sample has one row; a sample with several turns may have several rows.
 
 Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for tokens to train on), ``logprobs`` (float32, 0 for
 tokens that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask``

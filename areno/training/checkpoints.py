@@ -7,7 +7,7 @@ A checkpoint is a folder that ``areno.storage.checkpoint_folder`` writes under a
     rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
 
 A checkpoint is verified before it is used. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading
-never runs code from a file. A search for checkpoints creates no folder.
+never runs code from a file.
 """
 
 import os
@@ -133,7 +133,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if a path of the checkpoints belongs to another user except root, or all users can write to it."""
+    """Raise CheckpointError if a path of the checkpoints belongs to neither this user nor root, or is writable by all users."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}

@@ -69,7 +69,7 @@ class TrainingLoop(ABC):
     rollouts: RolloutFiles | None = None  # saves the rows of each step; None saves none
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
-        """Set the components that the loop uses. ``checkpoints`` are created if not given."""
+        """Set the components that the loop uses. By default, ``checkpoints`` is created from ``spec``."""
         self.spec, self.backend, self.report = spec, backend, report
         self.stop = StopController()
         self.state = RunState()

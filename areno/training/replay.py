@@ -115,6 +115,6 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
 
 
 def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
-    """Return (recorded, replayed) for update statistics except times and speeds; recorded is None if unrecorded."""
+    """Return (recorded, replayed) for each update statistic except times and speeds; recorded is None if unrecorded."""
     names = [name for name in replayed if name.startswith(STATISTICS) and not name.endswith(_MEASURED)]
     return {name: (recorded.get(name), replayed[name]) for name in names}

@@ -33,7 +33,7 @@ class StepOutcome:
     stats: dict[str, float]  # scalar statistics
     timings: dict[str, float] = field(default_factory=dict)
     rewards: list[float] | None = None  # reward of each kept sample; None without rewards
-    groups: list[int] | None = None  # prompt index of each of these samples
+    groups: list[int] | None = None  # prompt index of each kept sample
     sample: ShownSample | None = None  # a sample to show
     skipped_long: int = 0  # over-long prompts skipped for this step
     sequences: float | None = None  # number of trained sequences; None: the number of rows

@@ -1,7 +1,7 @@
 """Conversion of training rows to flat arrays and back, and of recorded samples to rows, for training on a step again.
 
-The per-token lists of all rows are concatenated; ``lengths`` holds the length of each row. Their numbers are stored exactly, in
-32 bits if possible and otherwise in 64 bits.
+The per-token lists of all rows are concatenated; ``lengths`` holds the length of each row. Floats are stored as
+float32 if this is exact, and otherwise as float64.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 ``default/epoch{E}epochstep{S}globalstep{G}``.
 
 Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving blocks training
-only while the weights are copied. A thread then writes the copy.
+while the weights are copied, and first waits for the role's previous save. A thread then writes the copy.
 """
 
 import logging

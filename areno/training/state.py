@@ -1,4 +1,4 @@
-"""The state of a run besides the weights and the optimizer state, sufficient for an exact resume."""
+"""The state of a run that, with the weights and the optimizer state, suffices for an exact resume."""
 
 from __future__ import annotations
 

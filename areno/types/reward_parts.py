@@ -48,7 +48,7 @@ class RewardParts:
     """Computes weighted sums of reward parts. ``weights`` has the format of :func:`part_weights`; the default weight is 1.
 
     All records must have the same parts, because a part that some records lack cannot be averaged. Every part with a
-    weight must exist, because otherwise the name of the part is probably misspelled.
+    weight must exist; the name of a missing part is probably misspelled.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
@@ -69,8 +69,8 @@ class RewardParts:
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (
-                f"returned {', '.join(parts) or 'one number'}, without {', '.join(missing)}, which is in "
-                "--reward-weights (reward.weights) or in other records; return every part for every record, with 0 for a part "
-                "that does not apply"
+                f"returned {', '.join(parts) or 'one number'}, without {', '.join(missing)}, which --reward-weights "
+                "(reward.weights) or other records have; return every part for every record, with 0 for a part that does not "
+                "apply"
             )
         return None if math.isfinite(reward) else f"the weighted sum of its parts {dict(parts)} is {reward:g}"

@@ -93,6 +93,7 @@ class SamplingParams:
 
     Raises:
         ValueError: a value is outside its documented range.
+        TypeError: a value has the wrong type.
     """
 
     greedy: bool = False

@@ -34,7 +34,7 @@ class TrainSequence:
         loss_mask: True for tokens that count in the loss. None: all tokens for which ``prompt_mask`` is False.
         temperature: sampling temperature of the response, which training uses too. None: the temperature of ``logprobs`` if
             these are from a :class:`~areno.types.RolloutSequence`, else 1.
-        group: prompt index of the row in its batch.
+        group: index of the row's prompt in the batch.
         truncated: whether the response ended at the token limit instead of EOS.
         prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.
@@ -45,7 +45,7 @@ class TrainSequence:
         observed: number under which the engine keeps the row's :class:`TokenRecord`; -1 if no record is kept.
 
     Raises:
-        ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
+        ValueError: ``tokens`` or ``prompt_mask`` is missing, a list has another length, or the temperature is not above 0.
     """
 
     # None is for the constructor only, where it means unset.
@@ -119,7 +119,7 @@ class TokenRecord:
     """
 
     logprobs: list[float]
-    clipped: list[bool] | None  # tokens without gradient because of the clip range; None if the loss does not mark them
+    clipped: list[bool] | None  # tokens without gradient because of clipping; None if the loss does not mark them
 
 
 @dataclass(slots=True)
@@ -134,10 +134,10 @@ class ModelRole:
         kind: prediction of the role: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
             sequence). ``auto`` means ``value`` if the name starts with ``critic`` or ``value``, ``reward`` if the name starts
             with ``reward``, and ``policy`` otherwise.
-        optimizer: other fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
+        optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
 
     Raises:
-        ValueError: the kind is unknown, or a frozen role has optimizer settings.
+        ValueError: a value is invalid, or a frozen role has optimizer settings.
     """
 
     name: str

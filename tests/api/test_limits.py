@@ -184,7 +184,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_skipped_and_counted(tokeni
     data = [{"prompt": "What is 1 plus 2? " * n} for n in (1, 20, 1)]
     [batch] = iter_prompt_batches(data, tokenizer, batch_size=8, max_prompt_tokens=1000, context_limit=60)
     assert (len(batch.items), batch.skipped_long) == (2, 1)
-    with pytest.raises(UsageError, match=r"longer than 3 tokens, which leave room for an answer in a context of 4"):
+    with pytest.raises(UsageError, match=r"longer than the 3 tokens that leave room for an answer in a context of 4"):
         list(iter_prompt_batches(data, tokenizer, batch_size=8, max_prompt_tokens=1000, context_limit=4))
 
 

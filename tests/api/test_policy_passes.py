@@ -233,7 +233,7 @@ def test_empty_responses_are_dropped_and_counted(tmp_path, tiny_checkpoint):
             return samples
 
         loop._rollout = all_empty
-        with pytest.raises(EngineError, match="all 12 responses are empty"):
+        with pytest.raises(EngineError, match="none of the 12 responses has a token"):
             step(loop)
 
 

@@ -228,7 +228,7 @@ def test_a_subprocess_that_dies_or_raises_costs_one_episode(engine):
 
     with pytest.raises(AgentError, match=r"its worker process died \(SIGKILL\)"):
         run(engine, Dying(), {"how": "die"}, mode="subproc")
-    with pytest.raises(AgentError, match=r"(?s)the agent's process failed: Traceback.*RuntimeError: my own mistake"):
+    with pytest.raises(AgentError, match=r"(?s)the agent failed: Traceback.*RuntimeError: my own mistake"):
         run(engine, Dying(), {"how": "raise"}, mode="subproc")
 
 

@@ -5,8 +5,7 @@ are retried. Each retry is a separate call with its own API key, thread and time
 ``retries`` retries are dropped, and their errors are reported.
 
 An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, together
-with the tasks that it started. A sync function cannot be cancelled, so its thread is abandoned and its API keys are
-revoked.
+with the tasks that it started. If a sync function times out, its thread is abandoned and its API keys are revoked.
 """
 
 import asyncio
@@ -141,7 +140,7 @@ def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
 
 @dataclass(slots=True)
 class CollectedSamples:
-    """Samples ordered by prompt and sample index, errors of failed samples, and the number of retried samples."""
+    """Samples ordered by prompt and sample index, errors of failed samples, and the number of retries."""
 
     samples: list[AgentSample] = field(default_factory=list)
     errors: dict[Place, str] = field(default_factory=dict)

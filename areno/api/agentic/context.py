@@ -12,7 +12,7 @@ class AgentContext:
     """Context of one agent call: its URL, its API keys, and the responses recorded under them.
 
     Attributes:
-        api_key: key shared by all samples of the call; the content of a request identifies its sample.
+        api_key: key shared by all samples of the call; the content of a request determines its conversation.
         sampling_params: default sampling parameters of requests.
         max_running_prompts: maximum number of samples decoded concurrently; None uses the trainer's limit.
     """

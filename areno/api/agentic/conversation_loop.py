@@ -1,6 +1,6 @@
 """The conversation loop of all environments, and the protocol of an environment.
 
-:func:`converse` alternates between the model's answers, the tools that the answers call, and the environment's steps.
+:func:`converse` cycles through the model's answer, the tools that the answer calls, and the environment's step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Environment(Protocol):
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once after each reset."""
+        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once per conversation, after the reset."""
         return ()
 
     def step(self, answer: Answer) -> Observation | Awaitable[Observation]:

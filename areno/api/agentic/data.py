@@ -92,7 +92,7 @@ class AgentTrajectoryTurn:
 
     item: AgentItem  # task of the turn
     messages: list[dict[str, Any]]  # request messages, in OpenAI's format
-    response: Any = None  # the server's response, or the last chunk of a stream: an object of the client, or a mapping
+    response: Any = None  # the server's response or the last chunk of a stream, as an object of the client or a mapping
     response_tokens: list[int] = field(default_factory=list)  # sampled token ids
     response_logprobs: list[float] = field(default_factory=list)
     parsed_tool_calls: list[Any] = field(default_factory=list)  # tool calls of the response, in OpenAI's format

@@ -63,7 +63,7 @@ def run_environment(
 
     ``make`` is the environment's class or a factory. See :func:`converse` for ``max_turns``, ``tool_choice`` and
     ``request``. Fields of ``request`` override the run's sampling parameters. The function yields an
-    ``AgentTrajectory`` for each finished sample. If a sample fails, its error is raised after all other samples have
+    ``AgentTrajectory`` for each finished sample. If samples fail, the first error is raised after all other samples have
     finished. Raises UsageError if the package ``openai`` is not installed.
     """
     try:

@@ -1,4 +1,4 @@
-"""Selection and configuration of backends. Does not import an engine."""
+"""Selection and configuration of backends. Does not import torch."""
 
 import importlib
 from collections.abc import Callable

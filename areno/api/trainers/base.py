@@ -177,7 +177,7 @@ class DatasetTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train on rows with the run's loss and batch sizes. Signals do not interrupt the update."""
+        """Train on rows with the run's loss and batch sizes. Only a second signal interrupts the update."""
         self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)

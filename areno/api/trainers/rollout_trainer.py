@@ -2,7 +2,7 @@
 
 A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the
 settings of the last two stages. A stop signal may interrupt a step before its first optimizer step, because the work up
-to this point can be repeated. Signals never interrupt an update. If an error interrupts an update, the step is not
+to this point can be repeated. Only a second signal interrupts an update. If an error interrupts an update, the step is not
 saved.
 """
 
@@ -239,7 +239,7 @@ class RolloutTrainer(DatasetTrainer):
         return result
 
     def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
-        """Write the samples that :func:`sample_records` selects to the run directory."""
+        """Write samples, selected by :func:`sample_records`, to the run directory."""
         computed = self.token_records()
         trajectories: list[Trajectory] | None = None
         if rows is not None:
@@ -326,9 +326,7 @@ class RolloutTrainer(DatasetTrainer):
         """Set the rewards, and drop samples without a reward or without a token to train on."""
         samples = [sample for sample in drawn if sample.rows]
         if not samples:
-            raise EngineError(
-                f"step {self.state.step}: all {len(drawn)} responses are empty, so there is nothing to train on"
-            )
+            raise EngineError(f"step {self.state.step}: none of the {len(drawn)} responses has a token to train on")
         outcomes = self.score([sample.record for sample in samples], [sample.tokens for sample in samples])
         rewarded = []
         for sample, outcome in zip(samples, outcomes, strict=True):

@@ -134,7 +134,7 @@ class DPODatasetTrainer(SupervisedTrainer):
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """Trains a sequence classifier with one score to prefer the chosen answer."""
+    """Trains a sequence classifier with one output to score the chosen answer higher."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.RewardModelTrainer")
     objective = REWARD_MODEL

@@ -70,7 +70,7 @@ def _shape(config: Any) -> dict[str, Any]:
         if any((kind == "full_attention") != (i % period == 0) for i, kind in enumerate(config.layer_types, 1)):
             raise _unsupported(f"layers in this order: {', '.join(config.layer_types)}")
         if config.query_pre_attn_scalar != head:
-            raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with heads of {head}")
+            raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with head size {head}")
     return {
         # Except for Gemma, llama.cpp applies no sliding window, so the context ends where the window would take effect.
         "context_length": min(config.max_position_embeddings, window if window and not gemma else 1 << 30),
@@ -89,7 +89,7 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield GGUF names and weights, in the order of the layers."""
+    """Yield GGUF names and weights."""
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():

@@ -28,7 +28,7 @@ class LayerAttention:
 
     layer: int  # layer index, the key of its cache
     scale: float  # factor on the scores
-    window: int | None = None  # number of keys that a query attends to, including its own; None: its own and all before
+    window: int | None = None  # number of keys that a query attends to, including its own; None: no limit
     sinks: Tensor | None = None  # per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None
     softcap: float | None = None  # scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None
     explicit: bool = False  # compute explicit scores instead of using PyTorch's fused kernels

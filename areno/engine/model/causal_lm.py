@@ -48,7 +48,7 @@ class _PassThrough(nn.Module):
 class CausalLM(PackedModel):
     """A causal LM with separate calls for body and head."""
 
-    computes_on: str | None = None  # device type that decides the chunk size of logits; None: that of the weights
+    computes_on: str | None = None  # device type that decides the chunk size of logits; None: the model's
     keeps_logits = False  # on a CPU, keep logits for the backward pass instead of recomputing them
 
     def __init__(self, module: nn.Module) -> None:

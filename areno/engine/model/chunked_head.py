@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Log-probs [n], entropies [n] and extreme logits [n, 2] of hidden states [n, C], targets [n] and temperatures [n].
+# Hidden states [n, C], targets [n] and temperatures [n], or their log-probs [n], entropies [n] and extreme logits [n, 2].
 Chunk = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 

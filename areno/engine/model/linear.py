@@ -65,7 +65,7 @@ def least_weight() -> int | None:
 
 @functools.cache
 def _is_intel() -> bool:
-    """Whether the CPU is made by Intel; True if unknown, so that PyTorch's matrix product is kept."""
+    """Whether the CPU is made by Intel; True if unknown, so that most layers keep PyTorch's matrix product."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,10 +1,10 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
-Loading validates the model in areno's engine. Two short random sequences run individually through the model's ``eager``
-attention, and then packed with areno's attention plan. The results must agree. The packed run uses the experts that the
-individual runs chose, because rounding can change a router's choice between nearly equal scores. A model with layers that
-ignore the plan (an unknown recurrent mixer or a custom attention) is rejected, because one packed sequence would affect the
-results of another.
+Loading validates that areno runs the model correctly. Two short random sequences run individually through the model's
+``eager`` attention, and then packed with areno's attention plan. The results must agree. The packed run uses the experts
+that the individual runs chose, because rounding can change a router's choice between nearly equal scores. A model with
+layers that ignore the plan (an unknown recurrent mixer or a custom attention) is rejected, because one packed sequence
+would affect the results of another.
 """
 
 import logging
@@ -46,7 +46,7 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits, relative to the largest logit. Rounding errors are much smaller."""
+    """Maximum difference of logits or hidden states, relative to the largest one. Rounding errors are much smaller."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
@@ -136,7 +136,7 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 
 
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
-    """Build a checkpoint's architecture for planning, without reading or validating weights. ``dummy`` must be set.
+    """Build a checkpoint's architecture for planning, without reading or validating weights. ``options.dummy`` must be set.
 
     In a mode that creates tensors without storage, the model takes no memory.
     """
@@ -252,7 +252,7 @@ def _broken_weights(module: nn.Module, name: str) -> str:
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return (
         f"{name}: weights are not finite: {', '.join(broken[:3])}{more}; use an earlier checkpoint, or "
-        "download it again"
+        "download this one again"
     )
 
 
@@ -421,7 +421,7 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Enable sampling in generation configs with a temperature, which ``transformers`` would otherwise refuse to save."""
+    """Enable sampling if ``transformers`` would refuse to save the generation config, as for a temperature without sampling."""
     config = getattr(module, "generation_config", None)
     if config is None:
         return

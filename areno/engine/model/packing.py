@@ -1,7 +1,7 @@
 """The attention plan of training and prefill, for packed sequences of different lengths.
 
 Sequences are concatenated into one row of T tokens and do not attend to each other. For attention, sequences of similar
-length are padded in groups. A group has at most one padding token per five tokens, so a long sequence does not make
+length are padded in groups. A group has at most one padding token per five other tokens, so a long sequence does not make
 short sequences expensive. With a variable-length kernel on a GPU, there is no padding.
 """
 

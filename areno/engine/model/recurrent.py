@@ -26,12 +26,12 @@ class RecurrentPlan(Protocol):
         ...
 
 
-# Extra rows after the slots for the padding of decode steps, so that padding does not change the state of a sequence.
+# Extra rows after the slots. Decode steps use them for padding, so that padding does not change the state of a sequence.
 SCRATCH = 8
 
 
 class SlotStates:
-    """Convolution and recurrent states of every layer, with one row per cache slot. A zero row is an empty state.
+    """Convolution and recurrent states of the recurrent layers, with one row per cache slot. A zero row is an empty state.
 
     Implements the ``transformers`` cache methods that gated delta nets call. A layer's forward pass reads the
     rows selected by :meth:`at`, and writes them back.

@@ -28,7 +28,7 @@ AllGather = Callable[[Any], list[Any]]
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
     """Make the routers of a model follow the routing of each pass. All ranks of the model must call this function.
 
-    Raises: UsageError: the model has no routers. UnsupportedModelError: the routers' choices cannot be recorded.
+    Raises UsageError: the model has no routers. Raises UnsupportedModelError: the routers' choices cannot be recorded.
     """
     mixtures = dict(_mixtures(model.module))
     names = sorted((name for stage in all_gather(list(mixtures)) for name in stage), key=_layer_order)

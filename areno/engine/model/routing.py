@@ -60,7 +60,7 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A context manager in which forward passes follow a routing. It can be entered repeatedly and from several threads."""
+    """A context manager in which forward passes follow a routing. It can be entered repeatedly, but by one thread at a time."""
 
     def __init__(self, routing: Routing | None) -> None:
         self.routing = routing
@@ -88,7 +88,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _TopkMode(TorchFunctionMode, ABC):
-    """Lets a subclass replace the results of ``topk`` over scores [T, experts], by which routers choose experts."""
+    """Lets a subclass replace the experts that routers choose with ``topk`` over scores [T, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the result of a router's ``topk``, and run all other functions unchanged."""

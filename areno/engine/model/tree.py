@@ -1,7 +1,8 @@
 """Attention plan for sequences with common prefixes: the tokens form a tree, so shared tokens are computed once.
 
 A token attends to itself and to its ancestors. The ancestors are exactly the tokens that precede it in its sequence, and its
-position is its depth in the tree. Hidden states, log-probs and gradients therefore equal those of separate sequences.
+position is its depth in the tree. Up to rounding, hidden states, log-probs and gradients therefore equal those of separate
+sequences.
 
 A sequence adds nodes only for the tokens after the longest prefix that it shares with an earlier sequence. Attention is
 computed only for these new tokens, over the full sequence.
@@ -25,7 +26,7 @@ class TokenTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def shared(self, sequence: Sequence[int]) -> int:
-        """Length of the longest prefix of ``sequence`` in the tree."""
+        """Length of the longest prefix of ``sequence`` that is in the tree."""
         node = -1
         for count, token in enumerate(sequence):
             child = self._children.get((node, token))

@@ -1,7 +1,7 @@
 """Variable-length attention on a GPU, with ``torch.nn.attention.varlen`` or the ``flash-attn`` package.
 
-Training and prefill attend within packed sequences without padding. Unsupported cases (sinks, fp32, head sizes above
-256, and old GPUs) fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. A
+Training and prefill attend within packed sequences without padding. Unsupported cases, such as sinks, fp32, head sizes
+above 256 and old GPUs, fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. A
 kernel is selected by its features, not by its version number. Each kernel must first pass a forward and backward test
 against PyTorch's attention.
 """
@@ -101,7 +101,7 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
         _warn_once(f"the model computes in {q.dtype}, but fused kernels compute in bfloat16 or float16")
     elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
         sizes = f"{q.shape[-1]} query and {v.shape[-1]} value features"
-        _warn_once(f"its heads have {sizes}; kernels need equal numbers, at most {_MAX_HEAD_SIZE}")
+        _warn_once(f"its heads have {sizes}, but kernels need equal numbers of at most {_MAX_HEAD_SIZE}")
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:
@@ -121,7 +121,7 @@ def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
     for kernel in (torch_varlen(), flash_attn_varlen()):
         if kernel is None:
             continue
-        reason = f"compute capability {capability}" if capability < (8, 0) else why_not(kernel, device)
+        reason = f"compute capability {capability} is below (8, 0)" if capability < (8, 0) else why_not(kernel, device)
         if reason is None:
             working.append(kernel)
         else:

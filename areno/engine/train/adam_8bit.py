@@ -5,8 +5,8 @@ between -1 and 1 (between 0 and 1 for the second moment). A number is divided by
 code of the nearest factor. The relative spacing of the factors is finest near 1, and the smallest positive factor is
 below 1e-6. This implementation differs from others in three ways.
 
-*The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero,
-because a nonzero first moment would then be divided by epsilon alone. The root spans half as many decades as the
+*The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero;
+otherwise, a nonzero first moment would be divided by epsilon alone. The root spans half as many decades as the
 moment. A weight therefore has a usable denominator even if its gradients are a thousandth of the largest in the block.
 
 *A table lookup finds the code.* The upper half of an fp32 number (sign, exponent and seven bits of the mantissa) is the
@@ -14,7 +14,7 @@ index into a second table. The lookup is several times faster than a binary sear
 that of the codes.
 
 *Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
-Rounding uses no random numbers, so a resumed run is bitwise identical.
+Rounding uses no random numbers, so a run that resumes in the same layout is bitwise identical.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Quantised:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Replacement for :class:`torch.optim.AdamW` with 8-bit moments. Updates weights, fp32 masters, or flat shards of either.
+    """Replacement for :class:`torch.optim.AdamW`, with 8-bit moments. Updates weights, fp32 masters, or flat shards of either.
 
     ``params`` are contiguous fp32 tensors or groups of tensors. A group's ``quantised`` determines whether its moments
     have 8 bits. If it is None or missing, the size of each tensor decides.

@@ -16,7 +16,7 @@ from areno.engine.train.replay import replay_of
 from areno.loss_fns.loss_interface import DataPack, Reduction, RowData
 from areno.types import TrainSequence
 
-# Rows are packed as a tree if the tree has at most this share of their tokens.
+# Rows are packed as a tree if the tree has at most this share of the rows' tokens.
 MOST_KEPT = 0.9
 
 
@@ -125,7 +125,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """Number of units in ``rows``. A loss averages over units: tokens, sequences or pairs."""
+    """Number of units in ``rows`` over which a loss averages: trained tokens, sequences or pairs."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

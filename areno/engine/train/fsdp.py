@@ -76,7 +76,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Return the gradient's statistics. The backward passes have already reduced the gradient over the ranks."""
+        """Sum partial and tied gradients over the ranks, and return statistics. The other gradients are already summed."""
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)
@@ -135,7 +135,7 @@ class FullyShardedAdamW(Optimizer):
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:
-        """Return 0, because a step updates the shards in place."""
+        """Return 0. Temporary tensors are not counted."""
         return 0
 
     def state_head(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class FullyShardedAdamW(Optimizer):
         return self._head(self._names, self._counts(self._names, self._shares), self._rounded)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield moments, and masters unless the weights are fp32. Shards that an earlier rank also holds are skipped."""
+        """Yield moments, and masters unless the model computes in fp32. Shards that an earlier rank also holds are skipped."""
         for name, parameter, share, tied in zip(self._names, self._parameters, self._shares, self._tied, strict=True):
             if (tied and self.peers.place.stage) or not self._is_first_copy(parameter):
                 continue

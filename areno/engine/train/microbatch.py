@@ -1,8 +1,8 @@
 """Divide rows into forward passes: bins of rows within a token budget.
 
 There are two algorithms. ``ffd`` (first fit decreasing) puts each row, longest first, into the first bin with enough
-room, so that there are few bins. ``kk`` (the differencing method of Karmarkar and Karp) makes bins of nearly equal
-weight, which balances the work.
+room or, without a budget, into the lightest bin. ``kk`` (the differencing method of Karmarkar and Karp) makes bins of
+nearly equal weight, which balances the work.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ Weights = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How the rows of an optimizer step are divided into microbatches. The division affects time and memory, but
-    the result only by rounding.
+    """How the rows of an optimizer step are divided into microbatches. Except for rounding, the
+    division affects only time and memory.
 
     Raises:
         ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
@@ -28,7 +28,7 @@ class MicroBatching:
     granularity: int = 1  # number of adjacent rows that stay together as a block
     max_tokens_per_mb: int | None = None  # maximum tokens of a microbatch, unless a single block is longer
     n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is a microbatch
-    packing_algorithm: Literal["ffd", "kk"] = "ffd"  # ``ffd`` or ``kk``
+    packing_algorithm: Literal["ffd", "kk"] = "ffd"
     tree: bool = False  # common prefixes are computed once, and count once in ``max_tokens_per_mb``
 
     def __post_init__(self) -> None:

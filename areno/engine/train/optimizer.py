@@ -5,7 +5,7 @@ weights are offloaded. If the model computes in bf16 or fp16, the master weights
 microbatches are summed in fp32. Each step updates the master weights, and copies them, rounded, to the model. Small
 updates, as with a learning rate of 1e-6, therefore accumulate. Without master weights, rounding would undo them.
 
-Moments are in fp32, bf16 or 8 bits; see :func:`make_adam`. Masters, moments and summed gradients may be in host memory
+Moments are in fp32, bf16 or 8 bits; see :class:`OptimizerOptions`. Masters, moments and summed gradients may be in host memory
 instead of GPU memory.
 """
 
@@ -30,7 +30,7 @@ from areno.errors import UsageError
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerOptions:
-    """Optimizer options of one trainable role. :class:`LrSchedule` explains the fields of the learning rate.
+    """Optimizer options of one trainable role. :class:`LrSchedule` explains the learning-rate fields.
 
     ``adam_8bit`` keeps the moments in 8 bits, and ``adam_bf16`` in bf16. ``sgd`` has no moments. For a model on a GPU,
     ``offload`` keeps masters, moments and summed gradients in host memory, and updates the masters on the CPU.

@@ -1,14 +1,14 @@
 """AdamW with master weights and moments sharded across the replicas (ZeRO stage 1, Rajbhandari et al. 2020).
 
-Each replica holds the unsharded weights. All gradients are in one flat fp32 buffer, which is reduce-scattered over the
-replicas. Each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor
-parallelism, the ranks that hold the same shard of the model exchange gradients and weights. If possible, replicas on
-the CPUs of one Linux machine share one copy of the weights, and each replica updates its shard in place. Each rank
-saves its shard, and any layout can resume from the saved shards.
+Each replica holds all weights. All gradients are in one flat fp32 buffer, which is reduce-scattered over the replicas.
+Each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism, the
+ranks that hold the same shard of the model exchange gradients and weights. If possible, replicas on the CPUs of one
+Linux machine share one copy of the weights, and each replica updates its shard in place. Each rank saves its shard, and
+any layout can resume from the saved shards.
 
 With 8-bit moments, parameters and shards are aligned to quantization blocks of the flat buffer. The blocks are
-therefore those of a single process, for any number of replicas. Tensors sharded by tensor parallelism have different
-blocks. When a run resumes in another layout, the moments of these tensors are quantized again.
+therefore the same for any number of replicas. Tensors sharded by tensor parallelism have different blocks. When a
+run resumes in another layout, the moments of these tensors are quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy data
 through the GPU.
@@ -57,7 +57,7 @@ class _Segment:
     stop: int
     copies: int  # ranks of a replica that hold these entries
     partial: bool  # whether each of these ranks computes a partial gradient
-    tied: bool  # whether the first and the last stage both have it, each with a partial gradient
+    tied: bool  # whether the first and the last stage both have the parameter, each with a partial gradient
 
     @property
     def quantised(self) -> bool:
@@ -68,7 +68,7 @@ class _Segment:
 class ZeroAdamW(Optimizer):
     """AdamW over a shard of the parameters. All ranks must make the same calls.
 
-    Unlike :class:`MasterAdamW`, this optimizer cannot distinguish a missing gradient from a gradient of 0. The
+    Unlike :class:`MasterAdamW`, this optimizer treats a missing gradient as a gradient of 0. The
     ``partial`` parameters are unsharded, but each rank of a replica computes only a partial gradient of them.
     """
 
@@ -323,7 +323,7 @@ class ZeroAdamW(Optimizer):
     def step_bytes(self, device: torch.device) -> int:
         """See :meth:`Optimizer.step_bytes`."""
         several = self.peers.data.size > 1
-        shared = several and device.type == "cpu"  # in shared memory gradients are summed and weights updated in place
+        shared = several and device.type == "cpu"  # in shared memory, gradients are summed and weights updated in place
         exchanged = _COPIES * 4 * min(_EXCHANGED, self._share * self.peers.data.size)
         passing = exchanged if several and not (shared and self.peers.layout.tp_size == 1) else 0
         if self.config.offload:

@@ -119,9 +119,9 @@ class TrainStep:
 
         Args:
             rows: at least one row; for a pair loss, chosen and rejected rows alternate.
-            mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each rank's rows into passes.
-            accumulation: number of microbatches per optimizer step, only with an integer ``mini_bs``; None makes one step of
-                all rows.
+            mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each replica's rows into passes.
+            accumulation: with an integer ``mini_bs``, an optimizer step takes ``mini_bs * accumulation`` rows; None makes one
+                step of all rows.
 
         Returns:
             Scalar statistics: means over the optimizer steps of this call. ``logp_*`` are from the first step, and ``lr``
@@ -129,7 +129,7 @@ class TrainStep:
 
         Raises:
             ValueError: there are no rows, rows have different per-token lists, the rows cannot be divided as requested,
-                ``accumulation`` is combined with packed passes, or ``mini_bs.tree`` is set for a reward model.
+                ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is set for a reward model.
             EngineError: the gradient was not finite in ``max_skipped`` consecutive updates.
         """
         unit = reduction_of(loss_fn)
@@ -364,8 +364,8 @@ class TrainStep:
     ) -> bool:
         """Whether to recompute layers.
 
-        If ``activation_checkpointing`` is None, layers are recomputed unless a CPU has enough free memory for all activations.
-        With tensor parallelism, FSDP or pipeline stages, they are recomputed even then.
+        If ``activation_checkpointing`` is None, activations are kept only on a CPU with enough free memory for all of them,
+        without tensor parallelism, FSDP and pipeline stages.
         """
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
@@ -382,7 +382,7 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Return the rows of each pass. An integer ``mini_bs`` also limits tokens if the loss declares its reduction."""
+        """Return the rows of each pass. With an integer ``mini_bs``, tokens are limited too if the loss declares its unit."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = (

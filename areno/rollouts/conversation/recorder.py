@@ -1,7 +1,7 @@
 """Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
 
 A recorder belongs to one API key, and its turns form trees. A request that extends an answered turn becomes a child of that
-turn and adds only its new tokens. Any other request starts a new tree. Each path from a root to a leaf becomes a training row,
+turn and adds only its new tokens. Any other request starts a new tree. Paths from roots to leaves become training rows,
 see :mod:`areno.rollouts.conversation.trajectory_rows`. A lock guards changes, because several server threads use a recorder.
 """
 

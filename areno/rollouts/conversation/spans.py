@@ -20,7 +20,7 @@ from areno.text.tool_calls import ToolCallDelta
 class LossMaskPolicy:
     """Selects the tokens of a trajectory that count in the policy loss.
 
-    Each sampled token counts once, even if the token is in several rows. Tokens that were not sampled (tool results and
+    A sampled token counts at most once, even if the token is in several rows. Tokens that were not sampled (tool results and
     prompts) have no rollout log-probs. If such tokens are trained on, areno computes their log-probs first.
     """
 

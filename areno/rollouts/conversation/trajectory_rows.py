@@ -29,7 +29,7 @@ class TrajectoryRow:
     tokens: list[int]
     sampled: list[bool]  # whether the policy sampled the token
     trained: list[bool]  # whether the token counts in the loss
-    turns: list[int]  # index of the token's turn, from 0; prompt tokens belong to the turn that answers them
+    turns: list[int]  # index of the token's turn (-1: another sample's); prompt tokens: the turn that answers them
     logprobs: list[float]  # rollout log-probs of sampled tokens, 0 elsewhere unless filled in
     versions: list[int]  # weight versions of sampled tokens, -1 elsewhere
     temperature: float  # temperature of the log-probs

@@ -97,7 +97,7 @@ class ReplicaControl:
 
 
 def replicas_of(folder: Path) -> int:
-    """Number of replicas of the running experiment in ``folder``. Raises UsageError if the run has ended or has no replicas."""
+    """Number of replicas of the running experiment in ``folder``. Raises UsageError if there is no ``replicas.json``."""
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(

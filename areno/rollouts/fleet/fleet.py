@@ -95,7 +95,8 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine; its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, replica by replica; None: the CPU, or consecutive GPUs starting at GPU 0.
+        devices: one device per rank, replica by replica. None: the CPU, the devices that the launcher assigns, or (without a
+            launcher) for each replica the same GPUs, starting at ``config.device``.
 
     Attributes:
         threads: PyTorch threads per process. The trainer should use the same number, so that all processes get an equal share
@@ -191,7 +192,8 @@ class RolloutFleet:
     ) -> UpdateReport:
         """Transfer the weights of a trainer to all replicas. The trainer must not train during the transfer.
 
-        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``.
+        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``, but
+        running samples of an inference server keep their adapter and its version.
         ``mode`` and ``verify`` override the :class:`WeightOptions`.
 
         Raises:
@@ -219,7 +221,7 @@ class RolloutFleet:
     # -- size ------------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Number of replicas, including those that are restarting."""
+        """Number of replicas, including those that are restarting or have failed."""
         return len(self._supervisor.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:

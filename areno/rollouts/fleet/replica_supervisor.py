@@ -1,4 +1,4 @@
-"""Starts, supervises, restarts and resizes replicas in worker processes.
+"""Starts, supervises and restarts replicas in worker processes, and changes their number.
 
 Each replica is a group of processes with a log file. Replicas fail independently. A replica that dies or makes no progress is
 restarted with exponential backoff, until its restarts are used up.
@@ -107,7 +107,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The state of the replica with a certain number. A replacement after a failure gets the same number."""
+    """State of the replica with a certain number. A restarted replica keeps its number."""
 
     number: int
     name: str
@@ -249,7 +249,7 @@ class ReplicaSupervisor:
         return None
 
     def _lost(self, slot: _Slot, error: EngineError) -> None:
-        """Handle the failure of a replica that was ready. Called in a thread of the replica."""
+        """Handle the failure of a replica that was ready."""
         with self._changed:
             if slot.state != "ready" or slot.replica is None:
                 return
@@ -261,7 +261,7 @@ class ReplicaSupervisor:
             slot.thread.start()
 
     def _revive(self, slot: _Slot, dead: Replica) -> None:
-        """Restart a replica until the replica is ready, or until its restarts are used up."""
+        """Restart a failed replica, until it is ready or its restarts are used up."""
         job = self._job
         logger.warning("%s failed: %s", slot.name, slot.error)
         job.on_lost(slot.number)

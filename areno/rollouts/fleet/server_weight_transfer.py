@@ -1,6 +1,6 @@
 """Transfers new weights from a trainer to inference servers, by a broadcast or as a folder on disk or in shared memory.
 
-A transfer is verified by comparing the server's log-probs of a fixed prompt with the trainer's. A "success" response or changed
+A transfer is verified by comparing the server's log-probs of test tokens with the trainer's. A "success" response or changed
 output would not prove that the weights are right.
 """
 
@@ -51,7 +51,7 @@ class ServerWeightTransfer:
         """Transfer the trainer's weights to all servers. Verify the first transfer or, with ``verify``, every transfer.
 
         Raises:
-            EngineError: the weights did not arrive, or could not be written.
+            EngineError: the trainer failed, or a server's log-probs differ from the trainer's.
         """
         began = time.perf_counter()
         previous, self.newest, self._torn = self.newest, None, True

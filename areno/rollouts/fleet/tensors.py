@@ -80,8 +80,8 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
             )
         if spec.name not in trainer_shapes and model.adapter is not None and not model.adapter.merges:
             raise UsageError(
-                "the rollout replicas have no adapter, and the trainer's adapter cannot be merged exactly (the weights are "
-                "not fp32 on a CPU); give the fleet an EngineConfig with the trainer's adapter"
+                "the rollout replicas have no adapter, and the trainer's adapter cannot be merged exactly (only plain LoRA on "
+                "fp32 weights on a CPU can); give the fleet an EngineConfig with the trainer's adapter"
             )
 
 

@@ -60,9 +60,9 @@ def refuse_unknown(mode: str) -> None:
 class UpdateReport:
     """Result of a weight update: the bytes transferred, the seconds taken, and the pause of generation on each replica.
 
-    For an inference server, ``pauses_s`` has the duration of the whole transfer. ``logprob_gap`` compares the log-probs of a
-    fixed prompt on inference servers and on the trainer. The gap is the mean absolute difference in nats on the server with the
-    largest difference. None if the gap was not measured.
+    For an inference server, ``pauses_s`` has the duration of the whole transfer. ``logprob_gap`` compares the log-probs of
+    test tokens on inference servers and on the trainer. The gap is the mean absolute difference in nats on the server with the
+    largest difference; None if it was not measured.
     """
 
     version: int

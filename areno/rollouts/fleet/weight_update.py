@@ -155,7 +155,7 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
                     target.copy_(tensor)
                 _broadcast(update.channel, sent)
             _settle(engine.config.device)
-        except BrokenChannelError as error:  # the replica fails too, and is restarted
+        except BrokenChannelError as error:  # the replica reports a failure too
             logger.warning("sending the kept weights failed: %s", error)
         finally:
             leave(engine, update.channel)

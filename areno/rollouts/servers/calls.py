@@ -18,7 +18,7 @@ SERVED_NAME = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """Limits and weight version of a running server."""
+    """Context length and weight version of a running server."""
 
     context_length: int
     version: int = 0
@@ -66,12 +66,12 @@ class ServerAnswer:
 
 
 class ServerCalls(Protocol):
-    """The HTTP calls of one product. Raises EngineError if the server rejects a call or is unreachable."""
+    """The HTTP calls of one product. A call raises EngineError if the server rejects it or is unreachable."""
 
     product: str
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Query the limits of the server. This is the first call after the server is healthy."""
+        """Query the context length. This is the first call after the server is healthy."""
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """Generate one answer, with the log-prob and weight version of each token."""

@@ -105,7 +105,7 @@ class ServerChannel:
         return replica.receive(update)
 
     def _open_store(self, size: int) -> DialledStore:
-        """Open a store. It stays open until the next store is opened."""
+        """Open a store, and close the previous store."""
         self._store, port = serve_store(self._host, size, timedelta(seconds=PATIENCE_S))
         return DialledStore(self._host, port)
 

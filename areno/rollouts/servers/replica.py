@@ -181,7 +181,7 @@ class ServerReplica:
             self._end(entry, RolloutResult(sequences))
 
     def _refuse_partial(self, entry: _Open, answers: list[ServerAnswer]) -> None:
-        """Raise EngineError if the server ended an answer that nobody cancelled. A partial answer must not be trained on."""
+        """Raise EngineError if the server aborted an uncancelled request. A partial answer must not be trained on."""
         reasons = {answer.finish_reason for answer in answers} - {"stop", "length"}
         if reasons and not entry.cancelled:
             raise EngineError(

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def free_port(host: str) -> int:
-    """Return a free port. If another program takes the port before the server does, the server exits and is restarted."""
+    """Return a free port. If another program takes the port before the server does, the server fails to start."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

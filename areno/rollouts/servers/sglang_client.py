@@ -26,7 +26,7 @@ class SglangCalls:
     product = "SGLang"
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Query the limits of the model. The server was started with weight version 0."""
+        """Query the context length. If areno started the server, its weight version is 0."""
         info = await get_json(http, "/server_info")
         limit = info.get("context_length") or info.get("max_total_num_tokens")
         return ServerInfo(context_length=int(limit))

@@ -36,7 +36,7 @@ class VllmCalls:
         self.transfers = extended
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Query the limits of the model, and set its weight version to 0."""
+        """Query the context length, and set the weight version to 0."""
         models = (await get_json(http, "/v1/models"))["data"]
         await post_json(http, "/update_weight_version", {"new_version": "0"})
         return ServerInfo(context_length=int(models[0]["max_model_len"]))

@@ -29,7 +29,7 @@ from areno.rollouts.workflows.processes import AgentProcesses, returned_value
 logger = logging.getLogger(__name__)
 
 DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
-"""Options of agents that are used outside of experiments."""
+"""Default options of agents outside of experiments."""
 
 
 class AgentWorkflow(RolloutWorkflow):

@@ -31,7 +31,7 @@ class Interaction:
 
     id: str  # response id of the answer, or of the last one in a conversation
     row: TrajectoryRow
-    reward: float  # discounted reward
+    reward: float  # discounted return
     messages: list[dict[str, Any]]  # the prompt messages and the answer
     num_turns: int  # number of answers in the session
 
@@ -41,7 +41,7 @@ EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 class RolloutWorkflow(ABC):
-    """Runs episodes as coroutines in a shared event loop. Episodes must not block. Failed episodes are logged and dropped."""
+    """Runs episodes as coroutines in a shared event loop. Episodes must not block. If one fails, its group is dropped."""
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:

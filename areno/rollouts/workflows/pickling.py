@@ -35,7 +35,7 @@ def pickled(thing: Any, option: str) -> bytes:
     except Exception as error:
         raise UsageError(
             f"{option} {name_of(thing)} cannot be pickled for a worker process: {type(error).__name__}: {error}; create "
-            "resources when it is called, or give its name as text"
+            "resources when it is called, or give its name as a string"
         ) from error
     finally:
         if by_value:

@@ -58,7 +58,7 @@ class AgentProcesses:
                 self._give_back(worker, asked)
         if kind == "value":
             return value
-        raise AgentError(f"the agent's process failed: {value}")
+        raise AgentError(f"the agent failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
         """Return a process to the pool if the process has answered. Otherwise kill the process."""

@@ -35,7 +35,7 @@ class AsyncReward:
             a number or a dictionary of named parts. The function may be given by name (``package.module.fn`` or
             ``file.py:fn``).
         timeout_seconds: timeout of a call.
-        max_workers: number of concurrent calls; None: half of the CPUs.
+        max_workers: number of concurrent calls; None: half of the usable cores.
         max_retries: maximum number of retries of a call.
         weights: weights of named reward parts; None: all weights are 1.
 

@@ -1,4 +1,4 @@
-"""Several optimizer steps on the rows of one rollout: divide rows into minibatches, and merge statistics."""
+"""Divides the rows of one rollout into minibatches for several optimizer steps, and merges the statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -100,11 +100,11 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows, and set their advantages; with a critic, also set values and returns. A repeated call needs fresh rows.
+        """Score rows, and set advantages, values (with a critic) and returns. A repeated call needs fresh rows.
 
         Args:
             rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``; changed in place.
-            credits: rewards of segments, which replace the rewards of the rows. Not supported with a critic.
+            credits: rewards of segments, which replace the rows' rewards; no returns are set. Not supported with a critic.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]

@@ -89,7 +89,7 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """Yield the role that scores: the policy before its first step, and otherwise a separate role."""
+        """Yield the role that scores: the policy if it still equals the reference, and otherwise a separate role."""
         if self.path == self.actor_path and self.models.config.adapter is None:
             if not self.trained:
                 yield ACTOR
