@@ -1,4 +1,4 @@
-"""AdamW with bf16 moments: the second moment follows the exact recursion, although a step changes it by less than bf16 can hold."""
+"""AdamW with bf16 moments: the second moment follows the exact recursion, although a step changes it by less than a rounding."""
 
 from __future__ import annotations
 
