@@ -1,4 +1,4 @@
-"""AdamW with bf16 moments: the second moment follows the exact recursion, although a step changes it by less than a rounding."""
+"""AdamW with bf16 moments: the second moment follows the exact recursion, although each step changes it only slightly."""
 
 from __future__ import annotations
 
