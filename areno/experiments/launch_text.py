@@ -23,5 +23,5 @@ def launch_text(words: Sequence[str]) -> str:
         memory = f", {need.memory_gb} GB" if need.memory_gb else ""
         lines.append(f"{role}: {need.workers} workers{where}, each with {need.cpu} CPUs, {need.gpu} GPUs{memory}\n")
     if config.cluster.n_gpus_per_node is None:
-        lines.append("on nodes without GPUs, each worker has 1 CPU and no GPU, unless scheduling_spec sets more\n")
+        lines.append("on nodes without GPUs, workers have no GPU, and 1 CPU per rank unless scheduling_spec sets cpu\n")
     return "".join(lines)

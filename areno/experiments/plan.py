@@ -123,7 +123,7 @@ class ExperimentPlan:
     titles: tuple[str, str]  # titles of the two plans
     transfer: int  # size in bytes of the shared memory for weight transfers
     together: bool  # whether the two plans share one memory, and must fit into it together
-    share: int = 0  # bytes on the fullest rank if the layout shards weights (the plans assume unsharded ones); else 0
+    share: int = 0  # bytes on the fullest rank with FSDP or pipeline stages, which the plans ignore; else 0
 
     @property
     def needed(self) -> int:
@@ -172,7 +172,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes that the fullest training rank needs, without the process itself; 0 if the layout does not shard weights."""
+    """Bytes that the fullest training rank needs, without the process itself; 0 without FSDP and pipeline stages."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0

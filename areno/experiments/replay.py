@@ -101,7 +101,7 @@ class ReplayPPOTrainer(PPOTrainer):
 
 
 def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) -> tuple[PPOConfig, PPOConfig]:
-    """Load the configuration of a run and that of its replay, which changes ``settings`` and writes below ``out``.
+    """Load the configuration of a run and that of its replay, which applies ``settings`` and writes below ``out``.
 
     ``keeps``: whether the replay saves models and recovery checkpoints.
 

@@ -1,8 +1,8 @@
 """Math reward: 1 if ``math-verify`` accepts the answer, otherwise 0.
 
 Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The last ``\\boxed{...}`` of a completion is its answer;
-without a box, math-verify searches the text. An answer that takes more than a few seconds to verify, such as a tower of
-powers, counts as wrong, so that a completion cannot stall a run.
+without a box, math-verify searches the text. In a worker process, an answer that takes more than a few seconds to verify,
+such as a tower of powers, counts as wrong, so that it cannot stall a run.
 
 math-verify parses the content of a box as one expression, and ``72 dollars`` as 72 times seven letters. If words
 surround exactly one expression, the words are therefore removed.

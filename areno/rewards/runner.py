@@ -117,7 +117,7 @@ class RewardRunner:
 
         Raises:
             RewardError: the function cannot be imported, or a record failed with ``on_error="stop"``. The message
-                contains the function, the record, and the cause with its line.
+                contains the function, the record and the cause.
         """
         with self._lock:
             batch = self._open(records)

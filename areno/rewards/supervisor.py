@@ -40,7 +40,7 @@ def supervised(lifeline: int, connection: int) -> Frames:
 
 
 def fork_supervised(lifeline: int, connection: int | None = None) -> None:
-    """Fork, and return in the child process. When the lifeline closes, the child and its descendants are killed."""
+    """Fork, and return only in the child process. When the lifeline closes, the child and its descendants are killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` handles these signals
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

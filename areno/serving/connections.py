@@ -11,7 +11,7 @@ from areno.serving.errors import ApiError
 MAX_HEAD_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 120.0
-# A busy event loop gets this much longer to read data that arrived in time, before it closes the connection.
+# Extra time in which a busy event loop can read data that arrived in time, before the connection is closed.
 _GRACE_S = 0.1
 
 
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error response without calling the application, and close the connection."""
+        """Send an error response, bypassing the application, and close the connection."""
         self._await(None)
         body = json.dumps(error.body).encode()
         lines = [f"{name}: {value}" for name, value in (error.headers or {}).items()]

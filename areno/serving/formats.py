@@ -35,7 +35,7 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """Return how to parse the response to a rendered prompt. Raises UsageError if the tools or their choice are invalid."""
+        """Return how to parse the response to a rendered prompt. Raises UsageError if a tool or ``tool_choice`` is invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A reasoning format without an opening marker (harmony) uses special tokens.

@@ -28,7 +28,7 @@ Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 class ChatPrompt:
     """The prompt of a chat request."""
 
-    messages: list[dict[str, Any]]  # messages as chat templates take them
+    messages: list[dict[str, Any]]  # messages in the format of chat templates
     tools: list[dict[str, Any]]  # tools in OpenAI's format
     render: Render  # renders messages with this request's tools and variables
 
@@ -68,7 +68,7 @@ class SessionRecorder(Protocol):
     session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn. Called in the rendering thread. Raises UsageError if the template rejects the messages."""
+        """Open a turn, in a thread of :meth:`Service.prepare`. Raises UsageError if the template rejects the messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
         """Set the reward of a response, by default the latest response. Raises ValueError if the response does not exist."""

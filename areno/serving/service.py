@@ -50,7 +50,7 @@ class ServingConfig:
     """Settings of a server."""
 
     model_name: str  # model name in requests and responses
-    default_max_tokens: int = 1024  # response length in tokens if the request sets none
+    default_max_tokens: int = 1024  # maximum response length in tokens if the request sets none
     max_queue: int = 256  # maximum waiting samples; further requests get status 429
     api_key: str | None = None  # bearer token that clients must send; None disables authentication
     disable_thinking: bool = False  # pass ``enable_thinking=False`` to chat templates unless the request overrides it
@@ -63,7 +63,7 @@ class ServingConfig:
     max_prompt_chars: int | None = (
         None  # maximum characters of a request; None: 16 per token of context, at least 65,536
     )
-    request_timeout_s: float | None = None  # maximum duration of a request; None is unlimited
+    request_timeout_s: float | None = None  # maximum generation time of a request; None is unlimited
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Reject requests with too much text before tokenizing them. Raises ApiError 400 if the text is too long."""
+        """Raise ApiError 400 if a request has too much text. This is checked before tokenizing."""
         if self.recorder is not None:
             return  # agents of this process: an empty response tells them that the context is full
         engine = self.ready_model().engine
@@ -181,7 +181,7 @@ class Service:
     def check_capacity(self, samples: int) -> None:
         """Check that the queue has room for ``samples``.
 
-        Raises ApiError 429 if the queue is full, or 400 if the queue is too small.
+        Raises ApiError 429 if the queue is full, or 400 if ``samples`` exceeds the limit.
         """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:

@@ -154,7 +154,7 @@ class PPOTrainer(ExperimentTrainer):
         return RowSource(rows, section, config.seed), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
-        """Maximum prompt length in tokens; the model's context must leave room for an answer."""
+        """``max_length``, capped so that the model's context leaves room for an answer."""
         context = self.engine.context_length
         return max_length if max_length is None or context is None else min(max_length, context - 1)
 
@@ -272,8 +272,8 @@ class PPOTrainer(ExperimentTrainer):
         Args:
             workflow: an object, a class or a name; None uses the ``workflow`` section.
             eval_workflow: the workflow of evaluations; None uses ``workflow`` with ``eval_gconfig``.
-            workflow_kwargs: keyword arguments of a class.
-            eval_workflow_kwargs: keyword arguments of the class for evaluations.
+            workflow_kwargs: keyword arguments of ``workflow``.
+            eval_workflow_kwargs: keyword arguments of ``eval_workflow``.
             dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
                 ``workflow`` section, if any.
             total_epochs: replaces ``total_train_epochs``.

@@ -32,7 +32,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 
 
 class RowSource:
-    """Endless iterator over rows, epoch after epoch, in the given order or in one that depends only on the seed.
+    """Endless iterator over rows, epoch after epoch, in the given order or shuffled by seed and epoch.
 
     With ``drop_last``, the rows of an incomplete last batch are skipped in each epoch.
     """
