@@ -47,9 +47,20 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
     if LoggingSetup.active is not None:
         yield run_dir
         return
-    with _locked(config), setup_logging(run_dir), report_at_end(run_dir), recorded_status(run_dir):
-        _log.info("%s/%s: run directory %s", config.experiment_name, config.trial_name, run_dir.path)
-        yield run_dir
+    with _locked(config):
+        _refuse_second_run(config, run_dir)
+        with setup_logging(run_dir), report_at_end(run_dir), recorded_status(run_dir):
+            _log.info("%s/%s: run directory %s", config.experiment_name, config.trial_name, run_dir.path)
+            yield run_dir
+
+
+def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> None:
+    """Raise UsageError if the trial has run and recovery is disabled, before anything of the earlier run is changed."""
+    if not config.recover.enabled and run_dir.read_metrics():
+        raise UsageError(
+            f"trial_name {config.trial_name!r}: {config.experiment_name}/{config.trial_name} has run already, in "
+            f"{run_dir.path}; choose another trial_name, or set recover.mode=auto to resume it"
+        )
 
 
 @contextmanager

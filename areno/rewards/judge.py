@@ -15,7 +15,7 @@ from areno.openai_client import OpenAIClient, ServerError
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_MAXIMUM = re.compile(r"(?<=\d)\s*(?:/|out of)\s*\d+(?:\.\d+)?")  # as in "8/10"
+_MAXIMUM = re.compile(r"(?<=\d)[\s*_(]*(?:/|out of)\s*\d+(?:\.\d+)?")  # as in "8/10", "**8**/10" and "8 (out of 10)"
 _TIMEOUT_S = 60.0
 
 

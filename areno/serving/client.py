@@ -26,7 +26,7 @@ class ChatClient:
     def first_model(self) -> str:
         """The name of the server's first model. Raises ArenoError if the server is unreachable or lists no models."""
         with self._open("/models") as response:
-            models = json.load(response).get("data") or []
+            models = self._parsed(response.read()).get("data") or []
         if not models:
             raise ArenoError(f"{self._base} lists no models; select one with --model")
         return str(models[0]["id"])
@@ -36,13 +36,23 @@ class ChatClient:
         with self._open("/chat/completions", body | {"stream": True}) as response:
             for line in self._lines(response):
                 data = line.decode().strip().removeprefix("data:").strip()
-                if not line.startswith(b"data:") or data == "[DONE]":
+                if data == "[DONE]":
+                    return
+                if not line.startswith(b"data:"):
                     continue
-                chunk = json.loads(data)
+                chunk = self._parsed(data)
                 if "error" in chunk:
                     raise ArenoError(f"{self._base}: {chunk['error'].get('message', data)}")
                 for choice in chunk.get("choices") or []:
                     yield choice.get("delta") or {}
+        raise ArenoError(f"{self._base}: the connection ended during the answer")
+
+    def _parsed(self, data: str | bytes) -> dict[str, Any]:
+        try:
+            parsed: dict[str, Any] = json.loads(data)
+        except ValueError:
+            raise ArenoError(f"{self._base} did not answer with JSON: {data[:100]!r}; check --base-url") from None
+        return parsed
 
     def _lines(self, response: Any) -> Iterator[bytes]:
         try:

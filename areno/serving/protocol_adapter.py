@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from areno.serving.chat_api import ChatResponse
-from areno.serving.errors import bad_field
+from areno.serving.errors import ApiError, bad_field
 from areno.serving.schemas import ChatRequest
 from areno.types import GeneratedToken
 
@@ -51,6 +51,10 @@ class ProtocolAdapter(ABC):
     def check(self) -> None:
         """Raise ApiError if the response is incomplete."""
         self._chat_response.check()
+
+    def failure(self, error: ApiError) -> Event:
+        """The event of an error during streaming. Clients of both protocols ignore an event without a type."""
+        return {"type": "error", **error.body}
 
     def opening(self) -> list[Event]:
         """Events before the first token."""

@@ -68,6 +68,10 @@ class SampledResponse:
         if any(sample.finish is None for sample in self._samples):
             raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
 
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error during streaming."""
+        return error.body
+
     def closing(self) -> list[dict[str, Any]]:
         """The final usage chunk, if the client requested it."""
         return [self._chunk_envelope([], self._usage())] if self._job.body.include_usage else []

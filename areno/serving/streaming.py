@@ -109,7 +109,7 @@ class EventStream(Response):
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the status line has been sent, so the error goes into the stream
-            yield event(_as_api_error(self._service, error).body)
+            yield event(self._builder.failure(_as_api_error(self._service, error)))
 
 
 def _joined(chunks: list[dict[str, Any]]) -> bytes:

@@ -207,9 +207,17 @@ def test_recovery_checkpoints_are_written_and_resumed_from(tiny_checkpoint, tmp_
         assert Path(read[-1]).parts[-2:] == ("recover", "step_000002")
     assert len(read) == 5
     for mode in ("off", "disabled"):
-        assert not list(run(mode, total_train_steps=2, recover__mode=mode).checkpoints.glob("recover*"))
+        first = run(mode, total_train_steps=2, recover__mode=mode)
+        assert not list(first.checkpoints.glob("recover*"))
+        written = {
+            name: (first.trainer.run_dir.path / name).read_bytes()
+            for name in ("config.yaml", "status.json", "main.log")
+        }
         with pytest.raises(UsageError, match="has run already"):
             run(mode, total_train_steps=4, recover__mode=mode)
+        assert written == {
+            name: (first.trainer.run_dir.path / name).read_bytes() for name in written
+        }  # the earlier run is unchanged
 
 
 @pytest.mark.parametrize("option", ["recover.no_save_optim", "recover.no_load_optim"])

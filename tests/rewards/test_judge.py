@@ -81,11 +81,23 @@ def test_grades_out_of_bounds_are_clamped_and_words_are_an_error(stub):
 
 @pytest.mark.parametrize(
     ("reply", "reward"),
-    [("8/10", 0.8), ("Grade: 8 / 10.", 0.8), ("7.5 out of 10", 0.75), ("Both 1/2 parts; 6", 0.6), ("10", 1.0)],
+    [
+        ("8/10", 0.8),
+        ("Grade: 8 / 10.", 0.8),
+        ("7.5 out of 10", 0.75),
+        ("Both 1/2 parts; 6", 0.6),
+        ("10", 1.0),
+    ],
 )
 def test_a_maximum_after_the_grade_is_not_the_grade(stub, reply, reward):
     stub.replies.append(reply)
     assert Judge(stub.url, "{completion}")("p", "c") == reward
+
+
+@pytest.mark.parametrize("reply", ["**8**/10", "8 (out of 10)"])
+def test_markup_around_the_grade_is_ignored(stub, reply):
+    stub.replies.append(reply)
+    assert Judge(stub.url, "{completion}")("p", "c") == 0.8
 
 
 def test_an_unreachable_judge_is_a_reward_error():

@@ -10,6 +10,9 @@ import time
 import httpx
 import pytest
 
+from areno.serving.errors import ApiError
+from areno.serving.messages_api import MessagesResponse
+from areno.serving.response_base import event
 from tests.serving.running import begin, running, wait_ready
 from tests.support.cli import areno
 
@@ -176,3 +179,15 @@ def test_a_second_signal_stops_the_server_at_once(sharp_checkpoint):
         assert time.monotonic() - began < 5
         thread.join(20)
         assert answers[0].status_code == 503
+
+
+def test_an_error_in_an_anthropic_stream_is_raised_by_the_client():
+    """The client skips events without a name, so an error without one would look like a short answer."""
+    anthropic, httpx2 = pytest.importorskip("anthropic"), pytest.importorskip("httpx2")
+    failure = MessagesResponse.failure(None, ApiError(503, "shutting down", code="draining"))
+    content, kind = event(failure), {"content-type": "text/event-stream"}
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, headers=kind, content=content))
+    client = anthropic.Anthropic(api_key="none", max_retries=0, http_client=httpx2.Client(transport=transport))
+    stream = client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "x"}], stream=True)
+    with pytest.raises(anthropic.APIStatusError, match="shutting down"):
+        list(stream)

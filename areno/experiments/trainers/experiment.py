@@ -27,7 +27,7 @@ from areno.config.experiment.saving import config_text, public_dict
 from areno.config.parser import Problems
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import DataError, UsageError
+from areno.errors import DataError
 from areno.experiments.cluster import open_launcher
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.trainers.engines import (
@@ -312,13 +312,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Raise UsageError if the trial has run and recovery is disabled; otherwise drop the records of earlier attempts."""
-        if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
-            names = f"{self.config.experiment_name}/{self.config.trial_name}"
-            raise UsageError(
-                f"trial_name {self.config.trial_name!r}: {names} has run already, in {self.run_dir.path}; choose another "
-                "trial_name, or set recover.mode=auto to resume it"
-            )
+        """Drop the records of earlier attempts."""
         if self.spec.checkpoints.enabled:
             _log.info("no checkpoint in %s; starting at the first step", self.spec.checkpoints.folder)
         self.report.rewind(self.state)
@@ -344,15 +338,16 @@ class ExperimentTrainer(TrainingLoop):
         if self._closed:
             return
         self._closed = True
-        for part in (getattr(self, name, None) for name in ("saver", "engine", "report")):
-            if part is not None:
-                part.close()
-        if getattr(self, "report", None) is None:
-            for service in self._services:
-                service.close()
-        tracing.save(force=True)
-        tracing.session_tracer().close()
-        self._closing.close()
+        parts = [getattr(self, name, None) for name in ("saver", "engine", "report")]
+        if parts[-1] is None:
+            parts += self._services
+        with ExitStack() as stack:  # closes everything, in reverse order, even if something fails
+            stack.callback(self._closing.close)
+            stack.callback(tracing.session_tracer().close)
+            stack.callback(tracing.save, force=True)
+            for part in reversed(parts):
+                if part is not None:
+                    stack.callback(part.close)
 
     def __enter__(self) -> Self:
         return self
@@ -360,7 +355,12 @@ class ExperimentTrainer(TrainingLoop):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             _log.error("the experiment failed: %s: %s", type(error).__name__, error)
-        self.close()
+        try:
+            self.close()
+        except Exception as closing:
+            if error is None:
+                raise
+            _log.error("closing failed too: %s: %s", type(closing).__name__, closing)
 
 
 def _restore(variables: Mapping[str, str | None]) -> None:

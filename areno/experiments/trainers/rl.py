@@ -8,6 +8,7 @@ The next batches are generated meanwhile, as far ahead as ``rollout.max_head_off
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -447,9 +448,10 @@ class PPOTrainer(ExperimentTrainer):
 
     def close(self) -> None:
         """Close the episodes, then the replicas, then the rest."""
-        for dispatcher in self.dispatchers:
-            dispatcher.close()
+        with ExitStack() as stack:  # in reverse order, even if something fails
+            stack.callback(super().close)
+            if self.fleet is not None:
+                stack.callback(self.fleet.close)
+            for dispatcher in self.dispatchers:
+                stack.callback(dispatcher.close)
         self.dispatchers = []
-        if self.fleet is not None:
-            self.fleet.close()
-        super().close()
