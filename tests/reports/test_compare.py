@@ -207,6 +207,17 @@ def test_settings_are_split_by_whether_they_change_results(tmp_path, capsys):
         assert "hf_" not in text + json.dumps(data)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
+def test_files_that_cannot_be_read_count_as_different(tmp_path, capsys):
+    # The first page of a process is unreadable, even for root.
+    runs = [
+        write_run(tmp_path / name, config={"dataset_path": f"/proc/{name}/mem"}) for name in ("self", "thread-self")
+    ]
+    code, _, data = diff(capsys, *runs)
+    (setting,) = data["settings"]
+    assert (code, setting["name"], setting["changes_results"]) == (1, "dataset_path", True)
+
+
 def test_the_environment_is_compared_without_its_timestamp(tmp_path, capsys):
     other = {"cores": 8, "packages": {"torch": "2.14.0"}, "recorded": 2.0}
     _, _, data = diff(capsys, write_run(tmp_path / "a"), write_run(tmp_path / "b", environment=other))

@@ -162,7 +162,7 @@ def killed():
     run = Prepared(
         policy_metrics(rng, STEPS, reward=curve(rng, STEPS, 0.2, 0.8)), status={**FINISHED, "state": "running"}
     )
-    return run, Expected("yes", "", "out of memory", "killed", False)
+    return run, Expected("yes", "", "memory ran out", "killed", False)
 
 
 def broken_reward_function():
