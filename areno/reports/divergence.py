@@ -290,7 +290,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """The prompts of a step by number: their tokens in the first sample ``with_tokens``, or their text without such a sample."""
+    """The prompts of a step by number: their tokens in the first sample ``with_tokens``, or else their text."""
     prompts: dict[int, Any] = {}
     for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):
         flat = _flat(samples[key]) if key in with_tokens else None

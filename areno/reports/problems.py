@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from areno.observability.health import LOGPROB_GAP_LIMIT
+from areno.observability.health import LOGPROB_GAP_LIMIT, gap_remedy
 from areno.reports.evidence import TIED, Evidence, RunProblem, late_mean
 from areno.reports.overfitting import against_evaluation, memorized, overfitted
 from areno.reports.reward_problems import equal_rewards, tied_groups, truncated
@@ -192,8 +192,7 @@ def _logprob_gap(evidence: Evidence) -> RunProblem | None:
         "logprob_gap",
         f"Log-probs of rollout and training differ by {short(gap)} on average, more than rounding explains: the "
         "trained policy is not the sampling policy.",
-        "Use --dtype float32 if the gap exists from the first step; otherwise take fewer optimizer steps per batch (omit "
-        "--gradient-accumulation-steps), or lower --lr.",
+        f"{gap_remedy(limit)}.",
     )
 
 
