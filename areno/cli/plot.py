@@ -71,7 +71,8 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix == ".svg":
         for name, group in groups.items():
             if missing := [metric for metric in metrics if not recorded(group, metric)]:
-                print(f"note: {name} has no {', '.join(missing)}", file=sys.stderr)
+                of_all = " at a step of all its runs" if len(group) > 1 else ""
+                print(f"note: {name} has no {', '.join(missing)}{of_all}", file=sys.stderr)
         _write_svg(plot(groups, metrics, *_layout(arguments, len(metrics))), out)
         print(f"curves={len(groups)} metrics={','.join(metrics)}: {out}")
     else:

@@ -4,6 +4,7 @@ import re
 
 SETTINGS = {
     "--gradient-accumulation-steps": "actor.ppo_n_minibatches",
+    "--return-routed-experts": "rollout.return_routed_experts",
     "--early-stop-patience": "evaluator.early_stop_patience",
     "--update-minibatches": "actor.ppo_n_minibatches",
     "--eval-dataset-path": "valid_dataset.path",

@@ -39,6 +39,16 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
     return LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
 
 
+def gap_remedy(limit: float) -> str:
+    """What to do about a log-prob gap above the limit of a run. Fewer optimizer steps do not help: the first is measured."""
+    first = (
+        "Check that rollout and training have the same weights and --temperature"
+        if limit <= LOGPROB_GAP_LIMIT_FP32
+        else "Use --dtype float32"
+    )
+    return f"{first}; for a mixture-of-experts model, use --return-routed-experts"
+
+
 @dataclass(slots=True)
 class _History:
     """History of one condition: consecutive steps with it and without it, and whether a warning was issued."""
@@ -202,8 +212,7 @@ class HealthMonitor:
             "logprob_gap": (
                 None if gap is None else gap > self.gap_limit,
                 f"mean |rollout - train log-prob| is {gap}, above {self.gap_limit:g}: the trained policy differs from the "
-                "sampling policy. Use fewer optimizer steps per batch (omit --gradient-accumulation-steps) or a lower "
-                "learning rate; if the gap exists from the first step, try --dtype float32",
+                f"sampling policy. {gap_remedy(self.gap_limit)}",
             ),
             "opposed_parts": opposed,
             "reward_errors": (

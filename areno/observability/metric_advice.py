@@ -52,13 +52,16 @@ _OFF_POLICY = (
     "--gradient-accumulation-steps), or lower --lr"
 )
 _CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or use SFT to teach it to stop"
-_NON_FINITE = "Lower --lr or --grad-clip-norm, or use --dtype float32; resume from a checkpoint before that step"
+_SKIPPED = (
+    "If grad_norm is 0, no token was trained on: check the loss masks. Otherwise, lower --lr or --grad-clip-norm, or use "
+    "--dtype float32; resume from a checkpoint before that step"
+)
 _DROPPED = "See the reasons in the log"
 _RISING_PAIRS = "If it does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
 _SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
-    "If the difference exists from the first step, use --dtype float32, and check that rollout and trainer have the "
-    "same weights and --temperature. If the difference grows, take fewer optimizer steps per rollout, or lower --lr"
+    "Use --dtype float32, and for a mixture-of-experts model --return-routed-experts. If the difference remains, check that "
+    "rollout and trainer have the same weights and --temperature"
 )
 
 ADVICE: dict[str, Advice] = {
@@ -147,7 +150,7 @@ ADVICE: dict[str, Advice] = {
         0,
         0.9,
     ),
-    "train/update_skipped": Advice("", _NON_FINITE, 0, 0),
+    "train/update_skipped": Advice("", _SKIPPED, 0, 0),
     "train/loss_scale": Advice(
         "a power of two that halves when a gradient overflows, and rises again",
         "If it falls below 1, use dtype bfloat16 or float32",
@@ -199,16 +202,29 @@ ADVICE: dict[str, Advice] = {
     "train/weight_update_time_s": Advice(
         "small compared with the step", "docs/fleet.md compares the methods of weight transfer"
     ),
-    "train/dpo_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
-    "train/dpo_accuracy": Advice("0 to 0.5 in the first step, then 0.6 to 0.95", _RISING_PAIRS, 0.5, 1),
-    "train/dpo_reward_margin": Advice("0 at first, then positive and rising", _RISING_PAIRS, low=0),
+    "train/dpo_loss": Advice(
+        "falls; with DPO, from 0.69 (sigmoid loss), 1 (hinge loss) or 1 / (2 beta)^2 (IPO)", _RISING_PAIRS, low=0
+    ),
+    "train/dpo_accuracy": Advice("with DPO, 0 to 0.5 in the first step; later 0.6 to 0.95", _RISING_PAIRS),
+    "train/dpo_reward_margin": Advice("rises above 0; with DPO, from 0", _RISING_PAIRS),
     "train/dpo_chosen_reward": Advice(
-        "near 0; often falls slightly while the rejected reward falls faster",
-        "If chosen and rejected rewards fall far below 0, the model forgets its answers: raise --dpo-beta, lower --lr, or use "
+        "with DPO, near 0; often falls slightly while the rejected reward falls faster",
+        "If chosen and rejected rewards fall far, the model forgets its answers: raise --dpo-beta (DPO), lower --lr, or use "
         "fewer --epochs",
     ),
+    "train/pair_loss": Advice(
+        "falls; with SimPO, from 1.31 if --simpo-gamma is 1 and the initial model prefers neither answer",
+        _RISING_PAIRS,
+        low=0,
+    ),
+    "train/pair_accuracy": Advice("depends on the initial model in the first step; later 0.6 to 0.95", _RISING_PAIRS),
+    "train/pair_reward_margin": Advice("rises; with SimPO, toward --simpo-gamma or above", _RISING_PAIRS),
+    "train/pair_chosen_reward": Advice(
+        "with SimPO, below 0: --simpo-beta times the mean log-prob of the answer",
+        "If chosen and rejected rewards fall far, the model forgets its answers: lower --lr, or use fewer --epochs",
+    ),
     "train/rm_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
-    "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS, 0.5, 1),
+    "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
         "below 0 at first, then rises to 0.3 or more",
         "If it stays near 0, raise --critic-lr. areno train also has --critic-warmup-steps, and --no-bootstrap-truncated for "
@@ -255,10 +271,10 @@ ADVICE: dict[str, Advice] = {
 """The advice, by the name of the metric in ``areno train``."""
 _LIKE = {
     "train/clip_fraction": ("train/clip_fraction_high", "train/clip_fraction_low", "ppo_actor/update/clip_ratio"),
-    "train/dpo_loss": ("train/pair_loss", "dpo/loss"),
-    "train/dpo_accuracy": ("train/pair_accuracy", "dpo/reward_accuracy"),
-    "train/dpo_reward_margin": ("train/dpo_margin", "train/pair_reward_margin", "dpo/reward_margin"),
-    "train/dpo_chosen_reward": ("train/pair_chosen_reward", "dpo/chosen_reward"),
+    "train/dpo_loss": ("dpo/loss",),
+    "train/dpo_accuracy": ("dpo/reward_accuracy",),
+    "train/dpo_reward_margin": ("train/dpo_margin", "dpo/reward_margin"),
+    "train/dpo_chosen_reward": ("dpo/chosen_reward",),
     "train/rm_accuracy": ("rw/correct_ratio",),
     "train/rm_loss": ("rw/loss",),
     "train/sft_loss": ("sft/loss",),

@@ -112,7 +112,8 @@ _UPDATE: _Rows = (
     (
         "update_skipped",
         "fraction",
-        "updates skipped because the gradient was not finite; five in a row stop the run, except while `loss_scale` falls",
+        "updates skipped because the gradient was not finite (five in a row stop the run, except while `loss_scale` falls), "
+        "or because no parameter had a gradient",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),

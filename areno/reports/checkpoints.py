@@ -31,7 +31,8 @@ def resumable_step(run: RunData) -> int | None:
 def saved_model(run: RunData) -> str:
     """Path of the newest saved model, relative to the run directory if possible; ``""`` without a saved model."""
     with suppress(*_UNREADABLE):
-        return _shown(run, Path(newest_model(run.path, "areno report")))
+        model = Path(newest_model(run.path, "areno report"))
+        return "" if model == run.path else _shown(run, model)  # a folder without config.yaml may be returned unchanged
     return ""
 
 

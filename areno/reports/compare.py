@@ -7,6 +7,7 @@ import filecmp
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -194,11 +195,14 @@ def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
 
 
 def _same_content(x: Any, y: Any) -> bool:
-    """Whether two values are paths of files with equal content."""
+    """Whether two values are paths of files with equal content; False if this user may not read them."""
     paths = [Path(re.sub(r"(\.py):\w+$", r"\1", value)) for value in (x, y) if isinstance(value, str)]
-    if len(paths) < 2 or not all(path.is_absolute() and path.is_file() for path in paths):
+    if len(paths) < 2 or not all(path.is_absolute() for path in paths):
         return False
-    return paths[0].stat().st_size <= _LARGE and filecmp.cmp(paths[0], paths[1], shallow=False)
+    with suppress(OSError):
+        if all(path.is_file() for path in paths) and paths[0].stat().st_size <= _LARGE:
+            return filecmp.cmp(paths[0], paths[1], shallow=False)
+    return False
 
 
 def _shortened(x: Any, y: Any) -> tuple[Any, Any]:

@@ -272,7 +272,8 @@ def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str,
 
 def _prompts_differ(a: _Samples, b: _Samples) -> str:
     """Describe how the prompts of a step differ; return an empty string if they agree."""
-    first, second = _prompts(a), _prompts(b)
+    with_tokens = {key for key in a.keys() & b.keys() if "rows" in a[key] and "rows" in b[key]}
+    first, second = _prompts(a, with_tokens), _prompts(b, with_tokens)
     if first == second:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
@@ -288,12 +289,12 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
     return f"different prompts: prompt {index} is {texts[0]} and {texts[1]}"
 
 
-def _prompts(samples: _Samples) -> dict[int, Any]:
-    """The prompts of a step by number: their tokens, or their text if the tokens were not recorded."""
+def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
+    """The prompts of a step by number: their tokens in the first sample ``with_tokens``, or else their text."""
     prompts: dict[int, Any] = {}
-    for (prompt, _), sample in sorted(samples.items()):
-        flat = _flat(sample)
-        prompts.setdefault(prompt, sample["prompt"] if flat is None else flat.prompt)
+    for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):
+        flat = _flat(samples[key]) if key in with_tokens else None
+        prompts.setdefault(key[0], samples[key]["prompt"] if flat is None else flat.prompt)
     return prompts
 
 

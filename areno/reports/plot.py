@@ -60,7 +60,7 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
     Args:
         runs: the curves; a curve of several runs is their mean.
-        metrics: names of metrics, or names in ``KEYS``; a curve is omitted if one of its runs lacks the metric.
+        metrics: names of metrics, or names in ``KEYS``; a curve is omitted if its runs share no step of the metric.
         layout: x axis, smoothing, title and size.
         size: width and height of the document with units; None uses the size of the layout in px.
 
@@ -91,8 +91,8 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
 
 def recorded(runs: Sequence[RunData], metric: str) -> bool:
-    """Whether all runs of a group have values of a metric."""
-    return all(len(_series(run, metric).steps) for run in runs)
+    """Whether all runs of a group have values of a metric, at one common step at least."""
+    return bool(set.intersection(*(set(_series(run, metric).steps) for run in runs)))
 
 
 def _series(run: RunData, metric: str) -> Series:
@@ -122,6 +122,10 @@ def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.in
     if layout.x == "step":
         return steps, steps.astype(float), y
     at, x = _times(run) if layout.x == "time" else _tokens(run)
+    name = run.metric_of(metric) if metric in KEYS else metric
+    if layout.x == "tokens" and not run.is_experiment and name is not None and name.startswith("eval/"):
+        # These evaluations are numbered by completed steps, so that those after the last step have no step of their own.
+        return steps, np.append(0.0, x)[np.searchsorted(at, steps)], y
     kept = np.isin(steps, at)
     return steps[kept], x[np.searchsorted(at, steps[kept])], y[kept]
 
@@ -163,6 +167,8 @@ def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
 
 def moving(values: Floats, size: int) -> tuple[Floats, Floats, Floats]:
     """Mean, minimum and maximum of the finite values in a window of ``size``, which is smaller at the ends."""
+    if not len(values):
+        return values, values, values
     before, after = (size - 1) // 2, size // 2
     padded = np.pad(np.where(np.isfinite(values), values, np.nan), (before, after), constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)

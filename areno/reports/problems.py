@@ -7,12 +7,13 @@ A problem is reported when it explains why a run does not learn, not as soon as 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from areno.observability.health import LOGPROB_GAP_LIMIT
+from areno.observability.health import LOGPROB_GAP_LIMIT, gap_remedy
 from areno.reports.evidence import TIED, Evidence, RunProblem, late_mean
 from areno.reports.overfitting import against_evaluation, memorized, overfitted
 from areno.reports.reward_problems import equal_rewards, tied_groups, truncated
@@ -33,6 +34,8 @@ FAILED = 0.05
 """Fraction of failed rewards above which the failures bias the selection of training answers."""
 EPISODES_FAILED = 0.2
 """Fraction of failed episodes above which they are reported: higher than ``FAILED``, as agents usually fail on some prompts."""
+_GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
+"""The health warning about the log-prob gap, with the limit of the run."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:
@@ -48,9 +51,6 @@ def _non_finite(evidence: Evidence) -> RunProblem | None:
     for key in ("loss",) if scaled else ("loss", "grad_norm"):
         steps, values = evidence.run.series(key).arrays()
         bad |= set(steps[~np.isfinite(values)].tolist())
-    if not scaled:
-        steps, skipped = evidence.run.series("update_skipped").arrays()
-        bad |= set(steps[skipped > 0].tolist())
     if not bad:
         return None
     count = f"{len(bad)} steps, first in step {min(bad)}" if len(bad) > 1 else f"step {min(bad)}"
@@ -122,7 +122,7 @@ def _zero_gradient(evidence: Evidence) -> RunProblem | None:
 
 def _length_collapse(evidence: Evidence) -> RunProblem | None:
     trend = evidence.trend("response_length")
-    if trend is None or not (trend.last <= 1.5 or (trend.falls and trend.last < LENGTH_COLLAPSE * trend.first)):
+    if trend is None or not trend.falls or trend.last >= trend.first * (0.5 if trend.last <= 1.5 else LENGTH_COLLAPSE):
         return None
     late = evidence.samples.late
     shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
@@ -183,16 +183,16 @@ def _entropy(evidence: Evidence) -> RunProblem | None:
 
 def _logprob_gap(evidence: Evidence) -> RunProblem | None:
     gap = evidence.late("logprob_gap")
-    warned = any("train log-prob" in str(warning.get("text")) for warning in evidence.run.warnings)
+    warned = [match for warning in evidence.run.warnings if (match := _GAP_WARNING.search(str(warning.get("text"))))]
+    limit = float(warned[-1][1]) if warned else LOGPROB_GAP_LIMIT  # lower in fp32
     stale = evidence.late("staleness") > 0  # those samples legitimately differ from the trained policy
-    if stale or not (gap > LOGPROB_GAP_LIMIT or warned):
+    if stale or not gap > limit:
         return None
     return RunProblem(
         "logprob_gap",
         f"Log-probs of rollout and training differ by {short(gap)} on average, more than rounding explains: the "
         "trained policy is not the sampling policy.",
-        "Use --dtype float32 if the gap exists from the first step; otherwise take fewer optimizer steps per batch (omit "
-        "--gradient-accumulation-steps), or lower --lr.",
+        f"{gap_remedy(limit)}.",
     )
 
 

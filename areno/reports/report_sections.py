@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,11 +153,13 @@ class Times:
         bar: the phases of a typical step.
         phases: name, seconds in a typical step, seconds in total, and the fraction of the run's time.
         charts: time, throughput and memory over the run.
+        since: the step from which totals and fractions count: the first step after the last resume.
     """
 
     bar: Markup | None
     phases: list[tuple[str, str, str, str]]
     charts: list[Chart]
+    since: int
 
 
 def times(run: RunData) -> Times:
@@ -171,14 +174,13 @@ def times(run: RunData) -> Times:
     in_step = [(name, seconds) for name, seconds in typical.items() if name not in _BESIDE_STEPS]
     if len(whole) and (rest := float(np.median(whole[-_TYPICAL:])) - sum(seconds for _, seconds in in_step)) > 0:
         in_step.append(("other", rest))
-    status = run.status
-    total = float(status.get("ended") or time.time()) - float(status.get("started") or 0.0) if status else 0.0
+    since, total = span(run)
     table = []
     for name, series in phases.items():
-        spent = float(finite(series)[1].sum())
+        spent = _sum_from(since, series)
         share = f"{spent / total:.0%}" if total > spent else ""
         table.append((name, "" if name in _BESIDE_STEPS else short(typical.get(name, 0.0)), short(spent), share))
-    if total > (steps := float(whole.sum())):
+    if total > (steps := _sum_from(since, run.series("step_seconds"))):
         table.append(("outside of steps", "", short(total - steps), f"{1 - steps / total:.0%}"))
     charts = [_chart("Seconds per phase", "", _lines(phases))] if phases else []
     memory = {name: run.metrics[name] for name in (PEAK, AVAILABLE, PEAK_GPU) if name in run.metrics}
@@ -186,7 +188,26 @@ def times(run: RunData) -> Times:
     if rate := run.metric_of("tokens_per_second"):
         charts.append(_chart("Tokens per second", rate, [_line(rate, run.series("tokens_per_second"))]))
     bar = Markup(stacked_bar(in_step, title="Phases of a typical step", width=_WIDTH)) if in_step else None
-    return Times(bar, table, charts)
+    return Times(bar, table, charts, since)
+
+
+def span(run: RunData) -> tuple[int, float]:
+    """The first step that the last process of a run recorded, and the seconds from its start to its end or last record.
+
+    The step is 0 for a run that was not resumed. The seconds are 0 if they are unknown.
+    """
+    status, (steps, recorded) = run.status, run.metrics.times.arrays()
+    started, ended = (as_float(status.get(name, math.nan)) for name in ("started", "ended"))
+    steps_since, recorded_since = steps[recorded >= started], recorded[recorded >= started]
+    if not len(steps_since):
+        return 0, 0.0
+    since = int(steps_since[0]) if len(steps_since) < len(steps) else 0
+    return since, (ended if math.isfinite(ended) else float(recorded_since[-1])) - started
+
+
+def _sum_from(step: int, series: Series) -> float:
+    steps, values = finite(series)
+    return float(values[steps >= step].sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,11 @@ def equal_rewards(evidence: Evidence) -> RunProblem | None:
     if not len(low) or len(low) != len(high) or len(low) < 3:
         return None
     late = slice(-max(window(len(low)), 3), None)
-    if float(np.mean(low[late] == high[late])) < TIED:
+    usual = np.sort(high[late])[len(high[late]) // 2]  # that of most steps, if the rewards of most steps are equal
+    equal = (low == usual) & (high == usual)
+    if float(np.mean(equal[late])) < TIED:
         return None
-    value, always = short(float(high[-1])), float(np.mean(low == high)) >= TIED
+    value, always = short(float(usual)), float(np.mean(equal)) >= TIED
     progress = evidence.progress
     if evidence.at_highest and not always:
         return _solved(evidence, value)

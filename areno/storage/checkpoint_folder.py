@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from areno.errors import CheckpointError, DamagedCheckpointError
 from areno.storage.contents import STATE_FILE, STATE_FOLDER, check_files, read_state, write_manifest
 
@@ -166,14 +168,22 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints beyond ``keep``, except the newest checkpoint up to ``sound_until``."""
+        """Delete the oldest checkpoints beyond ``keep``, except the newest checkpoint up to ``sound_until``.
+
+        Raises CheckpointError on failure.
+        """
         if self.keep is None:
             return
         steps = self.steps()
         sound = max((step for step in steps if step <= self.sound_until), default=None) if self.sound_until else None
         for old in steps[: -self.keep]:
             if old != sound:
-                self.remove(old)
+                try:
+                    self.remove(old)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self.path(old)} cannot be deleted: {error}; check its permissions"
+                    ) from error
 
     @contextmanager
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
@@ -223,7 +233,7 @@ class CheckpointFolder:
                 write_manifest(partial)
             sync_tree(partial)
             self._replace(target, partial)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"writing the checkpoint {target} failed: {error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,11 @@
 """GGUF files as checkpoint folders: the weights are dequantized once and cached."""
 
+import errno
 import hashlib
 import json
 import logging
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ _DIGITS_FIRST = [
 ]
 # llama.cpp's names of pre-tokenizers that ignore merges for a word that is a token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")
+# Messages of the operating system, which the libraries that write the files pass on in errors of their own.
+_NO_SPACE = re.compile("|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))))
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -35,7 +40,7 @@ def gguf_folder(path: str | Path) -> Path:
     """Return the cached checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer, chat template.
 
     Raises:
-        UsageError: the file is damaged, or its model is unsupported.
+        UsageError: the file is damaged, its model is unsupported, or the disk is full.
     """
     path = Path(path).expanduser().resolve()
     state = path.stat()
@@ -51,6 +56,11 @@ def gguf_folder(path: str | Path) -> Path:
             try:
                 _write(alone, building / "model")
             except Exception as error:  # a damaged file may fail in any way; the cause stays attached
+                if _NO_SPACE.search(str(error)):
+                    raise UsageError(
+                        f"the converted weights of {path} could not be written to {target.parent}: {error}\nFree disk space, "
+                        "or set ARENO_CACHE_DIR to a folder on a larger disk."
+                    ) from error
                 raise UsageError(
                     f"{path} could not be read: {error}\nDownload it again if it is damaged or incomplete; otherwise use a "
                     "file of an architecture that transformers reads from GGUF, or the folder of the original model."

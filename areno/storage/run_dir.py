@@ -110,14 +110,14 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines, and lines of steps after ``step``; return how many were dropped.
 
-        Evaluations are numbered by completed steps, so their answers up to ``step + 1`` are kept. The saved rollouts of
-        steps after ``step`` are deleted.
+        Evaluations are numbered by completed steps, so their answers up to ``step + 1`` are kept, except for ``step`` -1: a
+        run that starts again repeats its first evaluation. The saved rollouts of steps after ``step`` are deleted.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
             keep_entries(self.samples_path, step)
             RolloutFiles(self.rollouts_path, 0).drop_after(step)
-        return dropped + _keep_until(self.eval_samples_path, step + 1)
+        return dropped + _keep_until(self.eval_samples_path, step + 1 if step >= 0 else step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the records of ``metrics.jsonl`` in order, without incomplete lines. NaN and infinities are floats again."""
@@ -194,7 +194,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ArenoError(
-            f"cannot write {path}: {error.strerror or error}; check free disk space and permissions, then use --resume"
+            f"cannot write {path}: {error.strerror or error}; check free disk space and permissions"
         ) from error
 
 

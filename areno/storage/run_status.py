@@ -55,7 +55,7 @@ def _outcome(error: BaseException) -> dict[str, Any]:
         return {"state": STOPPED, "signal": signal.Signals(signum).name}
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         code = error.code or 0
-        if code > 128:
+        if code - 128 in [*signal.Signals]:
             return {"state": STOPPED, "signal": signal.Signals(code - 128).name}
         if code == 0:
             return {"state": FINISHED}

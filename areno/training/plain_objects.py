@@ -40,6 +40,10 @@ def save(value: Any, file: Path | IO[bytes]) -> None:
         torch.save(value, file)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(_refusal(str(error))) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # PyTorch's writer of files
+            raise
+        raise OSError(f"writing {file} failed: {error}") from error
     if not isinstance(file, Path):
         file.seek(0)
     with safe_globals(_ALLOWED):

@@ -12,12 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import CheckpointError
 from areno.storage import checkpoint_folder as folder_module
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import read_state, write_state
+from areno.training import plain_objects
+from tests.support.limits import file_size_limit
 
 
 def save(folder, step, text="weights"):
@@ -44,6 +48,33 @@ def test_an_error_while_writing_leaves_the_last_checkpoint_alone(tmp_path):
         raise OSError("no space left on device")
     assert (folder.path(1) / "model").read_text() == "first"
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: save_file({"weight": torch.ones(50_000)}, path / "model.safetensors"),
+        lambda path: plain_objects.save({"rows": torch.ones(50_000)}, path / "rollout.pt"),
+    ],
+)
+def test_a_full_disk_is_a_checkpoint_error_whichever_library_writes(write, tmp_path):
+    """A limit of the size of files fails in the same place as a full disk."""
+    folder = CheckpointFolder(tmp_path)
+    with (
+        file_size_limit(10_000),
+        pytest.raises(CheckpointError, match="step_000001 failed"),
+        folder.writing(1, 10) as path,
+    ):
+        write(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_checkpoint_error(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    save(folder, 1)
+    (tmp_path / ".trash-step_000001").symlink_to("elsewhere")  # a folder does not replace a link
+    with pytest.raises(CheckpointError, match="step_000001 cannot be deleted"):
+        save(folder, 2)
 
 
 def test_the_same_step_may_be_saved_again(tmp_path):

@@ -17,6 +17,7 @@ from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder
 from areno.training.objectives.reference import checkpoint_digest
 from tests.support.examples import some_quick
+from tests.support.limits import file_size_limit
 from tests.support.loops import save_classifier
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -261,3 +262,11 @@ def test_unsupported_models_are_refused_before_anything_is_written(family, chang
         written(folder)
     assert "convert_hf_to_gguf.py" in str(raised.value)
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+def test_a_full_disk_is_not_called_a_damaged_file(tmp_path):
+    file = written(tiny(tmp_path))
+    with file_size_limit(100_000), pytest.raises(UsageError, match="Free disk space, or set ARENO_CACHE_DIR") as caught:
+        gguf_folder(file)
+    assert "Download" not in str(caught.value)
+    assert gguf_folder(file).is_dir()

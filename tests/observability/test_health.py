@@ -5,7 +5,14 @@ import math
 
 import pytest
 
-from areno.observability.health import LOGPROB_GAP_LIMIT_FP32, PARTS_WINDOW, HealthMonitor, unusable
+from areno.observability.health import (
+    LOGPROB_GAP_LIMIT,
+    LOGPROB_GAP_LIMIT_FP32,
+    PARTS_WINDOW,
+    HealthMonitor,
+    unusable,
+)
+from areno.observability.metric_advice import advice_for
 from areno.types import WeightedReward
 
 HEALTHY = {"loss": -0.01, "grad_norm": 0.5, "response_len": 40.0, "logp_abs_diff_mean": 1e-6, "reward_errors": 0}
@@ -100,6 +107,17 @@ def test_the_gap_limit_is_tighter_in_fp32():
     assert observe(HealthMonitor(), 0, logp_abs_diff_mean=2e-3) == []
     (text,) = observe(HealthMonitor(logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32), 0, logp_abs_diff_mean=2e-3)
     assert "above 0.001" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"), [(LOGPROB_GAP_LIMIT, "--dtype float32"), (LOGPROB_GAP_LIMIT_FP32, "same weights")]
+)
+def test_the_remedies_for_a_gap_can_change_the_first_optimizer_step(limit, remedy):
+    """The gap is measured before the weights change, so the number of later optimizer steps does not matter."""
+    (text,) = observe(HealthMonitor(logprob_gap_limit=limit), 0, logp_abs_diff_mean=0.2)
+    assert remedy in text
+    assert "--return-routed-experts" in text
+    assert "optimizer step" not in text + advice_for("train/logp_abs_diff_mean").remedy
 
 
 def test_a_loss_near_zero_is_explained_once_in_a_run():

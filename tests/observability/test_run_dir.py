@@ -97,6 +97,13 @@ def test_truncation_keeps_the_bytes_of_the_kept_lines(run_dir):
     assert run_dir.metrics_path.read_bytes() == b"".join(before[:2])
 
 
+@pytest.mark.parametrize(("step", "kept"), [(-1, []), (0, [0, 1]), (1, [0, 1, 2])])
+def test_a_run_that_starts_again_repeats_its_first_evaluation(step, kept, run_dir):
+    run_dir.append_eval_samples([{"step": completed, "completion": "x"} for completed in range(4)])
+    run_dir.truncate_after(step)
+    assert [record["step"] for record in run_dir.read_eval_samples()] == kept
+
+
 def test_truncation_of_an_empty_run_does_nothing(run_dir):
     assert run_dir.truncate_after(-1) == 0
     assert run_dir.read_metrics() == []
@@ -119,8 +126,9 @@ def test_summary_is_replaced_as_a_whole(run_dir):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_error_names_the_file_and_a_remedy(run_dir):
     run_dir.metrics_path.symlink_to("/dev/full")
-    with pytest.raises(ArenoError, match=r"metrics\.jsonl.*free disk space"):
+    with pytest.raises(ArenoError, match=r"metrics\.jsonl.*free disk space") as caught:
         run_dir.append_metrics(0, {})
+    assert "--resume" not in str(caught.value), "not all commands that write a run have this option"
 
 
 def test_lines_of_finished_steps_survive_a_sigkill(run_dir):

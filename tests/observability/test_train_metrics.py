@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 
@@ -122,3 +123,16 @@ def test_options_in_advice_exist():
     text = " ".join(f"{one.normal} {one.remedy}" for one in ADVICE.values())
     named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9]", text)) | {name.split()[0] for name in SETTINGS}
     assert named - flags == set()
+
+
+def test_first_values_of_preference_training_are_normal():
+    ipo = math.pow(1 / (2 * 0.1), 2)
+    simpo = -math.log(1 / (1 + math.exp(1.0)))  # of equal rewards, with a gamma of 1
+    first = {"train/dpo_loss": ipo, "dpo/loss": ipo, "train/pair_loss": simpo, "train/pair_reward_margin": -0.3}
+    first |= dict.fromkeys(["train/dpo_accuracy", "dpo/reward_accuracy", "train/rm_accuracy", "rw/correct_ratio"], 0.0)
+    for name, value in first.items():
+        assert advice_for(name).accepts(value) is not False, name
+    for name in ("loss", "accuracy", "reward_margin", "chosen_reward"):
+        advice = advice_for(f"train/pair_{name}")
+        assert "0.69" not in advice.text
+        assert "--dpo" not in advice.remedy

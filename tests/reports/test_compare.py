@@ -128,6 +128,17 @@ def test_the_first_phase_that_differs_is_read_from_the_samples(change, prompt, p
     }
 
 
+def test_prompts_whose_tokens_only_one_run_recorded_are_compared_by_their_text(tmp_path, capsys):
+    def longer(record):
+        del record["rows"]  # the budget for tokens was spent by longer answers
+        record["completion"] += " in more words"
+
+    other = write_run(tmp_path / "b", samples=changed(2, longer, 0, 0), metrics=from_step(2, train__loss=9.0))
+    _, text, data = diff(capsys, write_run(tmp_path / "a"), other)
+    assert data["divergence"]["different"]["phase"] == "sampled tokens"
+    assert "tokenizer" not in text
+
+
 def test_differing_tool_tokens_are_distinguished_from_sampled_tokens(tmp_path, capsys):
     def with_tool(result):
         def samples(record):
@@ -194,6 +205,17 @@ def test_settings_are_split_by_whether_they_change_results(tmp_path, capsys):
             **{"name": "save_interval", "values": [100, 5], "changes_results": False, "same": 0}
         }
         assert "hf_" not in text + json.dumps(data)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
+def test_files_that_cannot_be_read_count_as_different(tmp_path, capsys):
+    # The first page of a process is unreadable, even for root.
+    runs = [
+        write_run(tmp_path / name, config={"dataset_path": f"/proc/{name}/mem"}) for name in ("self", "thread-self")
+    ]
+    code, _, data = diff(capsys, *runs)
+    (setting,) = data["settings"]
+    assert (code, setting["name"], setting["changes_results"]) == (1, "dataset_path", True)
 
 
 def test_the_environment_is_compared_without_its_timestamp(tmp_path, capsys):

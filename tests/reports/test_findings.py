@@ -285,6 +285,13 @@ def test_the_remedy_of_an_experiment_that_cannot_be_resumed_names_its_last_saved
     assert f"Its last saved model is {model}." in verdict_of(RunData(run.path)).ending.remedy
 
 
+def test_a_folder_without_a_configuration_is_not_its_own_saved_model(tmp_path):
+    status = {**FINISHED, "state": "stopped", "signal": "SIGINT"}
+    run = Prepared(policy_metrics(np.random.default_rng(0), 45), status=status).write(tmp_path / "run")
+    run.config_path.unlink()
+    assert "saved model" not in verdict_of(RunData(run.path)).ending.remedy
+
+
 @pytest.mark.parametrize(
     ("limit", "text"), [(None, " of 192 (total_train_epochs=6)"), (500, " of 192 (total_train_epochs=6)")]
 )

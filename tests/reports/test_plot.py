@@ -111,6 +111,35 @@ def test_the_x_axis_can_be_tokens_or_time(tmp_path):
     assert "minutes" in texts(root)
 
 
+@pytest.mark.parametrize("smooth", [1, 3])
+def test_an_evaluation_has_the_tokens_of_the_steps_completed_before_it(smooth, tmp_path):
+    lengths, scores = [10, 50, 20], {0: 0.1, 1: 0.3, 3: 0.9}  # the last evaluation follows the last step
+
+    def with_length(step, record):
+        return {"rollout/num_sequences": 2, "rollout/response_len_mean": lengths[step]}
+
+    for name, kept in (("all", scores), ("last", {3: 0.9})):
+        run = write_run(tmp_path / name, steps=3, metrics=with_length, samples=None)
+        with (run / "metrics.jsonl").open("a") as file:
+            for step, score in kept.items():
+                file.write(json.dumps({"step": step, "time": 1e9, "eval/rewards_mean": score}) + "\n")
+        words = (run, "--metric", "eval_reward", "--x", "tokens", "--smooth", smooth)
+        root = plotted(tmp_path / f"{name}.svg", *words)
+        if name == "all":
+            assert_proportional(lines(root)[0][:, 0], [0, 20, 160])
+
+
+def test_runs_without_a_common_step_have_no_mean(tmp_path, capsys):
+    def evaluated(steps):
+        return lambda step, record: record | ({"eval/rewards_mean": 0.5} if step in steps else {})
+
+    runs = [write_run(tmp_path / name, metrics=evaluated(at)) for name, at in (("a", {0, 2}), ("b", {1, 3}))]
+    words = ("--mean-over", f"avg={runs[0]},{runs[1]}", "--metric", "eval_reward", "--metric", "loss", "--smooth", 3)
+    root = plotted(tmp_path / "x.svg", *words)
+    assert [len(lines(chart)) for chart in root] == [0, 1]
+    assert "note: avg has no eval_reward at a step of all its runs" in capsys.readouterr().err
+
+
 def test_a_long_run_keeps_its_extremes(tmp_path):
     spikes = lambda step, record: {"rollout/rewards_mean": 5.0 if step == 1234 else 0.5}  # noqa: E731
     run = write_run(tmp_path / "a", steps=3000, metrics=spikes, samples=None)

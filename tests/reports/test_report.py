@@ -235,7 +235,21 @@ def test_sections_that_are_too_large_are_left_out_and_named(tmp_path):
     run = healthy(tmp_path, samples=samples)
     source = report_html(RunData(run.path))
     assert len(source.encode()) < 3_000_000
-    assert "Left out, because the page would be too large: samples." in Page(source).root.one("header").text
+    page = Page(source).root
+    assert "Left out, because the page would be too large: samples." in page.one("header").text
+    section = page.one("section", **{"aria-labelledby": "samples"})
+    assert [line.text for line in section.all("p")] == ["Left out, because the page would be too large."]
+
+
+def test_a_section_that_is_left_out_does_not_look_empty(tmp_path, monkeypatch):
+    run = healthy(tmp_path)
+    run.append_warning(17, "every response was cut")
+    run.append_eval_samples([sample(step, 0, 0, 0.5) for step in (0, 60)])
+    monkeypatch.setattr(report, "MAX_BYTES", 1)
+    page = page_of(run).root
+    for name in ("samples", "compared", "configuration", "warnings"):
+        section = page.one("section", **{"aria-labelledby": name})
+        assert [line.text for line in section.all("p")] == ["Left out, because the page would be too large."]
 
 
 def test_tokens_show_what_training_did_with_them(tmp_path):
@@ -327,6 +341,29 @@ def test_time_is_divided_among_the_phases(tmp_path):
     assert rows["outside of steps"] == ["", "300", "50%"]
     bar = section.all("svg")[0].attributes["aria-label"]
     assert bar.endswith("rollout 3 s (60%); reward 0.5 s (10%); train 1 s (20%); other 0.5 s (10%)")
+
+
+def phase_rows(page):
+    lines = page.one("section", **{"aria-labelledby": "time"}).all("tr")
+    return {cells[0].text: [cell.text for cell in cells[1:]] for line in lines if (cells := line.all("td"))}
+
+
+def test_the_time_of_a_killed_run_ends_with_its_last_record(tmp_path):
+    killed = {"state": "running", "pid": 1, "host": "here", "started": 1_749_999_900.0}
+    rows = phase_rows(page_of(healthy(tmp_path, status=killed)).root)
+    total = 100 + 6 * STEPS  # a record every 6 seconds; the last evaluation has step 60
+    assert rows["rollout"] == ["3", "180", f"{180 / total:.0%}"]
+    assert rows["outside of steps"] == ["", "160", f"{160 / total:.0%}"]
+
+
+def test_the_time_of_a_resumed_run_counts_from_its_last_start(tmp_path):
+    resumed = {"state": "finished", "started": 1_750_000_000.0 + 6 * 40 - 3, "ended": 1_750_000_000.0 + 6 * 40 + 197}
+    page = page_of(healthy(tmp_path, status=resumed)).root
+    rows = phase_rows(page)
+    assert rows["rollout"] == ["3", "60", "30%"]
+    assert rows["outside of steps"] == ["", "100", "50%"]
+    assert "count from step 40, where the run was resumed" in page.text
+    assert re.search("60 steps, resumed .*, took 3 min 20 s since then", page.one("header").text)
 
 
 def test_configuration_environment_warnings_and_files_are_listed(tmp_path):

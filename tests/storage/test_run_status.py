@@ -15,6 +15,7 @@ from areno.storage.run_status import recorded_status
         (SystemExit(), "finished", {}),
         (SystemExit(0), "finished", {}),
         (SystemExit(143), "stopped", {"signal": "SIGTERM"}),
+        (SystemExit(200), "failed", {"error": "SystemExit: 200"}),
         (SystemExit(1), "failed", {"error": "SystemExit: 1"}),
         (SystemExit("no data"), "failed", {"error": "SystemExit: no data"}),
         (KeyboardInterrupt(), "stopped", {"signal": "SIGINT"}),
