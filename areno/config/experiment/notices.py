@@ -147,10 +147,10 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:
         yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine runs the teacher")
-    agent = config.rollout.agent
-    if not agent.agent_cls_path and config.workflow.path in _NO_AGENT:
+    agent, workflow = config.rollout.agent, config.workflow_section
+    if not agent.agent_cls_path and workflow.path in _NO_AGENT:
         names = [path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar"]
-        because = f"only read by agents; workflow.path is {config.workflow.path}"
+        because = f"only read by agents; workflow.path is {workflow.path}"
         yield from _changed("rollout.agent", agent, names, because)
     elif agent.chat_template_type != "hf":
         yield (

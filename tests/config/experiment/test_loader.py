@@ -30,9 +30,10 @@ from areno.config.experiment import (
     save_config,
     settled,
 )
+from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import public_dict
 from areno.config.experiment.setting_declaration import settings_of, walk
-from areno.config.experiment.tree import Override, apply_override, parse_override
+from areno.config.experiment.tree import apply_override, parse_override
 from areno.errors import UsageError
 from tests.config.experiment.samples import RL, SAMPLES, SFT, changed, rl, write
 
@@ -196,32 +197,6 @@ def test_names_may_be_repeated_by_interpolation(tmp_path):
     plain = load(tmp_path, "trial_name=trial7", "perf_tracer={}")
     assert config == plain
     assert config.saver.trial_name == "trial7"
-
-
-@pytest.mark.parametrize(
-    ("text", "path", "value"),
-    [
-        ("a.b=1", "a.b", 1),
-        ("+a.b=1", "a.b", 1),
-        ("++a=1e-4", "a", 1e-4),
-        ("a=null", "a", None),
-        ("a=", "a", ""),
-        ("a=[x, 2]", "a", ["x", 2]),
-        ("a=[x,y]", "a", ["x", "y"]),
-        ("a={k: 1}", "a", {"k": 1}),
-        ("a={k:1,l:x}", "a", {"k": 1, "l": "x"}),
-        ("a=fsdp:d4", "a", "fsdp:d4"),
-        ("a=megatron:(attn:d4|ffn:d4)", "a", "megatron:(attn:d4|ffn:d4)"),
-        ("a='007'", "a", "007"),
-        ("a=${b.c}", "a", "${b.c}"),
-        ("a[0].b=2", "a.0.b", 2),
-        ("a=x=y", "a", "x=y"),
-        ("a=@x", "a", "@x"),
-        ("a=true", "a", True),
-    ],
-)
-def test_the_grammar_of_overrides(text, path, value):
-    assert parse_override(text) == Override(path, value)
 
 
 def test_an_override_of_any_field_needs_no_plus(tmp_path):
@@ -430,6 +405,9 @@ def test_a_user_class_may_use_section_names_for_its_own_fields(tmp_path):
     assert (config.turns.depth, config.tools, config.scale, config.anything) == (3, [{"name": "a"}], 0.5, {"x": [1]})
     assert settled(config) == config
     assert load(tmp_path, "rollout.agent.agent_cls_path=agent.py:Agent", cls=ProgramConfig).workflow == "my.Workflow"
+    assert notice(config) == ""
+    ignored = load(tmp_path, "workflow=multi_turn", "rollout.agent.turn_discount=0.5", cls=ProgramConfig)
+    assert "rollout.agent.turn_discount: only read by agents; workflow.path is multi_turn" in notice(ignored)
     assert "did you mean workflow?" in problem(tmp_path, "workflw=x", cls=ProgramConfig)
 
 
@@ -493,3 +471,20 @@ def test_a_configuration_made_in_python_is_settled_like_one_from_a_file():
 def test_settling_twice_changes_nothing(cls):
     config = config_from(SAMPLES[cls], cls)
     assert settled(config) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ref": {}, "actor.kl_ctl": 0.1, "actor.kl_loss_coef": 0.001}, {"kl_ctl": 0.1, "kl_loss_coef": 0.001}),
+        ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, {"eps_clip_higher": None}),
+        ({"actor.algorithm": "cispo", "actor.use_cispo_loss": False}, {"use_cispo_loss": False}),
+    ],
+)
+def test_settling_keeps_explicit_values_that_equal_a_default(changes, expected):
+    config = config_from(changed(RL, changes), GRPOConfig)
+    once = settled(config)
+    assert once == settled(once) == config
+    assert {name: getattr(once.actor, name) for name in expected} == expected
+    once.actor.kl_estimator, once.seed = "k1", 7  # a later change in Python takes effect too
+    assert (settled(once).seed, settled(once).actor) == (7, config.actor)
