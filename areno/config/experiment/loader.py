@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
 from areno.config.experiment.build import ALIASES, build_config, unknown_key, without_aliases
 from areno.config.experiment.checks import check_config
@@ -95,13 +98,21 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     args = parse_cli_args(argv)
     tree = _overridden(_file(args), args)
     dataset = tree.get("train_dataset")
-    kind = dataset.get("type") if isinstance(dataset, dict) else None
     if dataset is None and {"resources", "run"} <= tree.keys():
         raise UsageError(
             f"--config {args.config_file} is a task of a cluster launcher (it has the keys resources and run), which is "
             "not supported; pass the experiment's YAML file, which appears in the task's run command"
         )
-    if kind not in EXPERIMENTS:
+    kind = dataset.get("type") if isinstance(dataset, dict) else None
+    if any(isinstance(value, str) and "${" in value for value in (dataset, kind)):
+        try:
+            kind = OmegaConf.select(OmegaConf.create(tree), "train_dataset.type")
+        except OmegaConfBaseException as error:
+            text = str(error).splitlines()[0]
+            raise UsageError(
+                f"train_dataset.type {kind or dataset} cannot be resolved: {text}; write the type itself"
+            ) from None
+    if not isinstance(kind, str) or kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")
     return EXPERIMENTS[kind]
 

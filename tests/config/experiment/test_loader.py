@@ -358,6 +358,19 @@ def test_the_data_type_selects_the_experiment_class(tmp_path):
         assert experiment_class(["--config", file, "train_dataset.type=sft"]) is SFTConfig
     with pytest.raises(UsageError, match="choose rl, sft, rw, dpo"):
         experiment_class(["--config", file, "train_dataset.type=none"])
+    with pytest.raises(UsageError, match=r"train_dataset.type \['rl'\] is unknown"):
+        experiment_class(["--config", file, "train_dataset.type=[rl]"])
+
+
+def test_the_data_type_may_be_an_interpolation(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_TEST_KIND", "dpo")
+    tree = changed(SFT, {"valid_dataset": {"path": "rows.jsonl", "type": "sft"}})
+    file = write(tmp_path / "run.yaml", changed(tree, {"train_dataset.type": "${valid_dataset.type}"}))
+    assert experiment_class(["--config", file]) is SFTConfig
+    assert experiment_class(["--config", file, "train_dataset.type=${oc.env:ARENO_TEST_KIND}"]) is DPOConfig
+    assert experiment_class(["--config", file, "train_dataset=${valid_dataset}"]) is SFTConfig
+    with pytest.raises(UsageError, match=r"train_dataset.type \$\{none.type\} cannot be resolved: .*none.type"):
+        experiment_class(["--config", file, "train_dataset.type=${none.type}"])
 
 
 @dataclass
@@ -471,20 +484,3 @@ def test_a_configuration_made_in_python_is_settled_like_one_from_a_file():
 def test_settling_twice_changes_nothing(cls):
     config = config_from(SAMPLES[cls], cls)
     assert settled(config) == config
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"ref": {}, "actor.kl_ctl": 0.1, "actor.kl_loss_coef": 0.001}, {"kl_ctl": 0.1, "kl_loss_coef": 0.001}),
-        ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, {"eps_clip_higher": None}),
-        ({"actor.algorithm": "cispo", "actor.use_cispo_loss": False}, {"use_cispo_loss": False}),
-    ],
-)
-def test_settling_keeps_explicit_values_that_equal_a_default(changes, expected):
-    config = config_from(changed(RL, changes), GRPOConfig)
-    once = settled(config)
-    assert once == settled(once) == config
-    assert {name: getattr(once.actor, name) for name in expected} == expected
-    once.actor.kl_estimator, once.seed = "k1", 7  # a later change in Python takes effect too
-    assert (settled(once).seed, settled(once).actor) == (7, config.actor)

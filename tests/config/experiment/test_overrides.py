@@ -1,10 +1,10 @@
-"""Overrides on the command line: their grammar, and text that looks like another YAML value."""
+"""Explicit settings: the grammar of overrides, text that looks like another YAML value, and values that equal a default."""
 
 from __future__ import annotations
 
 import pytest
 
-from areno.config.experiment import GRPOConfig, load_expr_config, save_config
+from areno.config.experiment import GRPOConfig, config_from, load_expr_config, save_config, settled
 from areno.config.experiment.tree import Override, parse_override
 from tests.config.experiment.samples import RL, changed, write
 
@@ -64,3 +64,20 @@ def test_the_items_of_a_list_of_text_keep_their_text(tmp_path):
     assert load(tmp_path, "gconfig.stop=[0123, '1:30', no]").gconfig.stop == ["0123", "1:30", "no"]
     assert load(tmp_path, "gconfig.stop[1]=0123", tree=file).gconfig.stop == ["a", "0123"]
     assert load(tmp_path, "gconfig.stop_token_ids=[0x10, 3]").gconfig.stop_token_ids == [16, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ref": {}, "actor.kl_ctl": 0.1, "actor.kl_loss_coef": 0.001}, {"kl_ctl": 0.1, "kl_loss_coef": 0.001}),
+        ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, {"eps_clip_higher": None}),
+        ({"actor.algorithm": "cispo", "actor.use_cispo_loss": False}, {"use_cispo_loss": False}),
+    ],
+)
+def test_settling_keeps_explicit_values_that_equal_a_default(changes, expected):
+    config = config_from(changed(RL, changes), GRPOConfig)
+    once = settled(config)
+    assert once == settled(once) == config
+    assert {name: getattr(once.actor, name) for name in expected} == expected
+    once.actor.kl_estimator, once.seed = "k1", 7  # a later change in Python takes effect too
+    assert (settled(once).seed, settled(once).actor) == (7, config.actor)
