@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,10 +54,18 @@ ADVANTAGE_HOOK = Hook("--advantage", "advantage_fn", "rewards, groups", position
 WORKFLOW_HOOK = Hook("--workflow", "NAME", "gconfig, tokenizer")
 
 
+_FILE = re.compile(r"\.py(?=:|$)")
+
+
+def is_file_spec(spec: str) -> bool:
+    """Whether a name is ``file.py`` or ``file.py:NAME``, and not a dotted name such as ``package.pytools.NAME``."""
+    return _FILE.search(spec) is not None
+
+
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
     """Split ``file.py`` or ``file.py:function`` into path and name."""
     # A colon before the suffix belongs to the path, such as the colon of a drive letter.
-    end = spec.rindex(".py") + len(".py") if ".py" in spec else 0
+    end = max((match.end() for match in _FILE.finditer(spec)), default=0)
     rest, colon, name = spec[end:].partition(":")
     path = spec[:end] + rest
     if not path or (colon and not name.isidentifier()):
@@ -170,7 +179,7 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 def named_object(spec: str, *, option: str) -> Any:
     """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``; ``option`` appears in messages."""
-    if ".py" in spec:
+    if is_file_spec(spec):
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():
             raise UsageError(f"{option} file does not exist: {path}; pass the path of a Python file")

@@ -304,7 +304,7 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
 def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
     if ":" not in workflow:
         yield f"--workflow {workflow}: add the name of the class or object, as in file.py:NAME"
-    elif ".py" in workflow:
+    elif hooks.is_file_spec(workflow):
         yield hooks.hook_file_problem(workflow, hooks.WORKFLOW_HOOK)
     if options.agent_fn is not None:
         yield (f"--workflow {workflow} and --agent-fn {options.agent_fn} are mutually exclusive; use only one of them")

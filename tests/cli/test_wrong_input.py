@@ -133,6 +133,7 @@ TRAIN = [
     ),
     ([*BASE, "--workflow", "gone.py:Even"], "--workflow file does not exist: gone.py"),
     ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
+    ([*BASE, "--workflow", "gone.pytools:Even"], "importing gone.pytools raised ModuleNotFoundError"),
     (
         [*BASE, "--workflow", "greedy.py:Greedy"],
         "areno constructs the class with gconfig and tokenizer only: missing a required argument",

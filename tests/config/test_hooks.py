@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from areno.config.hooks import REWARD_HOOK, load_hook, split_spec
+from areno.config.hooks import REWARD_HOOK, load_hook, named_object, split_spec
 from areno.errors import UsageError
 
 
@@ -117,3 +117,16 @@ def test_a_failed_import_leaves_no_module_behind(file):
 def test_malformed_specs_show_the_right_form(spec):
     with pytest.raises(UsageError, match=r"write file\.py or file\.py:reward_fn"):
         split_spec(spec, option="--reward-fn-path", default_name="reward_fn")
+
+
+@pytest.mark.parametrize("form", ["hookpkg.pytools.fn", "hookpkg.pytools:fn", "{root}/hookpkg/pytools.py:fn"])
+def test_a_named_object_comes_from_a_module_or_a_file(tmp_path, monkeypatch, form):
+    (tmp_path / "hookpkg").mkdir()
+    (tmp_path / "hookpkg" / "pytools.py").write_text("def fn():\n    return 'found'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert named_object(form.format(root=tmp_path), option="reward.fn")() == "found"
+
+
+def test_a_missing_file_is_not_taken_for_a_module(tmp_path):
+    with pytest.raises(UsageError, match=r"reward\.fn file does not exist"):
+        named_object(f"{tmp_path}/absent.py:fn", option="reward.fn")

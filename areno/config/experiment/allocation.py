@@ -334,6 +334,8 @@ def _by_model(text: str, compact: str) -> str:
             raise InvalidAllocationModeError(
                 f"{text!r}: {part!r} is not MODEL:SIZES; write MODEL as one of {', '.join(_MODELS)}, and SIZES such as d4"
             )
+        if role in sizes:
+            raise InvalidAllocationModeError(f"{text!r} gives two sizes for {role}; write each model once")
         sizes[role] = dims
     generates, trains = sizes.pop("rollout", sizes.get("*", "")), sizes.pop("actor", sizes.get("*", ""))
     others = [_trains(dims, f"[{role}]") for role, dims in sizes.items() if role != "*"]

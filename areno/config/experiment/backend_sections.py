@@ -206,7 +206,7 @@ class ArchonEngineConfig:
         policy = self.reshard_after_forward_policy
         return pipeline == 1 if policy == "default" else policy == "always"
 
-    def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
+    def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
         """Yield settings that have no effect with ``pipeline`` stages, and the reasons."""
         names = [name for name in vars(self) if name.startswith("pp_")]
         if pipeline == 1:
@@ -214,15 +214,15 @@ class ArchonEngineConfig:
         elif self.pp_schedule in _ZERO_BUBBLE:
             yield "pp_schedule", ZERO_BUBBLE
 
-    def mapped(self) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effects."""
+    def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
+        """Yield changed settings that areno's engine applies, and their effects; ``sharded``: whether weights are sharded."""
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
             yield (
                 "reshard_after_forward_policy",
                 f"gathered weights are {'freed' if frees else 'kept'} after the forward pass",
             )
-        if self.offload_params:
+        if self.offload_params and sharded:
             yield "offload_params", "parameters are kept in host memory, as with fsdp.offload_params"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC
@@ -327,17 +327,20 @@ class MegatronEngineConfig:
         """Whether weights and gradients are sharded."""
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
-    def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Yield settings that have no effect with ``pipeline`` stages, and the reasons."""
+    def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
+        """Yield settings that have no effect with ``pipeline`` stages and with or without sharded weights, and the reasons."""
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
+        if not sharded:
+            names = ("use_torch_fsdp2", "use_custom_fsdp")
+            yield from ((name, "the actor's weights are not sharded in this run") for name in changed(self, names))
 
-    def mapped(self) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effects."""
+    def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
+        """Yield changed settings that areno's engine applies, and their effects; ``sharded``: whether weights are sharded."""
         if (runs := self.virtual_pipeline_parallel_size) > 1:
             yield "virtual_pipeline_parallel_size", f"each stage has {runs} model chunks"
         for name in ("use_torch_fsdp2", "use_custom_fsdp"):
-            if getattr(self, name):
+            if getattr(self, name) and sharded:
                 yield name, "weights are sharded as with fsdp.shard_weights"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation, ParallelStrategy
+from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import addresses_of, roles, server_of, takes_turns
 from areno.config.experiment.setting_declaration import changed
@@ -136,6 +137,27 @@ def unshardable(config: Any) -> Iterator[str]:
         yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
         yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or use d without t"
+
+
+def sharding_requested(actor: TrainEngineConfig) -> bool:
+    """Whether to shard weights by default, if that is possible.
+
+    The backend megatron shards weights if its section requests sharding. Other backends shard weights unless the actor uses
+    LoRA or an ``optimizer.type`` other than ``adam``.
+    """
+    if actor.backend.startswith("megatron"):
+        return bool(actor.megatron.shards_weights)
+    return not actor.use_lora and (actor.optimizer is None or actor.optimizer.type == "adam")
+
+
+def shards_weights(config: Any) -> bool:
+    """Whether the actor's weights are sharded: always with context or expert parallelism, otherwise as set or by default."""
+    actor, parallel = config.actor, ModelAllocation.from_str(config.actor.backend).parallel
+    if parallel.context * parallel.expert_ranks > 1:
+        return True
+    if actor.fsdp.shard_weights is not None:
+        return bool(actor.fsdp.shard_weights)
+    return sharding_requested(actor) and not any(unshardable(config))
 
 
 def _unsupported(allocation: ModelAllocation, role: str) -> str:

@@ -346,10 +346,8 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
             same += [getattr(part, key, None) for part in (config, config.actor, config.rollout, config.gconfig)]
             agrees = value in same or key in ("consumer_batch_size", "max_concurrent_rollouts", "temperature")
             if not entry.is_section and not agrees:
-                yield (
-                    f"teacher.{name}.{path} {shown(value)} has no effect, because the actor's engine runs the teacher; remove "
-                    "the setting"
-                )
+                setting_text = f"teacher.{name}.{path} {shown(value)}".strip()
+                yield f"{setting_text} has no effect, because the actor's engine runs the teacher; remove the setting"
 
 
 def _refusals(config: BaseExperimentConfig) -> Iterator[str]:

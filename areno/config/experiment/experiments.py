@@ -75,6 +75,8 @@ class BaseExperimentConfig:
         "Resources for the launchers of earlier AReaL versions.",
         no_effect="areno's schedulers need no launcher",
     )
+    explicit_paths = frozenset[str]()
+    """Dotted paths of the settings in the tree that the configuration was built from; not itself a setting."""
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:

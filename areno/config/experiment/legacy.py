@@ -149,7 +149,7 @@ def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
     settings = paths_of(PPOConfig)
     for text in overrides:
         try:
-            override = parse_override(text)
+            override = parse_override(text, PPOConfig)
         except UsageError as error:
             problems.add(str(error))
             continue

@@ -8,10 +8,13 @@ A configuration file may have any subset of the settings. Names and paths that s
 import copy
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
 from areno.config.experiment.build import ALIASES, build_config, unknown_key, without_aliases
@@ -19,7 +22,7 @@ from areno.config.experiment.checks import check_config
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
 from areno.config.experiment.named_algorithm import with_presets
 from areno.config.experiment.setting_declaration import settings_of
-from areno.config.experiment.tree import Tree, apply_override, parse_override, read_yaml
+from areno.config.experiment.tree import Tree, apply_override, leaves, parse_override, read_yaml
 from areno.config.options import nearest
 from areno.config.parser import Problems
 from areno.errors import UsageError
@@ -95,13 +98,21 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     args = parse_cli_args(argv)
     tree = _overridden(_file(args), args)
     dataset = tree.get("train_dataset")
-    kind = dataset.get("type") if isinstance(dataset, dict) else None
     if dataset is None and {"resources", "run"} <= tree.keys():
         raise UsageError(
             f"--config {args.config_file} is a task of a cluster launcher (it has the keys resources and run), which is "
             "not supported; pass the experiment's YAML file, which appears in the task's run command"
         )
-    if kind not in EXPERIMENTS:
+    kind = dataset.get("type") if isinstance(dataset, dict) else None
+    if any(isinstance(value, str) and "${" in value for value in (dataset, kind)):
+        try:
+            kind = OmegaConf.select(OmegaConf.create(tree), "train_dataset.type")
+        except OmegaConfBaseException as error:
+            text = str(error).splitlines()[0]
+            raise UsageError(
+                f"train_dataset.type {kind or dataset} cannot be resolved: {text}; write the type itself"
+            ) from None
+    if not isinstance(kind, str) or kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")
     return EXPERIMENTS[kind]
 
@@ -114,6 +125,7 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
         problems.add(text)
     problems.raise_if_any()
     assert config is not None  # None implies problems
+    config.explicit_paths = frozenset(path for path, _ in leaves(tree))
     return config
 
 
@@ -124,22 +136,23 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    Values that differ from their default count as set, and all others as unset. Raises UsageError like `config_from`.
+    Settings in the tree that the configuration was built from, if any, and values that differ from their default count as set;
+    all others count as unset. Raises UsageError like `config_from`.
     """
-    return config_from(_changed_values(config), type(config))
+    return config_from(_set_values(config, config.explicit_paths), type(config))
 
 
-def _changed_values(config: Any) -> Tree:
+def _set_values(config: Any, explicit: Collection[str], prefix: str = "") -> Tree:
     tree: Tree = {}
     for name, entry in settings_of(type(config)).items():
-        value = getattr(config, name)
+        path, value = prefix + name, getattr(config, name)
         if entry.shape == "section":
-            inner = None if value is None else _changed_values(value)
-            if inner or (value is None) != (entry.default is None):
+            inner = None if value is None else _set_values(value, explicit, path + ".")
+            if inner or path in explicit or (value is None) != (entry.default is None):
                 tree[name] = inner
         elif entry.shape == "sections":
-            tree[name] = [_changed_values(item) for item in value]
-        elif value != entry.default:
+            tree[name] = [_set_values(item, explicit, f"{path}.{index}.") for index, item in enumerate(value)]
+        elif path in explicit or value != entry.default:
             tree[name] = value
     return tree
 
@@ -196,7 +209,7 @@ def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig
     problems = Problems()
     for text in args.overrides:
         try:
-            override = parse_override(text)
+            override = parse_override(text, config_cls)
             path = ALIASES.get(override.path, override.path)
             if config_cls and not override.delete and path.partition(".")[0] not in settings_of(config_cls):
                 raise UsageError(unknown_key(path, config_cls))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.backends import unshardable
+from areno.config.experiment.backends import sharding_requested, shards_weights, unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import CLUSTERS, engine_of, roles, same_layout, server_of, takes_turns
@@ -39,7 +39,7 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     """
     problems = Problems()
     lines = list(_alternation(config, machine))
-    for text in (*_devices(config, machine), *_device_mismatch(config, machine)):
+    for text in (*_devices(config, machine), *_device_mismatch(config, machine), *_idle_offload(config, machine)):
         problems.add(text)
     problems.raise_if_any()
     for path, entry, value in walk(config):
@@ -53,23 +53,28 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
 
 def _reason(config: Any, machine: Machine, name: str) -> str:
     if name == "shard_weights":
-        why = next(unshardable(config), config.actor.backend).partition(";")[0]
-        return why if _shards(config.actor) else f"with {config.actor.backend} only optimizer states are sharded"
+        backend = config.actor.backend
+        if shards_weights(config):
+            return backend
+        why = next(unshardable(config), "").partition(";")[0] if sharding_requested(config.actor) else ""
+        return why or f"with {backend} only optimizer states are sharded"
     if machine.gpus:
         return "GPU"
     return "processes on the CPU" if name == "n_gpus_per_node" else "CPU"
 
 
 def devices_needed(config: BaseExperimentConfig) -> int:
-    """Return the number of devices of rollout and training; a colocated role, or rollout on running servers, adds no device."""
-    engines = [getattr(config, role, None) for role in ("rollout", "actor")]
-    return sum(
-        ModelAllocation.from_str(engine.backend).world_size
-        for engine in engines
-        if engine is not None
-        and engine.scheduling_strategy.type == "separation"
-        and not getattr(engine, "api_url", None)
-    )
+    """Return the number of devices of rollout and training.
+
+    A colocated role adds no device, unless no role has its own devices. Rollout on running servers needs no device.
+    """
+    sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
+    for role in ("rollout", "actor"):
+        engine = getattr(config, role, None)
+        if engine is not None and not getattr(engine, "api_url", None):
+            world_size = ModelAllocation.from_str(engine.backend).world_size
+            sizes[engine.scheduling_strategy.type].append(world_size)
+    return sum(sizes["separation"]) or max(sizes["colocation"], default=0)
 
 
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
@@ -135,15 +140,19 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
             yield f"{path} {value}: speculative decoding is not supported on GPUs; use {path}=0"
 
 
-def _shards(actor: TrainEngineConfig) -> bool:
-    """Whether to shard weights by default.
-
-    The backend megatron shards weights if its section requests sharding. Other backends shard weights unless the actor uses
-    LoRA or an ``optimizer.type`` other than ``adam``.
-    """
-    if actor.backend.startswith("megatron"):
-        return bool(actor.megatron.shards_weights)
-    return not actor.use_lora and (actor.optimizer is None or actor.optimizer.type == "adam")
+def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
+    """Yield requests to keep sharded parameters in host memory if the parameters are not sharded."""
+    actor = engine_of(config, "actor")
+    if actor is None or not machine.gpus or shards_weights(config):
+        return
+    sections = {"fsdp": actor.fsdp} | ({"archon": actor.archon} if actor.backend.startswith("archon") else {})
+    for name, section in sections.items():
+        if section.offload_params:
+            yield (
+                f"actor.{name}.offload_params true has no effect with actor.backend {actor.backend}, because the weights are "
+                "not sharded in this run; remove the setting, or shard the weights across d2 or more "
+                "(actor.fsdp.shard_weights)"
+            )
 
 
 def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[str, Any, str, Any]]:
@@ -154,7 +163,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
     actor = engine_of(config, "actor")
     parallel = ModelAllocation.from_str(actor.backend).parallel if actor is not None else None
     if actor is not None and parallel and actor.fsdp.shard_weights is None and parallel.data * parallel.context > 1:
-        yield "actor.fsdp", actor.fsdp, "shard_weights", _shards(actor) and not any(unshardable(config))
+        yield "actor.fsdp", actor.fsdp, "shard_weights", shards_weights(config)
     devices = machine.gpus or needed
     if not machine.nodes and _requested_gpus(config) is None and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices

@@ -5,8 +5,10 @@ from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.backend_sections import UNUSED_BACKEND
+from areno.config.experiment.backends import shards_weights
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import engine_of, server_of
+from areno.config.experiment.run_sections import RewardConfig
 from areno.config.experiment.setting_declaration import changed, walk
 from areno.config.experiment.worker_sections import READ_BY
 from areno.config.rollout_options import SERVERS
@@ -39,7 +41,8 @@ def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield settings of a replaced backend that areno's engine applies, and their effects."""
     backend, actor = backend_of(config), engine_of(config, "actor")
     if actor is not None and backend in _REPLACED_BACKENDS:
-        yield from ((f"actor.{backend}.{name}", effect) for name, effect in getattr(actor, backend).mapped())
+        effects = getattr(actor, backend).mapped(shards_weights(config))
+        yield from ((f"actor.{backend}.{name}", effect) for name, effect in effects)
 
 
 def backend_of(config: BaseExperimentConfig) -> str:
@@ -99,7 +102,8 @@ def _pipeline(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     actor, backend = engine_of(config, "actor"), backend_of(config)
     if actor is not None and backend in _REPLACED_BACKENDS:
         stages = ModelAllocation.from_str(actor.backend).parallel.pipeline
-        yield from ((f"actor.{backend}.{name}", why) for name, why in getattr(actor, backend).unused(stages))
+        unused = getattr(actor, backend).unused(stages, shards_weights(config))
+        yield from ((f"actor.{backend}.{name}", why) for name, why in unused)
 
 
 def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Iterator[tuple[str, str]]:
@@ -147,10 +151,15 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:
         yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine runs the teacher")
-    agent = config.rollout.agent
-    if not agent.agent_cls_path and config.workflow.path in _NO_AGENT:
+    agent, workflow, reward = config.rollout.agent, config.workflow_section, config.reward
+    if isinstance(reward, RewardConfig) and (agent.agent_cls_path or workflow.path not in _NO_AGENT):
+        because = (
+            "only read by the workflows rlvr and multi_turn; other workflows and agents compute rewards themselves"
+        )
+        yield from _changed("reward", reward, ("fn", "timeout_seconds", "max_retries", "max_workers"), because)
+    if not agent.agent_cls_path and workflow.path in _NO_AGENT:
         names = [path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar"]
-        because = f"only read by agents; workflow.path is {config.workflow.path}"
+        because = f"only read by agents; workflow.path is {workflow.path}"
         yield from _changed("rollout.agent", agent, names, because)
     elif agent.chat_template_type != "hf":
         yield (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,14 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.secrets import without_secrets
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text such as 1e5, which OmegaConf, unlike PyYAML, reads as a number."""
+
+
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
 def conf_as_dict(config: Any) -> dict[str, Any]:
     """Return a configuration, or a section, as nested dicts and lists."""
     return dataclasses.asdict(config)
@@ -18,7 +27,7 @@ def conf_as_dict(config: Any) -> dict[str, Any]:
 
 def config_text(config: BaseExperimentConfig) -> str:
     """Return the configuration as YAML, in order of declaration, without secrets."""
-    return yaml.safe_dump(public_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(public_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:

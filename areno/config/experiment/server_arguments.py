@@ -30,16 +30,18 @@ def server_arguments(
 ) -> list[str]:
     """Return the arguments of a server; see :func:`vllm_arguments` and :func:`sglang_arguments`.
 
-    ``tensor`` and ``pipeline`` are parallel sizes; ``adapter_rank`` is the rank of adapters that vLLM serves, if any.
+    ``tensor`` and ``pipeline`` are parallel sizes; ``adapter_rank`` is the rank of adapters that the server loads, if any.
     """
     sizes: tuple[tuple[str, int], ...]
+    if adapter_rank is not None:
+        section = replace(section, enable_lora=True, max_lora_rank=max(section.max_lora_rank or 0, adapter_rank))
     if isinstance(section, vLLMConfig):
-        if adapter_rank is not None:
-            section = replace(section, enable_lora=True, max_lora_rank=max(section.max_lora_rank, adapter_rank))
         arguments = vllm_arguments(section, dtype=dtype, context_length=context_length, gpu=gpu)
         sizes = (("--tensor-parallel-size", tensor), ("--pipeline-parallel-size", pipeline))
     else:
         arguments = sglang_arguments(section, dtype=dtype, context_length=context_length)
+        if adapter_rank is not None:
+            arguments += ["--lora-target-modules", "all"]  # required, because the adapter does not exist at the start
         sizes = (("--tp-size", tensor), ("--pp-size", pipeline))
     return arguments + [word for name, size in sizes if size > 1 for word in (name, str(size))]
 

@@ -158,7 +158,7 @@ def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
     """Yield a problem for each changed setting in ``names``: it has no effect, for the reason ``because``."""
     for name in changed(config, names):
-        yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}"
+        yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}".lstrip()
 
 
 def at(path: str, problems: Problems) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
 Overrides use a subset of Hydra's grammar: ``key=value``, ``+key=value`` and ``++key=value`` set any field, and ``~key`` removes
-a key of the file. Values are YAML. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+a key of the file. Values are YAML, but the value of a text setting is the text as written: ``trial_name=2024_01``. List items
+are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
 """
 
 import re
@@ -14,11 +15,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areno.config.experiment.setting_declaration import paths_of
 from areno.errors import UsageError
 
 Tree = dict[str, Any]
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*")
+_NULL = re.compile(r"\s*(null|Null|NULL|~)\s*")
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,18 @@ def read_yaml(path: str | Path) -> Tree:
     return {str(key): value for key, value in tree.items()}
 
 
-def parse_override(text: str) -> Override:
-    """Parse one override from the command line.
+class _TextLoader(yaml.SafeLoader):
+    """Reads each plain scalar except null as text."""
+
+
+_TextLoader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_override(text: str, declaration: type | None = None) -> Override:
+    """Parse one override from the command line; ``declaration``, the experiment's class, says which settings are text.
 
     Raises UsageError: ``text`` is not of the form ``key=value`` or ``~key``, or the value is not YAML.
     """
@@ -67,21 +80,41 @@ def parse_override(text: str) -> Override:
     if not _KEY.fullmatch(key) or not (equals or delete):
         raise UsageError(f"argument {text!r} is not an override; write key=value, or ~key to remove a key of the file")
     path = re.sub(r"\[(\d+)\]", r".\1", key)
-    return Override(path, delete=True) if delete else Override(path, _value(raw, key))
+    if delete:
+        return Override(path, delete=True)
+    return Override(path, _value(raw, key, is_text=declaration is not None and _is_text(path, declaration)))
 
 
-def _value(raw: str, key: str) -> Any:
+def _is_text(path: str, declaration: type) -> bool:
+    """Whether a setting, or an item of its list, is text. The words of a choice are YAML, in which on and off are booleans."""
+    paths = paths_of(declaration)
+    path = re.sub(r"\.\d+(?=\.)", ".0", path)
+    entry = paths.get(path) or paths.get(re.sub(r"\.\d+$", "", path))
+    return entry is not None and entry.kind is str and not entry.info.choices
+
+
+def _value(raw: str, key: str, is_text: bool) -> Any:
     if not raw.strip():
         return ""
+    if is_text:
+        try:
+            # A value that begins with a bracket or quote, such as a list, is YAML, and so is null.
+            return yaml.load(raw, _TextLoader) if raw.strip()[0] in "[{\"'" or _NULL.fullmatch(raw) else raw.strip()
+        except yaml.YAMLError:
+            raise _invalid(key, raw) from None
     if raw.strip().startswith("{"):
         raw = re.sub(r"(?<=[\w\"']):(?=[^\s/:])", ": ", raw)  # Hydra accepts {a:1}, YAML needs {a: 1}
     try:
         loaded = OmegaConf.to_container(OmegaConf.create(f"value: {raw}"), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
         if raw.strip()[0] in "[{\"'":
-            raise UsageError(f"{key}={raw}: the value is not valid YAML; check its brackets and quotes") from None
+            raise _invalid(key, raw) from None
         return raw  # a string such as "@handle" or "a: b"
     return loaded["value"] if isinstance(loaded, dict) else raw
+
+
+def _invalid(key: str, raw: str) -> UsageError:
+    return UsageError(f"{key}={raw}: the value is not valid YAML; check its brackets and quotes")
 
 
 def apply_override(tree: Tree, override: Override) -> None:

@@ -146,6 +146,8 @@ def test_invalid_backends_are_refused_with_a_reason(text, words):
         ("fsdp:d1++areno:d1", "the backend is empty"),
         ("actor_gen:d4,other:d8", "'other:d8' is not MODEL:SIZES; write MODEL as one of actor_gen, actor_train"),
         ("actor_gen:d4,*", "'*' is not MODEL:SIZES"),
+        ("actor_gen:d4,actor:d8,actor_train:d2", "two sizes for actor; write each model once"),
+        ("*:d4,*:d8", "two sizes for *"),
     ],
 )
 def test_contradictory_engines_are_refused(text, words):

@@ -68,6 +68,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         ({"actor.overlong_tokens": 8}, "without the penalty", {}),
         ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
+        ({"actor.target_modules": ["q_proj"]}, "actor.target_modules has no effect without an adapter", {}),
         # reward parts
         ({"reward.weights": {"a": -1}}, "reward.weights 'a=-1' is not a valid weight", {"reward.weights": {"a": 0}}),
         ({"reward.weights": {"a": "b"}}, "reward.weights 'a=b' is not a valid weight", {"reward.weights": {"a": 0.5}}),

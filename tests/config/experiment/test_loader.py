@@ -30,9 +30,10 @@ from areno.config.experiment import (
     save_config,
     settled,
 )
+from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import public_dict
 from areno.config.experiment.setting_declaration import settings_of, walk
-from areno.config.experiment.tree import Override, apply_override, parse_override
+from areno.config.experiment.tree import apply_override, parse_override
 from areno.errors import UsageError
 from tests.config.experiment.samples import RL, SAMPLES, SFT, changed, rl, write
 
@@ -198,32 +199,6 @@ def test_names_may_be_repeated_by_interpolation(tmp_path):
     assert config.saver.trial_name == "trial7"
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "value"),
-    [
-        ("a.b=1", "a.b", 1),
-        ("+a.b=1", "a.b", 1),
-        ("++a=1e-4", "a", 1e-4),
-        ("a=null", "a", None),
-        ("a=", "a", ""),
-        ("a=[x, 2]", "a", ["x", 2]),
-        ("a=[x,y]", "a", ["x", "y"]),
-        ("a={k: 1}", "a", {"k": 1}),
-        ("a={k:1,l:x}", "a", {"k": 1, "l": "x"}),
-        ("a=fsdp:d4", "a", "fsdp:d4"),
-        ("a=megatron:(attn:d4|ffn:d4)", "a", "megatron:(attn:d4|ffn:d4)"),
-        ("a='007'", "a", "007"),
-        ("a=${b.c}", "a", "${b.c}"),
-        ("a[0].b=2", "a.0.b", 2),
-        ("a=x=y", "a", "x=y"),
-        ("a=@x", "a", "@x"),
-        ("a=true", "a", True),
-    ],
-)
-def test_the_grammar_of_overrides(text, path, value):
-    assert parse_override(text) == Override(path, value)
-
-
 def test_an_override_of_any_field_needs_no_plus(tmp_path):
     config = load(
         tmp_path,
@@ -383,6 +358,19 @@ def test_the_data_type_selects_the_experiment_class(tmp_path):
         assert experiment_class(["--config", file, "train_dataset.type=sft"]) is SFTConfig
     with pytest.raises(UsageError, match="choose rl, sft, rw, dpo"):
         experiment_class(["--config", file, "train_dataset.type=none"])
+    with pytest.raises(UsageError, match=r"train_dataset.type \['rl'\] is unknown"):
+        experiment_class(["--config", file, "train_dataset.type=[rl]"])
+
+
+def test_the_data_type_may_be_an_interpolation(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_TEST_KIND", "dpo")
+    tree = changed(SFT, {"valid_dataset": {"path": "rows.jsonl", "type": "sft"}})
+    file = write(tmp_path / "run.yaml", changed(tree, {"train_dataset.type": "${valid_dataset.type}"}))
+    assert experiment_class(["--config", file]) is SFTConfig
+    assert experiment_class(["--config", file, "train_dataset.type=${oc.env:ARENO_TEST_KIND}"]) is DPOConfig
+    assert experiment_class(["--config", file, "train_dataset=${valid_dataset}"]) is SFTConfig
+    with pytest.raises(UsageError, match=r"train_dataset.type \$\{none.type\} cannot be resolved: .*none.type"):
+        experiment_class(["--config", file, "train_dataset.type=${none.type}"])
 
 
 @dataclass
@@ -430,6 +418,9 @@ def test_a_user_class_may_use_section_names_for_its_own_fields(tmp_path):
     assert (config.turns.depth, config.tools, config.scale, config.anything) == (3, [{"name": "a"}], 0.5, {"x": [1]})
     assert settled(config) == config
     assert load(tmp_path, "rollout.agent.agent_cls_path=agent.py:Agent", cls=ProgramConfig).workflow == "my.Workflow"
+    assert notice(config) == ""
+    ignored = load(tmp_path, "workflow=multi_turn", "rollout.agent.turn_discount=0.5", cls=ProgramConfig)
+    assert "rollout.agent.turn_discount: only read by agents; workflow.path is multi_turn" in notice(ignored)
     assert "did you mean workflow?" in problem(tmp_path, "workflw=x", cls=ProgramConfig)
 
 

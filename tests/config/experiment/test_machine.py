@@ -13,6 +13,7 @@ from areno.config.experiment.notices import notice
 from areno.config.experiment.roles import takes_turns
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
+from areno.experiments.trainers.engines import training_layout
 from tests.config.experiment.samples import SFT, accepted, refused, rl
 
 CPU = Machine(gpus=0, cores=4)
@@ -104,12 +105,16 @@ def test_replicas_shard_their_weights_if_possible():
         ({"actor__optimizer__type": "adam_8bit"}, False),
         ({"actor__backend": "fsdp:d2t2"}, True),
         ({"actor__backend": "fsdp:c2"}, True),
+        ({"actor__backend": "fsdp:d1c2", "actor__optimizer__type": "adam_8bit"}, True),  # context parallelism needs it
+        ({"actor__backend": "megatron:d1c2"}, True),
+        ({"actor__backend": "megatron:d2e2"}, True),
         ({"actor__backend": "megatron:d2"}, False),
         ({"actor__backend": "fsdp:d1"}, None),
     ):
         config = rl(**{"actor__backend": "fsdp:d2", **changes})
         lines = resolve_for_machine(config, NODE)
         assert config.actor.fsdp.shard_weights is shards, changes
+        assert training_layout(config.actor).fsdp is bool(shards)
         chosen = [line for line in lines if "shard_weights" in line]
         assert len(chosen) == (shards is not None and "actor__fsdp__shard_weights" not in changes)
     assert chosen == []
@@ -132,6 +137,31 @@ def test_settings_for_a_gpu_are_refused_on_a_machine_without_one(name):
         resolve_for_machine(rl(**changes), CPU)
 
 
+def test_parameters_can_only_be_offloaded_if_they_are_sharded():
+    for changes in (
+        {"actor__backend": "fsdp:d1", "actor__fsdp__offload_params": True},
+        {"actor__backend": "fsdp:d2", "actor__fsdp__offload_params": True, "actor__optimizer__type": "adam_8bit"},
+        {"actor__backend": "archon:d1", "actor__archon__offload_params": True},
+    ):
+        name = f"actor.{changes['actor__backend'].partition(':')[0]}.offload_params"
+        with pytest.raises(UsageError, match=rf"{name} true has no effect with actor.backend .* not sharded"):
+            resolve_for_machine(rl(**changes), NODE)
+        assert "parameters are kept in host memory" not in notice(rl(**changes))
+    for backend in ("fsdp", "archon"):
+        config = rl(**{"actor__backend": f"{backend}:d2", f"actor__{backend}__offload_params": True})
+        resolve_for_machine(config, NODE)
+        layout = training_layout(config.actor)
+        assert layout.fsdp
+        assert layout.offloads
+
+
+@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_custom_fsdp"])
+def test_the_notice_says_whether_megatron_shards_weights(name):
+    sharded, single = (rl(actor__backend=f"megatron:{d}", **{f"actor__megatron__{name}": True}) for d in ("d2", "d1"))
+    assert f"actor.megatron.{name}: weights are sharded as with" in notice(sharded)
+    assert f"actor.megatron.{name}: the actor's weights are not sharded" in notice(single)
+
+
 def test_speculative_decoding_is_refused_on_a_gpu():
     resolve_for_machine(rl(rollout__speculate=3), CPU)
     with pytest.raises(UsageError, match=r"rollout\.speculate 3: speculative decoding is not supported on GPUs"):
@@ -152,6 +182,17 @@ def test_colocated_roles_share_devices_or_alternate():
         assert f"write {role}.scheduling_strategy.target=actor" in refused(
             changes | {f"{role}.scheduling_strategy.target": "rollout"}
         )
+
+
+def test_roles_that_both_share_devices_need_the_devices_of_one():
+    shared = {
+        f"{role}__scheduling_strategy": {"type": "colocation", "target": target}
+        for role, target in {"rollout": "actor", "actor": "rollout"}.items()
+    }
+    config = rl(**shared, rollout__backend="areno:d4", actor__backend="fsdp:d4")
+    assert devices_needed(config) == 4
+    with pytest.raises(UsageError, match="need 4 devices, more than the 2 GPUs"):
+        resolve_for_machine(config, Machine(gpus=2))
 
 
 def test_cores_are_divided_among_the_processes():

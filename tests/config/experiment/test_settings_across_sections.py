@@ -90,6 +90,19 @@ def test_agent_settings_have_no_effect_without_an_agent():
     accepted({"memory_profiler": {"profile_steps": [1]}})
 
 
+def test_settings_of_the_reward_function_have_no_effect_if_the_workflow_computes_rewards():
+    reward = {"fn": "r.py:f", "timeout_seconds": 3.0, "max_retries": 1, "max_workers": 2}
+    reward |= {"on_error": "stop", "normalize_parts": True, "weights": {"a": 2}}  # apply to all workflows
+    custom = {"workflow.path": "w.py:Own"}
+    agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B"}
+    for changes in (custom, agent):
+        text = notice(accepted(changes | {"reward": reward}))
+        assert "  fn, timeout_seconds, max_retries, max_workers of reward: only read by the workflows rlvr and" in text
+        assert notice(accepted(changes)) == ""
+    for path in ("rlvr", "multi_turn"):
+        assert notice(accepted({"workflow.path": path, "reward": reward})) == ""
+
+
 def test_async_training_must_agree_with_max_head_offpolicyness():
     ahead = {"rollout.max_head_offpolicyness": 2}
     assert "async_training: rollout.max_head_offpolicyness controls" in notice(

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
-from areno.config.experiment.server_arguments import sglang_arguments, vllm_arguments
+from areno.config.experiment.server_arguments import server_arguments, sglang_arguments, vllm_arguments
 from areno.errors import UsageError
 
 # Setting, value, and what it adds to the command line.
@@ -109,3 +109,27 @@ def test_defaults_fit_the_model_and_the_machine():
         vllm_arguments(vLLMConfig(enable_sleep_mode=True), dtype="float32", context_length=None, gpu=False)
     with pytest.raises(UsageError, match="max_lora_rank=513"):
         vllm(enable_lora=True, max_lora_rank=513)
+
+
+@pytest.mark.parametrize(
+    ("section", "rank", "expected"),
+    [
+        (SGLangConfig(), 32, {"--max-lora-rank": "32", "--lora-target-modules": "all", "--max-loaded-loras": "8"}),
+        (
+            SGLangConfig(enable_lora=True, max_lora_rank=64),
+            32,
+            {"--max-lora-rank": "64", "--lora-target-modules": "all"},
+        ),
+        (vLLMConfig(), 24, {"--max-lora-rank": "32", "--max-loras": "8"}),
+    ],
+)
+def test_a_server_accepts_the_adapter_that_the_actor_trains(section, rank, expected):
+    words = server_arguments(section, dtype="float32", context_length=None, gpu=True, adapter_rank=rank)
+    assert "--enable-lora" in words
+    assert {name: words[words.index(name) + 1] for name in expected} == expected
+
+
+@pytest.mark.parametrize("section", [SGLangConfig(), vLLMConfig()])
+def test_a_server_without_adapters_does_not_enable_lora(section):
+    words = server_arguments(section, dtype="float32", context_length=None, gpu=True)
+    assert not [word for word in words if "lora" in word]
