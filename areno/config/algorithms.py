@@ -86,7 +86,14 @@ class AlgorithmSpec:
     @property
     def learns_from_pairs(self) -> bool:
         """Whether an example is a pair of consecutive rows."""
-        return self.trainer in (PAIR_TRAINER, _DPO_TRAINER, _REWARD_TRAINER)
+        return not self._trainers.isdisjoint((PAIR_TRAINER, _DPO_TRAINER, _REWARD_TRAINER))
+
+    @property
+    def _trainers(self) -> set[str]:
+        """The trainer as ``module:attribute``; for a class, also its base classes."""
+        if isinstance(self.trainer, str):
+            return {self.trainer}
+        return {f"{base.__module__}:{base.__qualname__}" for base in self.trainer.__mro__}
 
     def resolve_trainer_cls(self) -> type:
         """Import and return the trainer class."""
@@ -98,7 +105,7 @@ class AlgorithmSpec:
 
     def reads(self, entry: Option) -> bool:
         """Whether this algorithm reads a built-in option."""
-        names = (*self.uses, *(_READ_BY_TRAINER.get(self.trainer, ()) if isinstance(self.trainer, str) else ()))
+        names = {*self.uses, *(name for trainer in self._trainers for name in _READ_BY_TRAINER.get(trainer, ()))}
         return not entry.info.algorithms or self.name in entry.info.algorithms or entry.name in names
 
     def own_options(self) -> tuple[Option, ...]:

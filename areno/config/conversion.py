@@ -7,11 +7,14 @@ There is one table for each tool, with the names and meanings of TRL 1.16 and ve
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from areno.config.tracking import SERVICES
+from areno.config.train_options import KL_TYPES
+from areno.errors import UsageError
 
 Settings = Mapping[str, Any]
 Words = list[str]
@@ -21,9 +24,10 @@ Words = list[str]
 class Rule:
     """The equivalent of a setting: an option with its value, or a note if no single ``option`` is equivalent.
 
-    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, or None to omit
-    the option. ``together`` marks a setting that determines options only in combination with other settings. ``known`` lists
-    the values that are converted; empty means all.
+    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, an empty text if
+    no option is needed, or None if the value has no equivalent. ``together`` marks a setting that determines options only in
+    combination with other settings. ``known`` lists the values that are converted; empty means all. ``many`` marks a list whose
+    items are converted one by one.
     """
 
     option: str = ""
@@ -31,6 +35,7 @@ class Rule:
     value: Callable[[Any, Settings], Any] = field(default=lambda value, _all: value)
     together: bool = False
     known: tuple[str, ...] = ()
+    many: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +75,85 @@ def _is_on(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes")
 
 
-def _switch(value: Any, _all: Settings) -> bool | None:
-    return True if _is_on(value) else None
+def _switch(value: Any, _all: Settings) -> Any:
+    return True if _is_on(value) else ""
 
 
 def _positive(value: Any, _all: Settings) -> Any:
-    return value if value is not None and _number(value) > 0 else None
+    return value if _number(value) > 0 else ""
 
 
-def _off(value: Any, _all: Settings) -> bool | None:
-    return None if _is_on(value) else True
+def _off(value: Any, _all: Settings) -> Any:
+    return "" if _is_on(value) else True
 
 
 def _above_one(value: Any, _all: Settings) -> Any:
-    return value if _whole(value) > 1 else None
+    return value if _whole(value) > 1 else ""
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """Return a function that returns a setting's value if the setting ``name`` is on, and None otherwise."""
-    return lambda value, settings: value if _is_on(settings.get(name, False)) else None
+    """Return a function that returns a setting's value if the setting ``name`` is on, and an empty text otherwise."""
+    return lambda value, settings: value if _is_on(settings.get(name, False)) else ""
 
 
 def _of_gae(value: Any, settings: Settings) -> Any:
-    return value if _estimator(settings) == "gae" else None
+    return value if _estimator(settings) == "gae" else ""
+
+
+def _warmup(value: Any, _all: Settings) -> Any:
+    steps = _number(value)
+    return _whole(value) if steps >= 1 else "" if steps == 0 else None
+
+
+def _optimizer(value: Any, _all: Settings) -> Any:
+    name = str(value).removeprefix("paged_")
+    if not name.startswith("adamw") or name.endswith("4bit"):
+        return None
+    return True if name.endswith("8bit") else ""
+
+
+def _service(value: Any, _all: Settings) -> Any:
+    return value if value in SERVICES else ""
+
+
+def _loss_mean(value: Any, settings: Settings) -> Any:
+    if _algorithm(settings) != "grpo":
+        return "" if str(value) in ("token-mean", "seq-mean-token-mean") else None
+    means = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "dr_grpo"}
+    return means.get(str(value))
+
+
+def _kl_type(value: Any, settings: Settings) -> Any:
+    if not _is_on(settings.get(f"{_ACTOR}.use_kl_loss", False)):
+        return ""
+    if str(value) not in KL_TYPES:
+        return None
+    return value if _algorithm(settings) == "ppo" or _number(settings.get(f"{_ACTOR}.kl_loss_coef", 0.001)) else ""
+
+
+def _strategy(value: Any, settings: Settings) -> Any:
+    if not str(value).startswith("fsdp"):
+        return None
+    return True if _count(settings, "trainer.n_gpus_per_node", 8) > 1 else ""
+
+
+def _count(settings: Settings, name: str, default: int) -> int:
+    """Return a setting that is a whole number above 0. Raises UsageError otherwise."""
+    value = settings.get(name, default)
+    with _reading(name, value, "a whole number above 0"):
+        count = _whole(value)
+        if count < 1:
+            raise ValueError
+    return count
+
+
+@contextmanager
+def _reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]:
+    """Turn the error of a conversion into a UsageError that names the setting."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{name}={value}: expected {expected}; correct or remove the setting") from error
 
 
 _ALWAYS = "always on"
@@ -100,6 +161,7 @@ _BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache
 _PREPARED = "the key is always prompt; convert other rows with --dataset-loader-fn"
 
 _DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+_TRACKERS = (*SERVICES, "tensorboard", "console", "none")
 
 TRL: dict[str, Rule] = {
     "model_name_or_path": Rule("--ckpt"),
@@ -109,7 +171,9 @@ TRL: dict[str, Rule] = {
     "learning_rate": Rule("--lr"),
     "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
     "max_steps": Rule("--max-steps", value=_positive),
-    "per_device_train_batch_size": Rule(together=True, note="included in --batch-size and --mini-bs"),
+    "per_device_train_batch_size": Rule(
+        together=True, note="included in --batch-size and --mini-bs, which counts the two rows of a pair for DPO"
+    ),
     "gradient_accumulation_steps": Rule(
         together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
     ),
@@ -133,22 +197,27 @@ TRL: dict[str, Rule] = {
     ),
     "scale_rewards": Rule(
         "--advantage",
-        value=lambda value, _: {"none": "group_mean", "false": "group_mean", "batch": "batch"}.get(str(value).lower()),
+        value=lambda value, _: {"none": "group_mean", "false": "group_mean", "batch": "batch"}.get(
+            str(value).lower(), ""
+        ),
+        known=("group", "true", "none", "false", "batch"),
     ),
     "reward_weights": Rule(note="--reward-weights NAME=WEIGHT,... for a reward function that returns named parts"),
     "label_smoothing": Rule("--dpo-label-smoothing"),
     "precompute_ref_log_probs": Rule(note=_ALWAYS),
     "lr_scheduler_type": Rule(
-        "--lr-decay-style", value=lambda value, _: {"constant_with_warmup": "constant"}.get(str(value), str(value))
+        "--lr-decay-style",
+        value=lambda value, _: str(value).removesuffix("_with_warmup"),
+        known=("linear", "cosine", "constant", "constant_with_warmup"),
     ),
-    "warmup_steps": Rule("--lr-warmup-steps", value=lambda value, _: _whole(value) if _number(value) >= 1 else None),
+    "warmup_steps": Rule("--lr-warmup-steps", value=_warmup, note="a fraction of all steps has no equivalent"),
     "weight_decay": Rule("--weight-decay"),
     "max_grad_norm": Rule("--grad-clip-norm"),
     "adam_beta1": Rule("--adam-beta1"),
     "adam_beta2": Rule("--adam-beta2"),
     "adam_epsilon": Rule("--adam-eps"),
-    "optim": Rule("--adam-8bit", value=lambda value, _: True if "8bit" in str(value) else None),
-    "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if _is_on(value) else None),
+    "optim": Rule("--adam-8bit", value=_optimizer, note="only AdamW has an equivalent"),
+    "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if _is_on(value) else ""),
     "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
@@ -159,7 +228,10 @@ TRL: dict[str, Rule] = {
     "lora_alpha": Rule("--lora-alpha", value=_if_on("use_peft")),
     "lora_dropout": Rule("--lora-dropout", value=_if_on("use_peft")),
     "lora_target_modules": Rule(
-        "--lora-target-modules", value=lambda value, _: value if isinstance(value, str) else ",".join(value or ())
+        "--lora-target-modules",
+        value=lambda value, settings: _if_on("use_peft")(
+            value if isinstance(value, str) else ",".join(value), settings
+        ),
     ),
     "load_in_4bit": Rule("--load-in-4bit", value=_switch),
     "save_steps": Rule("--save-interval"),
@@ -167,12 +239,14 @@ TRL: dict[str, Rule] = {
     "eval_steps": Rule("--eval-interval"),
     "load_best_model_at_end": Rule("--keep-best", value=_switch),
     "seed": Rule("--seed"),
-    "report_to": Rule("--track", value=lambda value, _: next((n for n in SERVICES if n in str(value)), None)),
+    "report_to": Rule("--track", value=_service, known=_TRACKERS, many=True),
     "resume_from_checkpoint": Rule(note="--resume RUN_DIRECTORY"),
     "logging_steps": Rule(note="every step is logged"),
     "use_vllm": Rule(
         "--rollout-backend",
-        value=lambda value, settings: "vllm" if _is_on(value) and settings.get("vllm_mode") == "server" else None,
+        value=lambda value, settings: (
+            "" if not _is_on(value) else "vllm" if settings.get("vllm_mode") == "server" else None
+        ),
         note="areno's own engine generates, unless --rollout-backend vllm selects vLLM servers",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
@@ -205,7 +279,7 @@ VERL: dict[str, Rule] = {
     "algorithm.lam": Rule("--lam", value=_of_gae),
     "algorithm.norm_adv_by_std_in_grpo": Rule(
         "--advantage",
-        value=lambda value, settings: "group_mean" if not _is_on(value) and _estimator(settings) == "grpo" else None,
+        value=lambda value, settings: "group_mean" if not _is_on(value) and _estimator(settings) == "grpo" else "",
     ),
     "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef above 0"),
     "algorithm.kl_ctrl.kl_coef": Rule(
@@ -215,7 +289,7 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}.optim.lr": Rule("--lr"),
     f"{_ACTOR}.optim.lr_warmup_steps": Rule("--lr-warmup-steps", value=_positive),
     f"{_ACTOR}.optim.weight_decay": Rule("--weight-decay"),
-    f"{_ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style"),
+    f"{_ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style", known=("constant", "cosine")),
     f"{_ACTOR}.grad_clip": Rule("--grad-clip-norm"),
     f"{_ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
     f"{_ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
@@ -224,19 +298,12 @@ VERL: dict[str, Rule] = {
     ),
     f"{_ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
     f"{_ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, --grpo-dual-clip for GRPO"),
-    f"{_ACTOR}.loss_agg_mode": Rule(
-        "--grpo-loss-mean",
-        value=lambda value, settings: (
-            {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "dr_grpo"}.get(
-                str(value)
-            )
-            if _estimator(settings) == "grpo"
-            else None
-        ),
+    f"{_ACTOR}.loss_agg_mode": Rule("--grpo-loss-mean", value=_loss_mean),
+    f"{_ACTOR}.use_kl_loss": Rule(
+        together=True, note="--kl-coef above 0, or --use-kl-loss for PPO, which is on by default"
     ),
-    f"{_ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0, or --use-kl-loss for PPO"),
-    f"{_ACTOR}.kl_loss_coef": Rule("--kl-coef", value=_if_on(f"{_ACTOR}.use_kl_loss")),
-    f"{_ACTOR}.kl_loss_type": Rule("--kl-loss-type"),
+    f"{_ACTOR}.kl_loss_coef": Rule(together=True, note="--kl-coef, or --kl-loss-coef for PPO, if use_kl_loss is on"),
+    f"{_ACTOR}.kl_loss_type": Rule("--kl-loss-type", value=_kl_type),
     f"{_ACTOR}.entropy_coeff": Rule(note="no equivalent: areno reports the entropy, but the loss has no entropy term"),
     f"{_ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{_ACTOR}.ppo_mini_batch_size": Rule(
@@ -250,7 +317,9 @@ VERL: dict[str, Rule] = {
         note="an experiment limits the tokens of a pass with actor.mb_spec.max_tokens_per_mb"
     ),
     f"{_ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows up to the limit actor.mb_spec.max_tokens_per_mb"),
-    f"{_ACTOR}.strategy": Rule("--fsdp", value=lambda value, _: True if str(value).startswith("fsdp") else None),
+    f"{_ACTOR}.strategy": Rule(
+        "--fsdp", value=_strategy, note="for megatron, an experiment sets actor.backend, as in megatron:d2t4"
+    ),
     f"{_ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{_ACTOR}.ulysses_sequence_parallel_size": Rule(
         note="an experiment divides long rows among ranks with actor.backend fsdp:dNcM"
@@ -276,8 +345,8 @@ VERL: dict[str, Rule] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": Rule("--tp-size", value=_above_one),
     f"{_ROLLOUT}.enable_chunked_prefill": Rule(note=_ALWAYS),
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": Rule("--score-micro-bs"),
-    "critic.model.path": Rule("--critic-ckpt"),
-    "critic.optim.lr": Rule("--critic-lr"),
+    "critic.model.path": Rule("--critic-ckpt", value=_of_gae),
+    "critic.optim.lr": Rule("--critic-lr", value=_of_gae),
     "trainer.critic_warmup": Rule("--critic-warmup-steps", value=_of_gae),
     "trainer.total_epochs": Rule("--epochs"),
     "trainer.total_training_steps": Rule("--max-steps"),
@@ -289,9 +358,7 @@ VERL: dict[str, Rule] = {
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
     "trainer.experiment_name": Rule(note="the run directory (--run-dir) determines the name of a run"),
-    "trainer.logger": Rule(
-        "--track", value=lambda value, _: next((n for n in ("wandb", "swanlab") if n in str(value)), None)
-    ),
+    "trainer.logger": Rule("--track", value=_service, known=_TRACKERS, many=True),
     "trainer.resume_mode": Rule(note="--resume RUN_DIRECTORY"),
     "custom_reward_function.path": Rule("--reward-fn-path"),
 }
@@ -299,6 +366,12 @@ VERL: dict[str, Rule] = {
 
 def _estimator(settings: Settings) -> str:
     return str(settings.get("algorithm.adv_estimator", "gae")).removesuffix("_vectorized")
+
+
+def _algorithm(settings: Settings) -> str:
+    if _estimator(settings) == "gae":
+        return "ppo"
+    return "gspo" if settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"
 
 
 def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1) -> Conversion:
@@ -309,7 +382,10 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
         settings: values by name; verl's names include the section, as in ``data.train_batch_size``.
         kind: kind of TRL training: ``grpo``, ``sft`` or ``dpo``.
         devices: number of devices for TRL, which counts rows per device.
+
+    Raises UsageError if a number cannot be read.
     """
+    settings = {name: value for name, value in settings.items() if value is not None}
     rules = TRL if tool == "trl" else VERL
     algorithm, words = _of_trl(settings, kind, devices) if tool == "trl" else _of_verl(settings)
     notes = []
@@ -318,30 +394,39 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
         if rule is None:
             notes.append(f"{name}={value}: no equivalent")
             continue
-        if rule.known and _only(value) not in rule.known:
-            notes.append(f"{name}={value}: not converted ({rule.note})")
-        wanted = rule.value(value, settings) if rule.option and value is not None else None
-        if wanted is True:
-            words.append(rule.option)
-        elif wanted not in (None, ""):
-            words += [rule.option, str(wanted)]
-        elif rule.note and not rule.option and not rule.together:
-            notes.append(f"{name}={value}: {rule.note}")
+        for item in value if rule.many and isinstance(value, list) else [value]:
+            added, note = _converted(name, item, rule, settings)
+            words += added
+            notes += [f"{name}={item}: {note}"] if note else []
     return Conversion(["--algo", algorithm, *words], notes)
 
 
+def _converted(name: str, value: Any, rule: Rule, settings: Settings) -> tuple[Words, str]:
+    """Return the words for a setting, and a note if the setting has no equivalent option."""
+    if rule.known and _only(value).lower() not in rule.known:
+        return [], f"not converted ({rule.note})" if rule.note else "not converted"
+    if not rule.option:
+        return [], "" if rule.together else rule.note
+    with _reading(name, value):
+        wanted = rule.value(value, settings)
+    if wanted is None:
+        return [], rule.note or "no equivalent"
+    return [] if wanted == "" else [rule.option] if wanted is True else [rule.option, str(wanted)], ""
+
+
 def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
-    rows = _whole(settings.get("per_device_train_batch_size", 8)) * devices
-    of_step = rows * _whole(settings.get("gradient_accumulation_steps", 1))
-    algorithm, words = kind, ["--mini-bs", str(rows)]
+    rows = _count(settings, "per_device_train_batch_size", 8) * devices
+    of_step = rows * _count(settings, "gradient_accumulation_steps", 1)
+    algorithm, words = kind, ["--mini-bs", str(2 * rows if kind == "dpo" else rows)]
     if kind == "grpo":
         algorithm = "gspo" if settings.get("importance_sampling_level") == "sequence" else "grpo"
-        of_step = max(of_step // _whole(settings.get("num_generations", 8)), 1)
+        of_step = max(of_step // _count(settings, "num_generations", 8), 1)
         mean = {"grpo": "sequence", "dr_grpo": "dr_grpo"}.get(_only(settings.get("loss_type", "dapo")), "token")
         words += ["--grpo-loss-mean", mean] if algorithm == "grpo" and mean != "token" else []
         if "epsilon" in settings:
             words += [f"--{algorithm}-clip-eps", str(settings["epsilon"])]
-        words += ["--kl-coef", str(settings["beta"])] if _number(settings.get("beta", 0)) else []
+        with _reading("beta", beta := settings.get("beta", 0)):
+            words += ["--kl-coef", str(beta)] if _number(beta) else []
     elif kind == "dpo":
         words += ["--dpo-beta", str(settings.get("beta", 0.1))]
         loss = _only(settings.get("loss_type", "sigmoid"))
@@ -351,17 +436,19 @@ def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
 
 
 def _of_verl(settings: Settings) -> tuple[str, Words]:
-    estimator = _estimator(settings)
-    algorithm = (
-        "ppo" if estimator == "gae" else "gspo" if settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"
-    )
-    words = ["--advantage", "rloo"] if estimator == "rloo" else []
+    algorithm = _algorithm(settings)
+    words = ["--advantage", "rloo"] if _estimator(settings) == "rloo" else []
     clip = settings.get(f"{_ACTOR}.clip_ratio_low", settings.get(f"{_ACTOR}.clip_ratio"))
     if clip is not None:
         words += ["--clip-eps" if algorithm == "ppo" else f"--{algorithm}-clip-eps", str(clip)]
-    batch, part = settings.get("data.train_batch_size"), settings.get(f"{_ACTOR}.ppo_mini_batch_size")
-    if batch and part and _whole(batch) > _whole(part):
-        words += ["--update-minibatches", str(_whole(batch) // _whole(part))]
-    if rows := settings.get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"):
-        words += ["--mini-bs", str(_whole(rows) * _whole(settings.get("trainer.n_gpus_per_node", 1)))]
+    if _is_on(settings.get(f"{_ACTOR}.use_kl_loss", False)):
+        coefficient = settings.get(f"{_ACTOR}.kl_loss_coef", 0.001)
+        words += ["--kl-loss-coef" if algorithm == "ppo" else "--kl-coef", str(coefficient)]
+    elif algorithm == "ppo":
+        words += ["--no-use-kl-loss"]
+    if {batch := "data.train_batch_size", part := f"{_ACTOR}.ppo_mini_batch_size"} <= settings.keys():
+        parts = _count(settings, batch, 1) // _count(settings, part, 1)
+        words += ["--update-minibatches", str(parts)] if parts > 1 else []
+    if (rows := f"{_ACTOR}.ppo_micro_batch_size_per_gpu") in settings:
+        words += ["--mini-bs", str(_count(settings, rows, 1) * _count(settings, "trainer.n_gpus_per_node", 1))]
     return algorithm, words

@@ -65,8 +65,10 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield "track_project", "has no effect without a tracking service; set --track too"
     if spec.requires_rollout and not options.agent_fn:
         for name in AGENT_OPTIONS:
-            if not (options.workflow and name == "agent_max_failures"):
+            if not options.workflow:
                 yield name, "has no effect without --agent-fn; set --agent-fn too"
+            elif name != "agent_max_failures":
+                yield name, "has no effect with --workflow, because only --agent-fn reads the option; remove the option"
     yield from _memory(options)
     if spec.requires_rollout:
         yield from _reference(options, spec)
@@ -83,6 +85,12 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
                 "return_routed_experts",
                 "has no effect with servers, because areno does not read their expert routing; remove the option",
             )
+            # An evaluation uses the engine of this process.
+            for name in ("speculate", "kv_cache_tokens") if not options.eval_dataset_path else ():
+                yield (
+                    name,
+                    "has no effect on servers, which have their own options (--rollout-server-args); remove the option",
+                )
         if options.rollout_url:
             for name in servers[1:]:
                 yield name, "has no effect on servers that are already running; remove the option"

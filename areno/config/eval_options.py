@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.all_train_options import TrainOptions
-from areno.config.options import flag_of, option, options_of
+from areno.config.options import option, options_of
 from areno.config.packages import missing_packages
 from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import ckpt_problem, is_address, unwritable
@@ -17,7 +17,7 @@ from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
 from areno.config.splits import TEST
 from areno.config.train_options import UpdateOptions
-from areno.config.validate import decoding_problems, shared_problems, value_problems
+from areno.config.validate import as_argument, decoding_problems, shared_problems, value_problems
 from areno.storage.run_layout import newest_model
 
 _EVAL = CommandText(
@@ -165,9 +165,10 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     if not options.reward_fn_path and not options.reward_ckpt:
         yield "--reward-fn-path or --reward-ckpt is required; give --reward-fn-path file.py with reward_fn(record)"
     yield from value_problems(options)
+    entries = {entry.name: entry for entry in options_of(EvalOptions)}
     for name, because in _unused(options):
         if name in options.explicit:
-            yield f"{flag_of(name)} {getattr(options, name)} has no effect {because}"
+            yield f"{as_argument(entries[name], getattr(options, name))} has no effect {because}"
     train = options.as_train_options()
     yield from decoding_problems(train)
     yield from shared_problems(train, TEST)

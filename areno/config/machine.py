@@ -21,8 +21,8 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
     Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 unless ``--fsdp``,
-    ``--load-in-4bit``, the model's ``config.json`` or the installed transformers rules this size out. On a CPU, and with
-    ``--device cuda:N``, the default is one rank. A resumed run keeps its layout.
+    ``--load-in-4bit``, the model's ``config.json``, the installed transformers or the GPUs of rollout processes rule
+    this size out. On a CPU, and with ``--device cuda:N``, the default is one rank. A resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -30,8 +30,9 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     if "world_size" not in options.explicit:
         world = max(gpus - rollout_ranks(options), 1)
     if "tp_size" not in options.explicit and world == _NODE and not (options.fsdp or options.load_in_4bit):
+        suffices = rollout_ranks(replace(options, tp_size=_NODE_TP)) <= max(gpus - world, 0)
         divisible = not tensor_parallel_problem() and (not options.ckpt or _divisible(options.ckpt, _NODE_TP))
-        tp = _NODE_TP if divisible else 1
+        tp = _NODE_TP if suffices and divisible else 1
     return replace(options, world_size=world, tp_size=tp)
 
 

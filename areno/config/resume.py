@@ -142,7 +142,10 @@ def _newest_run(options: TrainOptions) -> StoredRun:
 
 def _last_activity(run: StoredRun) -> tuple[bool, float]:
     """Return a sort key: whether the run has checkpoints, and the time of its last write (Unix seconds)."""
-    times = [entry.stat().st_mtime for entry in (run.path, *run.path.iterdir())]
+    times = [0.0]
+    for entry in (run.path, *run.path.iterdir()):
+        with suppress(OSError):  # a dangling link, or a file that was deleted meanwhile
+            times.append(entry.stat().st_mtime)
     return bool(CheckpointFolder(run.options.checkpoint_path).steps()), max(times)
 
 

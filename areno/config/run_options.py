@@ -59,7 +59,7 @@ class BasicOptions:
     tp_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="4 for 8 GPUs unless the model, --fsdp or --load-in-4bit prevents it, else 1",
+        documented_default="4 for 8 GPUs unless the model, rollout processes, --fsdp or --load-in-4bit prevents it, else 1",
         help="Tensor parallel size: number of devices across which each copy of the model is sharded.",
     )
     fsdp: bool = _basic_free(

@@ -27,7 +27,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return {key: without_secrets(item, str(key)) for key, item in value.items() if key not in SECRETS}
     if isinstance(value, str) and value and (_is_secret(name) or _URL_WITH_PASSWORD.search(value)):
         return f"${{oc.env:{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}}}"
-    return [without_secrets(item, name) for item in value] if isinstance(value, list) else value
+    return [without_secrets(item, name) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _is_secret(name: str) -> bool:

@@ -71,7 +71,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
     unused = without_effect(options, spec)
     for entry in entries:
         if entry.name in unused and entry.name in options.explicit:
-            yield f"{_as_argument(entry, value_of(options, entry.name))} {unused[entry.name]}"
+            yield f"{as_argument(entry, value_of(options, entry.name))} {unused[entry.name]}"
     yield from _algorithm_options(options, spec)
     if spec.learns_from_pairs and options.mini_bs % 2:
         yield (
@@ -166,10 +166,11 @@ def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[s
         )
 
 
-def _as_argument(entry: Option, value: Any) -> str:
+def as_argument(entry: Option, value: Any) -> str:
+    """Return an option with its value as a user types them."""
     if entry.kind is bool:
         return entry.flag if value else "--no-" + entry.flag.removeprefix("--")
-    return f"{entry.flag} {' '.join(map(str, value)) if entry.many else value}"
+    return " ".join(f"{entry.flag} {item}" for item in (value if entry.many else (value,)))
 
 
 def _samples(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
@@ -191,10 +192,13 @@ def decoding_problems(options: TrainOptions) -> Iterator[str]:
     if options.top_k == 0:
         yield "--top-k must be positive, or -1 for no limit, got 0; use -1 or at least 1"
     longest = options.max_prompt_tokens + options.max_new_tokens
+    limits = f"--max-prompt-tokens {options.max_prompt_tokens} + --max-new-tokens {options.max_new_tokens}"
+    if options.max_context_len is not None and options.max_context_len < longest:
+        longest, limits = options.max_context_len, f"--max-context-len {options.max_context_len}"
     if options.kv_cache_tokens is not None and 0 < options.kv_cache_tokens < longest:
         yield (
-            f"--kv-cache-tokens {options.kv_cache_tokens} is less than one sequence may need (--max-prompt-tokens "
-            f"{options.max_prompt_tokens} + --max-new-tokens {options.max_new_tokens}); use at least {longest}"
+            f"--kv-cache-tokens {options.kv_cache_tokens} is less than one sequence may need ({limits}); use at least "
+            f"{longest}"
         )
 
 

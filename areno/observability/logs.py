@@ -108,7 +108,7 @@ def setup_logging(
 
     The log file of a run directory gets every record. With a run directory, a live display shows only warnings and
     errors, unless ``level`` or ``ARENO_LOG_LEVEL`` sets a console level. Raises UsageError if the level is unknown or
-    the run directory cannot be created.
+    the run directory or its log file cannot be created.
     """
     console_level = log_level(level)
     explicit = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
@@ -117,7 +117,14 @@ def setup_logging(
     console.setLevel(console_level)
     handlers: list[logging.Handler] = [console]
     if run_dir is not None:
-        handlers.append(logging.FileHandler(run_dir.create().log_path, encoding="utf-8"))
+        path = run_dir.create().log_path
+        try:
+            handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(
+                f"log file {path} cannot be written: {error.strerror or error}; make it a writable file, or choose another run "
+                "directory"
+            ) from error
     shows_lines = explicit and console_level <= logging.INFO
     return LoggingSetup(handlers, logging.DEBUG if run_dir is not None else console_level, shows_lines=shows_lines)
 

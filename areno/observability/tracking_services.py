@@ -36,7 +36,9 @@ class TrackingService(Protocol):
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of one step. A service that already has later steps may append the numbers after them."""
+        """Send numbers of a step; consecutive calls may add to the same step. A service that already has later steps may
+        append the numbers after them.
+        """
 
     def close(self) -> None:
         """Flush and close."""
@@ -160,15 +162,16 @@ class _TrackedRun:
         run: Any,
         next_step: Callable[[int], int] = lambda last: last + 1,
         accepts: Callable[[float], bool] = lambda value: True,
-        **options: Any,
     ) -> None:
-        self.name, self._run, self._options = name, run, options
-        self._next_step, self._accepts, self._last = next_step, accepts, -1
+        self.name, self._run = name, run
+        self._next_step, self._accepts = next_step, accepts
+        self._step, self._sent = -1, -1  # the last step, and the step that the service received for it
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._last = max(step, self._next_step(self._last))
+        if step != self._step:
+            self._step, self._sent = step, max(step, self._next_step(self._sent))
         accepted = {name: value for name, value in numbers.items() if self._accepts(value)}
-        self._run.log(accepted, step=self._last, **self._options)
+        self._run.log(accepted, step=self._sent)
 
     def close(self) -> None:
         self._run.finish()
@@ -200,7 +203,8 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
         ),
     )
     _log.info("W&B (%s): %s", mode, opened.url or opened.dir)
-    return _TrackedRun("W&B", opened, lambda _: opened.step, commit=True)
+    # W&B completes a step when the next step starts. A resumed run starts after its history.
+    return _TrackedRun("W&B", opened, lambda last: opened.step if last < 0 else last + 1)
 
 
 def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> TrackingService:

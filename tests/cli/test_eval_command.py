@@ -37,6 +37,14 @@ WRONG = [
     ([*EVAL, "--temperature", "1", "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
     ([*EVAL, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
     ([*EVAL, "--greedy", "--n-samples", "4"], "--n-samples 4 has no effect with --greedy, which gives the same answer"),
+    (
+        [*BASE, "--ckpt", "http://h/v1", "--reward-fn-path", "reward.py", "--ignore-eos", "--stop-token-ids", "1,2"],
+        "--ignore-eos has no effect on the model of a server",
+    ),
+    (
+        [*BASE, "--ckpt", "http://h/v1", "--reward-fn-path", "reward.py", "--ignore-eos", "--stop-token-ids", "1,2"],
+        "--stop-token-ids 1 --stop-token-ids 2 has no effect on the model of a server",
+    ),
     ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect on a single sample, which is decoded greedily; set"),
     ([*EVAL, "--score-micro-bs", "4"], "--score-micro-bs 4 has no effect without --reward-ckpt"),
     ([*EVAL, "--reward-ckpt", "model"], "--reward-fn-path reward.py has no effect with --reward-ckpt"),

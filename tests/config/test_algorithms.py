@@ -13,7 +13,7 @@ from areno.config.validate import validate
 from areno.config.yaml_io import dump_config, load_config
 from areno.errors import UsageError
 from areno.loss_fns import RejectionSampling
-from tests.config.workspace import GSPO
+from tests.config.workspace import BASE, GSPO
 
 ALGORITHM = """
 from __future__ import annotations
@@ -54,6 +54,25 @@ def test_algorithms_are_listed_sorted():
     assert list_algorithms() == names.split()
     probe = "import sys; from areno.config import list_algorithms; list_algorithms(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
+
+
+def test_a_trainer_class_has_the_options_of_its_name(workspace):
+    (workspace / "algo.py").write_text(
+        "from areno.api.trainers.policy_only import PolicyOnlyTrainer\n"
+        "from areno.api.trainers.supervised import PairTrainer\n"
+        "from areno.config import AlgorithmSpec\n"
+        "from areno.loss_fns import dpo_loss_fn, grpo_loss_fn\n"
+        "class Mine(PolicyOnlyTrainer): pass\n"
+        "policy = AlgorithmSpec('policy', PolicyOnlyTrainer, grpo_loss_fn)\n"
+        "derived = AlgorithmSpec('derived', Mine, grpo_loss_fn)\n"
+        "pairs = AlgorithmSpec('pairs', PairTrainer, dpo_loss_fn, False)\n"
+    )
+    words = ["--advantage", "rloo", "--update-epochs", "2", "--kl-reward-coef", "0.1", "--ref-ckpt", "model"]
+    for name in ("policy", "derived"):
+        validate(parse_train([*GSPO, "--algo", f"algo.py:{name}", *words]))
+    validate(parse_train([*BASE, "--algo", "algo.py:pairs", "--no-tree-training"]))
+    with pytest.raises(UsageError, match="--mini-bs 3 would split a pair"):
+        validate(parse_train([*BASE, "--algo", "algo.py:pairs", "--mini-bs", "3"]))
 
 
 def test_names_are_case_insensitive():

@@ -16,6 +16,9 @@ from areno.config.all_train_options import TrainOptions
 from areno.config.conversion import TRL, VERL, convert
 from areno.config.options import options_of
 from areno.config.parser import extra_options, parse_train
+from areno.config.validate import validate
+from areno.errors import UsageError
+from tests.config.workspace import BASE, GSPO
 
 REPO = Path(__file__).resolve().parents[2]
 GRPO = {
@@ -97,7 +100,92 @@ def test_verl_mini_batches_become_optimizer_steps_of_one_batch():
     parse_train(converted.words)
     assert converted.notes == ["trainer.unheard_of=1: no equivalent"]
     ppo = convert("verl", {"algorithm.gamma": 0.9, f"{actor}.clip_ratio": 0.1})
-    assert ppo.words == ["--algo", "ppo", "--clip-eps", "0.1", "--gamma", "0.9"]
+    assert ppo.words == ["--algo", "ppo", "--clip-eps", "0.1", "--no-use-kl-loss", "--gamma", "0.9"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "settings", "expected"),
+    [
+        ("gae", {}, (False, None, "low_var_kl")),
+        ("gae", {"use_kl_loss": False, "kl_loss_coef": 0.01, "kl_loss_type": "k1"}, (False, None, "low_var_kl")),
+        ("gae", {"use_kl_loss": True}, (True, 0.001, "low_var_kl")),
+        ("gae", {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k1"}, (True, 0.01, "k1")),
+        ("grpo", {"use_kl_loss": True}, (None, 0.001, "low_var_kl")),
+        ("grpo", {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "mse"}, (None, 0.01, "mse")),
+        ("grpo", {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "mse"}, (None, 0.0, "low_var_kl")),
+        ("grpo", {"kl_loss_coef": 0.01, "kl_loss_type": "mse"}, (None, 0.0, "low_var_kl")),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_the_kl_loss_of_verl_is_off_by_default_and_has_the_option_of_its_algorithm(estimator, settings, expected):
+    """With the defaults of verl: use_kl_loss False, kl_loss_coef 0.001, and kl_loss_type low_var_kl."""
+    settings = {f"actor_rollout_ref.actor.{name}": value for name, value in settings.items()}
+    converted = convert("verl", {"algorithm.adv_estimator": estimator, "critic.optim.lr": 1e-5, **settings})
+    options = parse_train([*GSPO, *converted.words])
+    validate(options)
+    on, coefficient, kind = expected
+    if on is not None:
+        assert options.use_kl_loss is on
+    if coefficient is not None:
+        assert (options.kl_coef if on is None else options.kl_loss_coef) == coefficient
+    assert (options.kl_loss_type, converted.notes) == (kind, [])
+
+
+@pytest.mark.usefixtures("workspace")
+def test_pairs_per_device_become_rows_per_microbatch():
+    for pairs in (1, 4):
+        settings = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": 2}
+        options = parse_train([*BASE, *convert("trl", settings, "dpo", devices=2).words])
+        validate(options)
+        assert (options.batch_size, options.mini_bs) == (4 * pairs, 4 * pairs)
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "words", "noted"),
+    [
+        ("trl", {"warmup_steps": 0.03}, [], "warmup_steps=0.03: a fraction"),
+        ("trl", {"warmup_steps": 0}, [], ""),
+        ("trl", {"optim": "adafactor"}, [], "optim=adafactor: only AdamW"),
+        ("trl", {"optim": "lion_8bit"}, [], "optim=lion_8bit: only AdamW"),
+        ("trl", {"optim": "adamw_torch_fused"}, [], ""),
+        ("trl", {"optim": "paged_adamw_8bit"}, ["--adam-8bit"], ""),
+        ("trl", {"lr_scheduler_type": "polynomial"}, [], "lr_scheduler_type=polynomial: not converted"),
+        ("trl", {"lr_scheduler_type": "constant_with_warmup"}, ["--lr-decay-style", "constant"], ""),
+        ("trl", {"lora_target_modules": ["q_proj"]}, [], ""),
+        ("trl", {"scale_rewards": True}, [], ""),
+        ("trl", {"report_to": ["wandb", "mlflow"]}, ["--track", "wandb", "--track", "mlflow"], ""),
+        ("trl", {"report_to": ["wandb", "clearml"]}, ["--track", "wandb"], "report_to=clearml: not converted"),
+        ("verl", {"trainer.logger": ["console", "mlflow"]}, ["--track", "mlflow"], ""),
+        ("verl", {"trainer.n_gpus_per_node": None, "actor_rollout_ref.actor.strategy": "fsdp2"}, ["--fsdp"], ""),
+        ("verl", {"actor_rollout_ref.actor.strategy": "megatron"}, [], "strategy=megatron: for megatron"),
+        ("verl", {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum"}, [], "token-sum: no equivalent"),
+        ("verl", {"actor_rollout_ref.actor.loss_agg_mode": "token-mean"}, ["--grpo-loss-mean", "token"], ""),
+    ],
+)
+def test_a_value_without_an_equivalent_is_noted_and_a_default_is_not(tool, settings, words, noted):
+    if tool == "verl":
+        settings |= {"algorithm.adv_estimator": "grpo"}
+    converted = convert(tool, settings)
+    before = convert(tool, {name: value for name, value in settings.items() if "adv_estimator" in name}).words
+    assert converted.words == [*before, *words]
+    assert len(converted.notes) == bool(noted)
+    assert noted in "".join(converted.notes)
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "message"),
+    [
+        ("trl", {"num_train_epochs": "three"}, "num_train_epochs=three: expected a number"),
+        ("trl", {"max_steps": float("inf"), "num_train_epochs": float("inf")}, "num_train_epochs=inf: expected a number"),
+        ("trl", {"beta": "low"}, "beta=low: expected a number"),
+        ("trl", {"num_generations": 0}, "num_generations=0: expected a whole number above 0"),
+        ("verl", {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": "x"},
+         "ppo_mini_batch_size=x: expected a whole number above 0"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_not_a_number_is_an_error_that_names_it(tool, settings, message):
+    with pytest.raises(UsageError, match=message):
+        convert(tool, settings)
 
 
 @pytest.mark.parametrize(

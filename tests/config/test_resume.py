@@ -87,6 +87,13 @@ def test_resume_alone_takes_the_newest_run(workspace):
     assert resume("--resume").run_dir == "runs/b"
 
 
+def test_a_run_with_a_dangling_link_can_be_resumed(workspace):
+    for name, seconds in (("a", 50), ("b", 10)):
+        age(stored_run(workspace / "runs" / name, config(), step=3), seconds)
+    (workspace / "runs" / "b" / "latest").symlink_to("gone")
+    assert resume("--resume").run_dir == "runs/b"
+
+
 def test_resume_with_a_command_takes_the_newest_run_of_that_configuration(workspace):
     for name, seed, seconds in (("a", "1", 50), ("b", "2", 10), ("c", "1", 90)):
         age(stored_run(workspace / "runs" / name, config("--seed", seed), step=3), seconds)

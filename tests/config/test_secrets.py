@@ -7,7 +7,7 @@ from areno.config.secrets import without_secrets
 
 def test_secrets_in_lists_are_replaced_and_other_lists_are_kept():
     hidden = without_secrets(
-        {"password": ["a", "b"], "stop": ["a"], "servers": [{"access_key": "c", "url": "http://h"}]}
+        {"password": ("a", "b"), "stop": ["a"], "servers": [{"access_key": "c", "url": "http://h"}]}
     )
     assert hidden == {
         "password": ["${oc.env:PASSWORD}"] * 2,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from areno.config import get_algorithm, packages
-from areno.config.machine import tensor_parallel_problem, with_layout
+from areno.config.machine import rollout_gpu_problem, tensor_parallel_problem, with_layout
 from areno.config.parser import parse_train
 from areno.config.paths import base_of
 from areno.config.prepare import prepare_plan, prepare_run
@@ -154,6 +154,25 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
         UsageError, match=r"training needs 2 GPUs \(--world-size\) .* rollout needs 3 more, but .* has 4;"
     ):
         prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "3"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "world", "tp"),
+    [
+        (16, ["--rollout-replicas", "8"], 8, 1),
+        (9, [], 8, 1),
+        (16, ["--rollout-replicas", "2", "--world-size", "8"], 8, 4),
+        (15, ["--rollout-replicas", "2", "--world-size", "8"], 8, 1),
+        (9, ["--rollout-replicas", "2", "--rollout-backend", "vllm", "--tp-size", "2"], 5, 2),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_training_and_rollout_fit_on_the_gpus_by_default(monkeypatch, gpus, words, world, tp):
+    devices(monkeypatch, gpus)
+    options = parse_train([*GSPO, "--rollout", "async", *words])
+    options = with_layout(options, gpus)
+    assert (options.world_size, options.tp_size) == (world, tp)
+    assert rollout_gpu_problem(options, gpus) == ""
 
 
 @pytest.mark.parametrize(

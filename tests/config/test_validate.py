@@ -30,6 +30,8 @@ def check(*argv):
         [*GSPO, "--lr", "5e-8", "--lr-decay-style", "constant"],
         [*GSPO, "--device", "cuda:1", "--dtype", "bfloat16"],
         [*GSPO, "--max-prompt-tokens", "8", "--max-new-tokens", "8", "--kv-cache-tokens", "16"],
+        [*GSPO, "--max-context-len", "1024", "--kv-cache-tokens", "1024"],
+        [*GSPO, "--max-context-len", "8192", "--kv-cache-tokens", "4095"],
         ["--ckpt", "Qwen/Qwen3-0.6B", "--dataset-path", "gsm8k:main", "--reward-fn-path", "reward.py"],
         [
             "--ckpt",
@@ -43,6 +45,11 @@ def check(*argv):
 )
 def test_valid_options_are_accepted(workspace, argv):
     check(*argv)
+
+
+def test_an_engine_option_is_accepted_with_servers_if_evaluations_read_it(workspace):
+    servers = ("--rollout-backend", "vllm", "--rollout-url", "http://127.0.0.1:9/v1")
+    check(*GSPO, *servers, "--eval-dataset-path", "data.jsonl", "--kv-cache-tokens", "9999", "--speculate", "4")
 
 
 def test_the_documented_smoke_test_is_accepted(workspace):
@@ -199,6 +206,20 @@ DPO = [*BASE, "--algo", "dpo"]
             r"--eval-interval 5 has no effect without held-out data; set --eval-dataset-path",
         ),
         ([*GSPO, "--keep-best"], r"--keep-best has no effect without held-out data"),
+        (
+            [*GSPO, "--max-context-len", "1024", "--kv-cache-tokens", "1023"],
+            r"--kv-cache-tokens 1023 is less than .* \(--max-context-len 1024\); use at least 1024",
+        ),
+        (
+            [*GSPO, "--rollout-backend", "vllm", "--kv-cache-tokens", "9999"],
+            r"--kv-cache-tokens 9999 has no effect on servers, .* \(--rollout-server-args\)",
+        ),
+        ([*GSPO, "--rollout-backend", "sglang", "--speculate", "4"], r"--speculate 4 has no effect on servers"),
+        (
+            [*BASE, "--workflow", "reward.py:reward_fn", "--agent-timeout-s", "9"],
+            r"--agent-timeout-s 9.0 has no effect with --workflow, because only --agent-fn reads the option; remove",
+        ),
+        ([*DPO, "--stop-token-ids", "1,2"], r"--stop-token-ids 1 --stop-token-ids 2 has no effect with --algo dpo"),
         ([*PPO, "--critic-min-lr", "0"], r"--critic-min-lr 0.0 has no effect without --critic-lr-decay-style linear"),
         ([*DPO, "--mini-bs", "3"], r"--mini-bs 3 would split a pair: --algo dpo .* use an even number such as 4"),
         ([*BASE, "--algo", "rm", "--mini-bs", "5"], r"--mini-bs 5 would split a pair"),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.cli.main import main
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.schedule import make_schedule
 from areno.engine.plan.layout_estimates import ModelSizes, Training, layouts_of, rank_bytes, sent_bytes, waiting_passes
+from areno.engine.plan.layout_trial import Measured
 from tests.support.tiny import save_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +100,10 @@ def test_the_command_proposes_what_fits(tmp_path, capsys):
     code, text = fit(capsys, "--ckpt", path, "--devices", "2", "--device-memory", "0.001")
     assert code == 1
     assert "no layout fits; use more devices" in text
-    code, text = fit(capsys, "--ckpt", path, "--devices", "0")
-    assert code == 2
-    assert "--devices 0: use a number above 0" in text
+    for option, value in (("devices", "0"), ("device-memory", "nan"), ("device-memory", "inf"), ("tflops", "inf")):
+        code, text = fit(capsys, "--ckpt", path, "--devices", "1", f"--{option}", value)
+        assert code == 2
+        assert f"--{option} {value}: use a finite number above 0" in text
 
 
 def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
@@ -113,6 +117,32 @@ def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
     [entry] = json.loads(text)
     assert 0 < entry["measured"]["seconds"] < 60
     assert entry["measured"]["bytes"] > entry["bytes"]  # measured for the whole process
+
+
+def test_a_layout_that_runs_out_of_memory_leaves_the_results_of_the_others(tmp_path, capsys, monkeypatch):
+    """The lack of memory is simulated, because a limit for one layout would also limit the others."""
+    path = str(save_tiny_checkpoint(tmp_path / "model", heads=4, hidden=64))
+    words = ("--ckpt", path, "--devices", "2", "--tokens", "64", "--microbatches", "2", "--try", "2")
+    words = (*words, "--dtype", "float32")
+    tried = []
+
+    def measure(layout, _trial):
+        tried.append(layout)
+        if len(tried) in lacking:
+            raise torch.OutOfMemoryError("out of memory")
+        return Measured(0.5, 0, 2**30)
+
+    monkeypatch.setattr("areno.engine.plan.fit.measure_layout", measure)
+    lacking = (1,)
+    assert main(["plan", "--fit", *words]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("failed: out of memory") == 1
+    rows = [line.split() for line in shown.out.splitlines() if re.match(r"(fsdp|megatron|archon):", line)]
+    assert [row[5:] for row in rows] == [["0.50", "1.00"], ["failed"]]
+    tried, lacking = [], (1, 2)
+    code, text = fit(capsys, *words)
+    assert code == 1
+    assert "error: out of memory" in text
 
 
 @pytest.mark.long

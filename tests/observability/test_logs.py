@@ -80,6 +80,13 @@ def test_a_resumed_run_appends_to_its_log(run_dir):
     assert [line.split(": ")[1] for line in run_dir.log_path.read_text().splitlines()] == ["before", "after"]
 
 
+def test_a_log_file_that_cannot_be_written_is_a_usage_error_that_names_it(run_dir):
+    run_dir.create().log_path.mkdir()
+    with pytest.raises(UsageError, match=rf"log file {run_dir.log_path} cannot be written: Is a directory; .* choose"):
+        setup_logging(run_dir)
+    assert not logging.getLogger("areno").handlers
+
+
 def test_close_restores_the_logger():
     root = logging.getLogger("areno")
     before = (list(root.handlers), root.level, root.propagate)

@@ -113,6 +113,39 @@ def test_wandb_mode_true_means_online_and_fails_without_a_server(tmp_path):
     assert "wandb.mode=disabled" in done.stderr
 
 
+@needs("wandb")
+def test_a_run_sends_its_steps_and_evaluations_on_the_axis_of_its_file_and_keeps_its_secrets(tmp_path):
+    program = """
+import logging, sys
+from areno.api.trainers.step_reporter import StepReporter
+from areno.config import TrainOptions
+from areno.observability.health import HealthMonitor
+from areno.training.frequency import StepInfo
+from areno.training.reporter import StepOutcome
+from areno.training.state import RunState
+options = TrainOptions(run_dir=sys.argv[1], track=("wandb",), rollout_url=("http://user:hidden@host",))
+report = StepReporter(options, logging.getLogger(), HealthMonitor())
+report.record_evaluation(RunState(step=0), {"accuracy": 0.0})
+for step in range(4):
+    report.record_step(StepInfo(0, step, step, 4, 4), StepOutcome([], {"loss": 0.5 * step}, {}), RunState(step=step))
+    report.record_evaluation(RunState(step=step + 1), {"accuracy": step + 1.0})
+report.close()
+"""
+    environment = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "offline"}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=120)
+    expected = {}
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        expected.setdefault(row["step"], {}).update(row)
+    runs, history = wandb_records(tmp_path)
+    names = ("eval/accuracy", "train/loss")
+    assert [{name: row.get(name) for name in names} for row in history] == [
+        {name: row.get(name) for name in names} for row in expected.values()
+    ]
+    assert [row["_step"] for row in history] == [0, 1, 2, 3, 4]
+    assert not any("hidden" in item.value_json for item in runs[0].config.update)
+
+
 @needs("swanlab", "swanboard")
 def test_swanlab_local_keeps_every_step(tmp_path):
     send(tmp_path, [[0, 1, 5, 3]], swanlab={"mode": "local"})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areno.config.all_train_options import TrainOptions
+from areno.config.secrets import without_secrets
 from areno.config.tracking import mode_of
 from areno.config.yaml_io import dump_config
 from areno.observability import log_lines
@@ -86,7 +87,7 @@ class StepReporter(Reporter):
         """Return the sinks of scalars, opened on first use. A resumed run replaces its earlier events from ``step`` on."""
         if not self._sinks:
             config = self._config
-            name = RunName(config.track_project, self.run_dir.path.name, asdict(config))
+            name = RunName(config.track_project, self.run_dir.path.name, without_secrets(asdict(config)))
             sections: dict[str, Any] = {service: {"mode": mode_of(service)} for service in config.track}
             services = ServiceGroup(open_services(name, self.run_dir.path, **sections), self.run_dir.metrics_path)
             self._sinks = EventWriter(config.events_path, step if config.resume else None), services

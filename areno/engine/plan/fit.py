@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +27,7 @@ from areno.engine.plan.layout_estimates import (
 )
 from areno.engine.plan.layout_trial import LayoutTrial, Measured, measure_layout
 from areno.engine.train.optimizer import OptimizerOptions
-from areno.errors import UsageError
+from areno.errors import ArenoError, UsageError
 
 _GIB = 2**30
 _SHOWN = 8
@@ -117,8 +119,8 @@ def run(argv: Sequence[str]) -> int:
     if options.tried < 0:
         raise UsageError(f"--try {options.tried}: give the number of layouts to measure, or omit --try")
     for name in (*("devices", "device_memory", "per_node", "tokens", "microbatches"), *_RATES):
-        if getattr(options, name) <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use a number above 0")
+        if not 0 < getattr(options, name) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use a finite number above 0")
     try:
         model = ModelSizes.of(AutoConfig.from_pretrained(base_of(options.ckpt)))
     except AttributeError as error:
@@ -139,7 +141,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
-    """Train a few steps in each layout, and sort the layouts by measured time."""
+    """Train a few steps in each layout, and sort the layouts by measured time; those that failed come last.
+
+    Raises the first error if all layouts failed.
+    """
     gpus = torch.cuda.device_count()
     if gpus and options.devices > gpus:
         raise UsageError(f"--try with --devices {options.devices}: this machine has only {gpus} GPUs; omit --try")
@@ -158,8 +163,17 @@ def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
         dtype=getattr(torch, options.dtype),
         optimizer=adam,
     )
-    measured = [replace(fit, measured=measure_layout(fit.layout, trial)) for fit in fits]
-    return sorted(measured, key=lambda fit: fit.measured.seconds if fit.measured else 0.0)
+    tried, errors = [], []
+    for fit in fits:
+        try:
+            tried.append(replace(fit, measured=measure_layout(fit.layout, trial)))
+        except (ArenoError, MemoryError, RuntimeError) as error:  # mostly a lack of memory
+            sys.stderr.write(f"{fit.backend} failed: {error}\n")
+            tried.append(fit)
+            errors.append(error)
+    if errors and len(errors) == len(tried):
+        raise errors[0]
+    return sorted(tried, key=lambda fit: fit.measured.seconds if fit.measured else math.inf)
 
 
 def _data(fit: Fit) -> dict[str, Any]:
@@ -179,7 +193,8 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
     lines.append(f"{'actor.backend':24} {'GiB held':>9} {'GiB sent':>9} {'waiting':>8} {'about s':>9}{measured}")
     for fit in fits:
         figures = f"{fit.held / _GIB:9.1f} {fit.sent / _GIB:9.1f} {fit.idle:8.0%} {fit.seconds:9.1f}"
-        actual = f" {fit.measured.seconds:11.2f} {fit.measured.held / _GIB:7.2f}" if fit.measured else ""
+        failed = f" {'failed':>11}" if options.tried else ""
+        actual = f" {fit.measured.seconds:11.2f} {fit.measured.held / _GIB:7.2f}" if fit.measured else failed
         lines.append(f"{fit.backend:24} {figures}{actual}")
     lines += [
         "",
