@@ -7,12 +7,16 @@ import shutil
 import threading
 
 import pytest
+import torch
 
 from areno.cli.main import main
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import control
+from areno.rollouts.fleet import fleet as fleet_module
 from areno.rollouts.fleet.replica_supervisor import WorkerCreationError
 from areno.rollouts.fleet.weight_transfer import WeightOptions
+from areno.rollouts.servers.command_line import ServerOptions
+from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
 
 
@@ -54,6 +58,19 @@ def test_a_replica_that_cannot_join_changes_nothing(policy, tmp_path, open_fleet
         fleet.resize(3)
     assert [worker.worker.state for worker in fleet.health().replicas] == ["ready"]
     assert answers(fleet, requests(2)) == expected
+
+
+def test_each_replica_gets_its_own_gpus(monkeypatch, tmp_path, open_fleet):
+    """A simulated number of GPUs; the servers are shells that write which GPUs they may use."""
+    monkeypatch.setattr(fleet_module, "visible_gpus", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    shell = ("sh", "-c", f"echo $CUDA_VISIBLE_DEVICES >> {tmp_path}/gpus; exit 1")
+    options = {"tp_size": 2, "server": ServerOptions(product="sglang", command=shell, gpu=True), "restart": False}
+    with pytest.raises(WorkerCreationError, match="exited during startup"):
+        open_fleet(config(device=torch.device("cuda")), replicas=2, **options)
+    assert sorted((tmp_path / "gpus").read_text().split()) == ["3,4", "5,6"]
+    with pytest.raises(UsageError, match="3 replicas: only 2 replicas have devices on this machine"):
+        open_fleet(config(device=torch.device("cuda")), replicas=3, **options)
 
 
 def test_closing_does_not_wait_for_a_leaving_replica(open_fleet):
