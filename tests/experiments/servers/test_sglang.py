@@ -175,7 +175,7 @@ def test_a_joined_server_is_one_replica(server, tiny_checkpoint, tmp_path):
     with closing(RolloutFleet(str(tiny_checkpoint), EngineConfig(), options)) as fleet:
         with pytest.raises(UsageError, match=f"--add {url} is already a replica"):
             fleet.resize(2, [f"{url}/"])
-        with pytest.raises(UsageError, match="--add http://127.0.0.1:1 is repeated"):
+        with pytest.raises(UsageError, match=r"--add http://127\.0\.0\.1:1 is repeated"):
             fleet.resize(3, ["http://127.0.0.1:1", "http://127.0.0.1:1/"])
         assert fleet.size() == 1
 
