@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
@@ -19,6 +20,7 @@ from areno.rollouts.servers.command_line import ServerOptions
 from areno.rollouts.servers.replica import ExternalServer, ServerReplica
 from areno.rollouts.servers.sglang_client import SglangCalls
 from areno.types import Request, SamplingParams
+from tests.experiments.fleet.support import wait_until
 
 PROMPT = [5, 6, 7]
 
@@ -28,13 +30,18 @@ class Protocol(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer(
-            {"context_length": 64, "weight_version": self.server.version} if self.path == "/server_info" else {}
+            {"context_length": 64, "weight_version": self.server.version} if self.path == "/server_info" else {},
+            503 if self.server.down else 200,
         )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.heard.append((self.path, body))
-        if self.path == "/generate":
+        if self.server.fails_at == self.path:
+            self.server.fails_at, self.server.down = "", True
+        if self.server.down:
+            self.answer({"message": "the engine died"}, 503)
+        elif self.path == "/generate":
             self.answer(self.generated(body))
         elif self.path == "/abort_request":
             self.server.aborted.set()
@@ -81,6 +88,7 @@ class Protocol(BaseHTTPRequestHandler):
 def server():
     found = ThreadingHTTPServer(("127.0.0.1", 0), Protocol)
     found.heard, found.version, found.aborted = [], "0", threading.Event()
+    found.fails_at, found.down = "", False
     threading.Thread(target=found.serve_forever, daemon=True).start()
     yield found
     found.shutdown()
@@ -178,6 +186,22 @@ def test_a_joined_server_is_one_replica(server, tiny_checkpoint, tmp_path):
         with pytest.raises(UsageError, match=r"--add http://127\.0\.0\.1:1 is repeated"):
             fleet.resize(3, ["http://127.0.0.1:1", "http://127.0.0.1:1/"])
         assert fleet.size() == 1
+
+
+def test_a_server_that_dies_before_its_weights_are_verified_is_restarted(server, tiny_checkpoint, tmp_path):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    joined = ServerOptions(product="sglang", addresses=(url,))
+    options = FleetOptions(log_folder=tmp_path, server=joined, backoff_s=0.1)
+    with (
+        closing(Engine(str(tiny_checkpoint), EngineConfig())) as trainer,
+        closing(RolloutFleet(str(tiny_checkpoint), EngineConfig(), options)) as fleet,
+    ):
+        server.fails_at = "/generate"
+        assert fleet.update_weights(trainer, 1, verify=True).logprob_gap is None
+        assert server.version == "1"
+        server.version, server.down = "0", False  # a new process of the server
+        wait_until(lambda: fleet.health().restarts == 1 and fleet.health().replicas[0].worker.state == "ready")
+        assert server.version == "1"
 
 
 def test_an_adapter_has_its_version_in_its_name(replica, server):
