@@ -8,7 +8,6 @@ more results can arrive, the method raises an error at once. Too many consecutiv
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -43,7 +42,6 @@ _COUNTERS: dict[Rejection, str] = {
     "was rejected by the filter": "filtered",
 }
 _POLL_S = 0.5
-_CLOSE_S = 30.0
 _QUEUE_PER_ROLLOUT = 16
 
 
@@ -179,10 +177,14 @@ class BatchDispatcher:
     ) -> list[Trajectory]:
         """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
-        With ``repeats``, task ids and therefore seeds are the same in each call.
+        With ``repeats``, task ids and therefore seeds are the same in each call. Raises UsageError if restored rows still wait.
         """
         plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
+            if any(task.plan is None for task in (*self._pending, *self._finished)):
+                raise UsageError(
+                    "load_state has restored rows that still wait; call prepare_batch before rollout_batch"
+                )
             self._use(plan)
             self._next_id = 0 if repeats else self._next_id
             tasks = [self._enqueue(data, plan) for data in rows]
@@ -209,11 +211,7 @@ class BatchDispatcher:
             workflows, self._workflows = self._workflows, []
         for task in list(self._running.values()):
             task.cancel()
-        for workflow in workflows:
-            if hasattr(workflow, "aclose"):
-                with contextlib.suppress(TimeoutError):  # an episode blocks the loop; closing the loop reports it
-                    self._loop.start(workflow.aclose()).result(_CLOSE_S)
-        self._loop.close()
+        self._loop.close(workflows)
 
     def __enter__(self) -> BatchDispatcher:
         return self
@@ -351,10 +349,9 @@ class BatchDispatcher:
 
     async def _run(self, task: EpisodeTask) -> Trajectory:
         EPISODE.set(Episode(task.id))
-        assert task.plan is not None
-        accepts = task.plan.should_accept_fn
+        accepts = task.plan.should_accept_fn if task.plan is not None else None
         with tracing.session_context(task.id):
-            trajectory = as_trajectory(await task.plan.workflow.arun_episode(self.client, task.data), self._check)
+            trajectory = as_trajectory(await task.run(self.client), self._check)
         if trajectory is None:
             raise Rejected("returned None")
         if self._dump is not None:

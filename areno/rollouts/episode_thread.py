@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_WORKFLOW_CLOSE_S = 30.0
 _CLOSE_GRACE_S = 10.0
 
 
@@ -26,14 +27,25 @@ class EpisodeLoop:
         """Start a coroutine. May be called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self) -> None:
-        """Cancel all coroutines, wait briefly for their cleanup, and stop the thread."""
+    def close(self, workflows: Iterable[Any] = ()) -> None:
+        """Close workflows, cancel all coroutines, wait briefly for their cleanup, and stop the thread."""
         if not self._thread.is_alive():
             return
+        for workflow in workflows:
+            if hasattr(workflow, "aclose"):
+                self._close_workflow(workflow)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_GRACE_S * 2)
         if self._thread.is_alive():
             logger.warning("an episode blocks the event loop; the thread of the loop is abandoned")
+
+    def _close_workflow(self, workflow: Any) -> None:
+        try:
+            self.start(workflow.aclose()).result(_WORKFLOW_CLOSE_S)
+        except TimeoutError:
+            pass  # an episode blocks the loop; closing the loop reports it
+        except Exception as error:
+            logger.warning("a workflow could not be closed: %s: %s", type(error).__name__, error, exc_info=error)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areno.errors import ArenoError, UsageError
+from areno.errors import AgentError, ArenoError, UsageError
+from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.staleness import oldest_version
 from areno.rollouts.trajectory import Trajectory
 
@@ -40,11 +42,27 @@ class EpisodeTask:
     began_s: float = 0.0  # time of the start
     future: Future[Trajectory] | None = None  # future of the episode's coroutine
     trajectory: Trajectory | None = None  # the result; None for a rejected episode, which only dynamic batches keep
+    cancelled: bool = False
 
     def cancel(self) -> None:
         """Cancel the episode if it has started."""
+        self.cancelled = True
         if self.future is not None:
             self.future.cancel()
+
+    async def run(self, client: EngineClient) -> Any:
+        """Run the workflow, and return its result.
+
+        Raises:
+            AgentError: the workflow was cancelled, but not by :meth:`cancel`.
+        """
+        assert self.plan is not None
+        try:
+            return await self.plan.workflow.arun_episode(client, self.data)
+        except asyncio.CancelledError as error:
+            if self.cancelled:
+                raise
+            raise AgentError("the workflow cancelled its own episode (CancelledError)") from error
 
 
 class Rejected(Exception):  # noqa: N818  (an outcome, not an error)

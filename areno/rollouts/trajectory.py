@@ -115,6 +115,9 @@ def check_trajectory(trajectory: Any) -> None:
         raise UsageError(
             f"a workflow's trajectory lacks {', '.join(missing)}; it has {', '.join(map(str, trajectory))}"
         )
+    for name in _NEEDED:
+        if not isinstance(trajectory[name], Tensor):
+            raise UsageError(f"{name} of a trajectory is a {type(trajectory[name]).__name__}; make it a tensor")
     shape = trajectory["input_ids"].shape
     if len(shape) != 2 or not shape[1]:
         raise UsageError(f"input_ids of a trajectory has the shape {list(shape)}; make it [samples, tokens]")

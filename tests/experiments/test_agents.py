@@ -131,6 +131,18 @@ def test_rewards_may_be_given_to_single_answers(engine, how):
 
 
 @pytest.mark.parametrize(
+    ("how", "returns"), [("number", [0.5, 1.0]), ("posted", [4.0 + 0.5 * 2.0, 2.0]), ("by id", [4.0 + 0.25 * 2.0, 1.0])]
+)
+def test_a_reward_is_not_lost_in_an_answer_that_has_no_tokens(engine, how, returns):
+    whole = list(run(engine, Talker(how=how)).values())
+    assert len(whole) == 3
+    full = len(whole[-1].row.tokens) - 6  # the prompt of the last answer fills the context
+    found = list(run(engine, Talker(how=how), turn_discount=0.5, engine_max_tokens=full).values())
+    assert [one.row.tokens for one in found] == [one.row.tokens for one in whole[:2]]
+    assert [one.reward for one in found] == returns
+
+
+@pytest.mark.parametrize(
     ("agent", "message"),
     [
         (Talker(how="text"), "returned str 'good'"),

@@ -251,6 +251,8 @@ def test_rows_survive_padding_and_keep_their_group(groups):
             "rewards of a trajectory contains a number that is not finite",
         ),
         (lambda t: t.update(loss_mask=torch.ones(1, 3)), "marks tokens that were not sampled"),
+        (lambda t: t.update(input_ids=[[1, 2, 3]]), "input_ids of a trajectory is a list; make it a tensor"),
+        (lambda t: t.update(rewards=1.0), "rewards of a trajectory is a float; make it a tensor"),
         (lambda t: t.update(input_ids=torch.ones(3)), r"input_ids of a trajectory has the shape \[3\]"),
     ],
 )

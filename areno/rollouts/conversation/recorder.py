@@ -96,18 +96,21 @@ class ConversationRecorder:
         return self._by_id.get(turn_id or "")
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of the latest answer, or of the answers with this response id or turn id.
+        """Set the reward of the latest answer that has tokens, or of the answers with this response id or turn id.
 
         Raises:
-            ValueError: the session has no answer with this id, or no answer at all.
+            ValueError: the session has no answer with this id, or no answer with tokens.
         """
         with self._lock:
             name = (response_id or "").removeprefix("chatcmpl-").removeprefix("resp_").removeprefix("msg_")
-            turns = [turn for turn in self.turns if response_id is None or name in (turn.id, turn.response_id)]
+            if response_id is None:
+                turns = [turn for turn in self.turns if turn.tokens][-1:]
+            else:
+                turns = [turn for turn in self.turns if name in (turn.id, turn.response_id)]
             if not turns:
                 latest = ", ".join(turn.response_id for turn in self.turns[-3:]) or "none"
                 raise ValueError(f"this session has no answer with the id {response_id!r}; the latest are: {latest}")
-            for turn in turns[-1:] if response_id is None else turns:
+            for turn in turns:
                 turn.reward = reward
 
     def keep(self, begun: Turn, answer: RecordedSample) -> Turn:

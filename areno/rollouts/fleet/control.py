@@ -77,11 +77,14 @@ class ReplicaControl:
 
     def _handle_request(self) -> None:
         path = self._folder / _WANTED
-        request = _read(path)
-        if request is None:
+        if not path.exists():
             return
         if path.stat().st_uid != os.getuid():
-            logger.warning("ignoring %s, which belongs to another user", path)
+            path.unlink()
+            logger.warning("removed %s, which belonged to another user", path)
+            return
+        request = _read(path)
+        if request is None:
             return
         path.unlink()
         self._write_state(begun=request["id"])
@@ -97,7 +100,17 @@ class ReplicaControl:
 
 
 def replicas_of(folder: Path) -> int:
-    """Number of replicas of the running experiment in ``folder``. Raises UsageError if there is no ``replicas.json``."""
+    """Wait for a sign of life of the experiment in ``folder``, and return its number of replicas.
+
+    Raises:
+        UsageError: the run has ended or has no replicas.
+        EngineError: the run does not respond.
+    """
+    began, last = time.monotonic(), _last_heartbeat(folder)
+    while last and _last_heartbeat(folder) == last:
+        if time.monotonic() - began > _ANSWER_S:
+            raise _silent(folder)
+        time.sleep(_POLL_S / 5)
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(
@@ -113,10 +126,15 @@ def request(
     """Ask a running experiment to change its number of replicas, wait, and return the new number.
 
     Raises:
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. In the last case,
-            the run continues resizing.
+        UsageError: the run has ended, has no replicas, or belongs to another user.
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If it has begun in
+            that time, it continues resizing; otherwise the request is withdrawn.
     """
     before = replicas_of(folder)
+    if (owner := (folder / _STATE).stat().st_uid) != os.getuid():
+        raise UsageError(
+            f"the run in {folder} belongs to the user with id {owner}, not {os.getuid()}; run `areno scale` as that user"
+        )
     request_id = uuid.uuid4().hex
     _write(folder / _WANTED, {"id": request_id, "replicas": replicas, "addresses": list(addresses)})
     began, accepted = time.monotonic(), False
@@ -137,12 +155,19 @@ def request(
             last, alive = beat, now
         if now - alive > _ANSWER_S:
             (folder / _WANTED).unlink(missing_ok=True)
+            raise _silent(folder)
+        if now - began > timeout_s and not accepted:
+            (folder / _WANTED).unlink(missing_ok=True)
             raise EngineError(
-                f"the run in {folder} did not respond within {_ANSWER_S:g} s; check that it is still running"
+                f"the run in {folder} did not begin to resize within {timeout_s:g} s, so the request was withdrawn; see its log"
             )
         if now - began > timeout_s:
             raise EngineError(f"resizing was not done within {timeout_s:g} s; the run continues resizing, see its log")
         time.sleep(_POLL_S)
+
+
+def _silent(folder: Path) -> EngineError:
+    return EngineError(f"the run in {folder} did not respond within {_ANSWER_S:g} s; check that it is still running")
 
 
 def _last_heartbeat(folder: Path) -> float:

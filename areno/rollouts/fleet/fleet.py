@@ -27,6 +27,7 @@ from areno.engine.parallel.rendezvous import LOOPBACK
 from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
+from areno.gpus import visible_gpus
 from areno.launch.launcher import Launcher
 from areno.rollouts.fleet.control import ReplicaControl
 from areno.rollouts.fleet.replica_supervisor import ReplicaJob, ReplicaSupervisor, Worker, WorkerFailedError
@@ -95,15 +96,15 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine; its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, replica by replica. None: the CPU, the devices that the launcher assigns, or (without a
-            launcher) for each replica the same GPUs, starting at ``config.device``.
+        devices: one device per rank, replica by replica; None: the CPU, the devices that the launcher
+            assigns, or consecutive GPUs starting at ``config.device``.
 
     Attributes:
         threads: PyTorch threads per process. The trainer should use the same number, so that all processes get an equal share
             of the cores.
 
     Raises:
-        UsageError: the checkpoint is unsupported, or does not fit the layout.
+        UsageError: the checkpoint is unsupported or does not fit the layout, or there are too few devices.
         WorkerCreationError: a replica could not be started.
     """
 
@@ -119,6 +120,8 @@ class RolloutFleet:
         self.config = replace(config, trains="nothing", neighbors=options.replicas)
         self.threads = options.threads or max(usable_cores() // (options.replicas * options.tp_size + 1), 1)
         self.version = 0
+        if devices is None and options.launcher is None and config.device.type == "cuda":
+            devices = [torch.device("cuda", index) for index in range(config.device.index or 0, visible_gpus())]
         self._devices = devices
         self._router = RequestRouter()
         self._updating, self._resizing = threading.Lock(), threading.Lock()
@@ -130,6 +133,7 @@ class RolloutFleet:
         self._transfer: WeightTransfer | ServerWeightTransfer | None = None
         self._control: ReplicaControl | None = None
         self._closed = self._keeps = False
+        self._refuse_size(options.replicas)
         self._supervisor = ReplicaSupervisor(self._job())
         first = self._replicas[min(self._replicas)]
         self.tokenizer, self.eos_ids = first.tokenizer, first.eos_ids
@@ -262,6 +266,8 @@ class RolloutFleet:
                 raise UsageError(f"--add {address} is not an address; use http://HOST:PORT")
             if address in server.addresses:
                 raise UsageError(f"--add {address} is already a replica")
+            if added.count(address) > 1:
+                raise UsageError(f"--add {address} is repeated; each server is one replica")
         if replace(server, addresses=added).elsewhere and self.weights.folder is None:
             raise UsageError(
                 f"--add {', '.join(added)}: this run transfers weights through this machine's memory; to join servers on "

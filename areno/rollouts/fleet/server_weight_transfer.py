@@ -94,10 +94,16 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """Return the largest ``logprob_gap`` of all servers (see :class:`UpdateReport`)."""
-        if not replicas:
+        """Return the largest ``logprob_gap`` of all servers that are up (see :class:`UpdateReport`)."""
+        probes = {}
+        for number, replica in replicas.items():
+            try:
+                probes[number] = replica.probe(self._probe, version)
+            except EngineError:
+                if not replica.workers.failed:
+                    raise
+        if not probes:
             return None
-        probes = {number: replica.probe(self._probe, version) for number, replica in replicas.items()}
         expected = engine.score_logprobs(ACTOR, [tokens for tokens, _ in probes.values()])
         gaps = {
             number: _mean_difference(scores[-len(logprobs) :], logprobs)

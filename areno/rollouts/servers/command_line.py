@@ -104,7 +104,8 @@ def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch
     """Default environment variables of a server. ``devices`` is None on CPUs, or if a launcher assigns the devices."""
     chosen = {}
     if devices is not None:
-        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(visible[d.index] if visible else str(d.index) for d in devices)
     if options.product == "vllm":
         paths = [str(_EXTENSION), os.environ.get("PYTHONPATH", "")]
         chosen |= {

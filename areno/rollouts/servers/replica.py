@@ -267,7 +267,16 @@ class ServerReplica:
 
         Without an adapter, the prompt is scored. With an adapter, a generated answer is scored, because vLLM 0.32 on CPUs
         crashes when it computes prompt log-probs concurrently with other requests of an adapter.
+
+        Raises EngineError if the call failed. An unhealthy server is also abandoned.
         """
+        try:
+            return self._probe(prompt, version)
+        except EngineError as error:
+            self.call(self._abandon_if_unhealthy(error))
+            raise
+
+    def _probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
         if not self._adapter:
             return prompt, self.call(self.calls.logprobs(self._http, prompt))
         sampling = SamplingParams(max_new_tokens=_PROBE_ANSWER, ignore_eos=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.rollouts.servers.calls import (
     SampleRequest,
     ServerAnswer,
@@ -19,6 +19,9 @@ from areno.rollouts.servers.calls import (
     versions_of,
 )
 
+# Weight version of a server that was started without --weight-version; areno treats it as version 0.
+_UNSET = "default"
+
 
 class SglangCalls:
     """The HTTP calls of SGLang."""
@@ -26,8 +29,13 @@ class SglangCalls:
     product = "SGLang"
 
     async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
-        """Query the context length. If areno started the server, its weight version is 0."""
+        """Query the limits of the model. Raises UsageError if the weight version is a text, because versions are compared."""
         info = await get_json(http, "/server_info")
+        version = str(info.get("weight_version", _UNSET))
+        if version != _UNSET and not version.isdecimal():
+            raise UsageError(
+                f"the SGLang server at {http.base_url} has the weight version {version!r}; start it with --weight-version 0"
+            )
         limit = info.get("context_length") or info.get("max_total_num_tokens")
         return ServerInfo(context_length=int(limit))
 
@@ -56,6 +64,7 @@ class SglangCalls:
             raise EngineError(f"{http.base_url}/generate: {reason.get('message')}")
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        spans = [{**span, "version": 0 if span["version"] == _UNSET else span["version"]} for span in spans]
         top = [[(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or ()]
         return ServerAnswer(tokens, logprobs, versions_of(spans), str(reason["type"]), top)
 

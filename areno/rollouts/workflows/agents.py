@@ -83,8 +83,9 @@ class AgentWorkflow(RolloutWorkflow):
                 await asyncio.sleep(self._options.set_reward_finish_timeout)
         finally:
             server.end(session)
-        turns = list(session.recorder.turns)
-        if not any(turn.tokens for turn in turns):
+        # Nothing can be trained on before the first answer with tokens.
+        turns = list(itertools.dropwhile(lambda turn: not turn.tokens, session.recorder.turns))
+        if not turns:
             raise AgentError(
                 f"agent {name_of(self.agent)} ended without a model answer; pass base_url and api_key to its client"
             )
@@ -161,7 +162,7 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
                 session.recorder.set_reward(reward, name)
             except ValueError as error:
                 raise AgentError(f"the agent's run returned a reward for an unknown response: {error}") from error
-    elif returned is not None and session.recorder.turns:
+    elif returned is not None and any(turn.tokens for turn in session.recorder.turns):
         session.recorder.set_reward(returned)
 
 
@@ -171,11 +172,13 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
     The export style ``individual`` makes one row per answer, including the prompt. ``concat`` makes one row per conversation,
     with all answers and the return of the last answer. A conversation that forks has one row per branch, and the common
     prefix is trained on once. The return of an answer is its reward plus ``turn_discount`` times the return of the next
-    answer. An answer without a reward has the reward 0.
+    answer. An answer without a reward has the reward 0. An answer without tokens (because the context was full) has no row,
+    but its reward is part of the returns of the answers before it.
     """
     answered = [turn for turn in turns if turn.tokens]
-    discounted = discounted_returns([turn.reward or 0.0 for turn in answered], options.turn_discount)
-    returns = dict(zip(answered, discounted, strict=True))
+    counted = [turn for turn in turns if turn.tokens or turn.reward]
+    discounted = discounted_returns([turn.reward or 0.0 for turn in counted], options.turn_discount)
+    returns = dict(zip(counted, discounted, strict=True))
     if options.export_style == "individual":
         rows = [(turn, _single_turn_row(turn, tokenizer)) for turn in answered]
     else:

@@ -1,7 +1,6 @@
 """The interface of workflows, groups of samples of one data row, and a runner for ``--workflow``."""
 
 import asyncio
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from areno.rollouts.trajectory import Trajectory, check_trajectory, make_traject
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 30.0
 
 SampleRows = list[dict[str, Any]]
 """The rows of a sample, as in :func:`areno.rollouts.trajectory.samples_of`. Empty if the sample was rejected."""
@@ -145,6 +143,4 @@ class Episodes:
 
     def close(self) -> None:
         """Cancel running episodes, and release the workflow's resources."""
-        with contextlib.suppress(TimeoutError):  # an episode blocks the loop; closing the loop reports it
-            self._loop.start(self._workflow.aclose()).result(_CLOSE_S)
-        self._loop.close()
+        self._loop.close([self._workflow])

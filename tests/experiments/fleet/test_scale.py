@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
+import time
 
 import pytest
+import torch
 
 from areno.cli.main import main
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import control
+from areno.rollouts.fleet import fleet as fleet_module
 from areno.rollouts.fleet.replica_supervisor import WorkerCreationError
 from areno.rollouts.fleet.weight_transfer import WeightOptions
+from areno.rollouts.servers.command_line import ServerOptions
+from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
 
 
@@ -56,6 +62,19 @@ def test_a_replica_that_cannot_join_changes_nothing(policy, tmp_path, open_fleet
     assert answers(fleet, requests(2)) == expected
 
 
+def test_each_replica_gets_its_own_gpus(monkeypatch, tmp_path, open_fleet):
+    """A simulated number of GPUs; the servers are shells that write which GPUs they may use."""
+    monkeypatch.setattr(fleet_module, "visible_gpus", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    shell = ("sh", "-c", f"echo $CUDA_VISIBLE_DEVICES >> {tmp_path}/gpus; exit 1")
+    options = {"tp_size": 2, "server": ServerOptions(product="sglang", command=shell, gpu=True), "restart": False}
+    with pytest.raises(WorkerCreationError, match="exited during startup"):
+        open_fleet(config(device=torch.device("cuda")), replicas=2, **options)
+    assert sorted((tmp_path / "gpus").read_text().split()) == ["3,4", "5,6"]
+    with pytest.raises(UsageError, match="3 replicas: only 2 replicas have devices on this machine"):
+        open_fleet(config(device=torch.device("cuda")), replicas=3, **options)
+
+
 def test_closing_does_not_wait_for_a_leaving_replica(open_fleet):
     fleet = open_fleet(replicas=2)
     futures = fleet.submit(requests(2, tokens=8000))
@@ -87,9 +106,43 @@ def test_the_command_resizes_a_running_fleet(open_fleet, tmp_path, capsys):
     assert not list(folder.glob("replicas*"))
 
 
-def test_scaling_a_killed_run_times_out(tmp_path, monkeypatch):
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+def test_only_the_user_of_a_run_can_scale_it(open_fleet, tmp_path, capsys, caplog):
+    folder = tmp_path / "logs"
+    fleet = open_fleet(scales=True)
+    os.chown(folder / "replicas.json", 12345, -1)
+    assert main(["scale", str(folder), "2"]) == 2
+    assert "belongs to the user with id 12345, not 0; run `areno scale` as that user" in capsys.readouterr().err
+
+    request = tmp_path / "request"
+    request.write_text(json.dumps({"id": "x", "replicas": 2, "addresses": []}))
+    os.chown(request, 12345, -1)
+    os.replace(request, folder / "replicas.wanted.json")
+    wait_until(lambda: not (folder / "replicas.wanted.json").exists())
+    time.sleep(1.2)  # two more looks at the folder
+    assert [record.message.endswith("which belonged to another user") for record in caplog.records] == [True]
+    assert fleet.size() == 1
+
+
+def test_a_request_that_the_run_has_not_begun_is_withdrawn(open_fleet, tmp_path):
+    folder = tmp_path / "logs"
+    fleet = open_fleet(scales=True)
+    with fleet._updating:  # a new replica waits for the end of a weight update
+        first = threading.Thread(target=control.request, args=[folder, 2, [], 60, print])
+        first.start()
+        wait_until(lambda: "begun" in (folder / "replicas.json").read_text())
+        with pytest.raises(EngineError, match=r"did not begin to resize within 0\.1 s, so the request was withdrawn"):
+            control.request(folder, 3, [], 0.1, print)
+    first.join(60)
+    assert fleet.size() == 2
+    assert not (folder / "replicas.wanted.json").exists()
+
+
+def test_scaling_a_killed_run_times_out(tmp_path, monkeypatch, capsys):
     (tmp_path / "replicas.json").write_text(json.dumps({"replicas": 2}))
     monkeypatch.setattr(control, "_ANSWER_S", 1.0)
+    assert main(["scale", str(tmp_path)]) == 1
+    assert "did not respond within 1 s; check that it is still running" in capsys.readouterr().err
     with pytest.raises(EngineError, match="did not respond within 1 s"):
         control.request(tmp_path, 3, [], 60, print)
     assert [path.name for path in tmp_path.iterdir()] == ["replicas.json"]

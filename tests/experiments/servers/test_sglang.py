@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from areno.errors import EngineError
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
+from areno.errors import EngineError, UsageError
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.fleet.router import RequestRouter
+from areno.rollouts.servers.command_line import ServerOptions
 from areno.rollouts.servers.replica import ExternalServer, ServerReplica
 from areno.rollouts.servers.sglang_client import SglangCalls
 from areno.types import Request, SamplingParams
+from tests.experiments.fleet.support import wait_until
 
 PROMPT = [5, 6, 7]
 
@@ -23,12 +29,19 @@ class Protocol(BaseHTTPRequestHandler):
     """Answers 10, 11, 12, ... with log-probs -0.1, -0.2, ...; a weight update changes the version of later answers."""
 
     def do_GET(self):
-        self.answer({"context_length": 64} if self.path == "/server_info" else {})
+        self.answer(
+            {"context_length": 64, "weight_version": self.server.version} if self.path == "/server_info" else {},
+            503 if self.server.down else 200,
+        )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.heard.append((self.path, body))
-        if self.path == "/generate":
+        if self.server.fails_at == self.path:
+            self.server.fails_at, self.server.down = "", True
+        if self.server.down:
+            self.answer({"message": "the engine died"}, 503)
+        elif self.path == "/generate":
             self.answer(self.generated(body))
         elif self.path == "/abort_request":
             self.server.aborted.set()
@@ -75,24 +88,22 @@ class Protocol(BaseHTTPRequestHandler):
 def server():
     found = ThreadingHTTPServer(("127.0.0.1", 0), Protocol)
     found.heard, found.version, found.aborted = [], "0", threading.Event()
+    found.fails_at, found.down = "", False
     threading.Thread(target=found.serve_forever, daemon=True).start()
     yield found
     found.shutdown()
     found.server_close()
 
 
+def join(server, checkpoint):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    lost = ExternalServer(lambda _: None)
+    return ServerReplica(str(checkpoint), url, SglangCalls(), lost, startup_s=5, timeout_s=20, vocab_size=100)
+
+
 @pytest.fixture
 def replica(server, tiny_checkpoint):
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    made = ServerReplica(
-        str(tiny_checkpoint),
-        url,
-        SglangCalls(),
-        ExternalServer(lambda _: None),
-        startup_s=5,
-        timeout_s=20,
-        vocab_size=100,
-    )
+    made = join(server, tiny_checkpoint)
     yield made
     made.close()
 
@@ -119,6 +130,15 @@ def test_an_answer_has_tokens_log_probs_and_versions(replica, server):
     assert {"max_new_tokens": 3, "temperature": 0.5, "top_k": 9, "top_p": 1.0}.items() <= asked[0][
         "sampling_params"
     ].items()
+
+
+def test_a_server_that_was_started_without_a_weight_version_has_version_0(server, tiny_checkpoint):
+    server.version = "default"
+    with closing(join(server, tiny_checkpoint)) as replica:
+        assert ask(replica).result(10).sequences[0].versions == [0, 0, 0]
+    server.version = "best-model"
+    with pytest.raises(UsageError, match="has the weight version 'best-model'; start it with --weight-version 0"):
+        join(server, tiny_checkpoint)
 
 
 def test_a_cancelled_request_returns_the_tokens_so_far(replica):
@@ -155,6 +175,33 @@ def test_weights_change_between_two_tokens_and_a_failure_is_reported(replica, se
     with pytest.raises(EngineError, match="no such folder"):
         replica.take_over(Path("/weights/broken"), 4)
     assert replica.probe(PROMPT, 1) == (PROMPT, [-0.5, -1.0])
+
+
+def test_a_joined_server_is_one_replica(server, tiny_checkpoint, tmp_path):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    options = FleetOptions(log_folder=tmp_path, server=ServerOptions(product="sglang", addresses=(url,)))
+    with closing(RolloutFleet(str(tiny_checkpoint), EngineConfig(), options)) as fleet:
+        with pytest.raises(UsageError, match=f"--add {url} is already a replica"):
+            fleet.resize(2, [f"{url}/"])
+        with pytest.raises(UsageError, match=r"--add http://127\.0\.0\.1:1 is repeated"):
+            fleet.resize(3, ["http://127.0.0.1:1", "http://127.0.0.1:1/"])
+        assert fleet.size() == 1
+
+
+def test_a_server_that_dies_before_its_weights_are_verified_is_restarted(server, tiny_checkpoint, tmp_path):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    joined = ServerOptions(product="sglang", addresses=(url,))
+    options = FleetOptions(log_folder=tmp_path, server=joined, backoff_s=0.1)
+    with (
+        closing(Engine(str(tiny_checkpoint), EngineConfig())) as trainer,
+        closing(RolloutFleet(str(tiny_checkpoint), EngineConfig(), options)) as fleet,
+    ):
+        server.fails_at = "/generate"
+        assert fleet.update_weights(trainer, 1, verify=True).logprob_gap is None
+        assert server.version == "1"
+        server.version, server.down = "0", False  # a new process of the server
+        wait_until(lambda: fleet.health().restarts == 1 and fleet.health().replicas[0].worker.state == "ready")
+        assert server.version == "1"
 
 
 def test_an_adapter_has_its_version_in_its_name(replica, server):
