@@ -82,7 +82,8 @@ class RolloutLoop:
         prefix_tokens: int = 0,
         records: Routers | None = None,
     ) -> None:
-        self.model, self.eos_ids = model, eos_ids
+        self.model = model
+        self.eos_ids = eos_ids
         self.version = 0
         self.counters = EngineLoad()
         self.scheduler = Scheduler(budget_tokens, max_running)
