@@ -16,7 +16,7 @@ from areno.api.datasets import iter_prompt_batches
 from areno.api.evaluation import evaluate_prompts
 from areno.api.sampler import Sampler, running_sequences
 from areno.api.session import RolloutSession
-from areno.errors import UsageError
+from areno.errors import RewardError, UsageError
 from areno.observability.scalars import step_scalars
 from areno.observability.tensorboard import EventWriter
 from areno.rewards.worker import as_reward
@@ -294,13 +294,25 @@ class Trainer(Sampler):
 
         Returns:
             The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``, ...
+
+        Raises:
+            RewardError: a reward is invalid, or lacks a part that other rewards have.
         """
         arguments.function("reward_fn", reward_fn)
         before, parts = set(self._sampled_at), RewardParts()
+        scored: list[float] = []
+
+        def score(records: list[RewardRecord], _: object) -> list[float]:
+            rewards = [parts.weigh(as_reward(reward_fn(record))) for record in records]
+            scored.extend(rewards)  # missing parts are known only when other records have them
+            if problem := next(filter(None, map(parts.problem, scored)), None):
+                raise RewardError(f"reward_fn {problem}")
+            return rewards
+
         metrics = evaluate_prompts(
             self,
             arguments.dataset(dataset),
-            lambda records, _: [parts.weigh(as_reward(reward_fn(record))) for record in records],
+            score,
             sampling=arguments.sampling(sampling_params),
             n_samples=arguments.integer("n_samples", n_samples),
             max_prompt_tokens=arguments.integer("max_prompt_tokens", max_prompt_tokens),

@@ -262,6 +262,10 @@ class Engine:
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the missing roles. Frozen roles with the same checkpoint and kind share weights."""
         self.wait_idle()
+        automatic = self.config.kv_cache_tokens is None and self.config.device.type == "cuda"
+        resized = self._loop if automatic and not roles.keys() <= self.roles.keys() else None
+        if resized is not None:
+            resized.drop_cache()  # the roles need memory, and the memory for the new cache is measured
         for name, spec in roles.items():
             loaded = self.roles.get(name)
             if loaded is None:
@@ -270,8 +274,8 @@ class Engine:
                 raise EngineError(
                     f"role {name!r} is already loaded from {loaded.path}; call drop_role({name!r}) to replace it"
                 )
-        if self._loop is not None and self.config.kv_cache_tokens is None and self.config.device.type == "cuda":
-            self._loop.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
+        if resized is not None:
+            resized.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
 
     def _load_role(self, name: str, spec: ModelRole) -> Role:
         config = self.config

@@ -120,11 +120,12 @@ class ModelResponse:
 class Episode:
     """Identifies a sample of an episode. Seeds are derived from this identity, so that a repeated run has the same seeds.
 
-    ``sample`` is the index of the sample in its group. ``draws`` counts the sample's requests.
+    ``sample`` is the index of the sample in its group; None if one request generates all samples of the group. ``draws`` counts
+    the requests.
     """
 
     task_id: int
-    sample: int = 0
+    sample: int | None = None
     draws: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -202,7 +203,10 @@ class EngineClient:
             self._keeps, keep = True, getattr(self.engine, "enable_prefix_cache", None)
             if keep is not None:
                 await asyncio.get_running_loop().run_in_executor(None, keep, True)
-        return [derive_seed(self.seed, episode.task_id, episode.sample + index, draw) for index in range(samples)]
+        if episode.sample is None:
+            return [derive_seed(self.seed, episode.task_id, index, draw) for index in range(samples)]
+        own = self.seed, episode.task_id, episode.sample, draw
+        return [derive_seed(*own), *(derive_seed(*own, index) for index in range(1, samples))]
 
     async def _retried(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
         for attempt in range(1, self._retries + 1):

@@ -33,18 +33,22 @@ class SharedEngine:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context manager in which the engine generates. On exit, waits for the requests that have started."""
+        """Context manager in which the engine generates. On exit, waits for the requests that have started; on an exception,
+        aborts them.
+        """
         self.engine.run_on_all_ranks(_stamp, self.version)
         with self._lock:
             self._generates = True
             self._start()
         try:
             yield
-        finally:
             with self._lock:
                 self._generates = False
                 begun = list(self._running)
             wait(begun)
+        finally:
+            with self._lock:
+                self._generates = False
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from areno import grpo_loss_fn
 from areno.api.agentic import AgentTrajectoryTurn, LossMaskPolicy
 from areno.errors import UsageError
+from areno.rollouts.conversation.history import prefix_keys
 from areno.rollouts.conversation.trajectory_rows import build_rows
 from tests.agentic.stage import Script, batch_of, open_trainer, sampling, save_model
 from tests.agentic.templates import FORMATS, tokenizer_of
@@ -166,6 +168,24 @@ def test_context_that_is_trained_on_has_the_policys_own_logprobs(returned, names
     [unscored] = build_rows(sample.turns, policy, trainer.get_tokenizer())
     with pytest.raises(UsageError, match=r"were not sampled .* no log-probs yet; take samples from ctx\.samples"):
         unscored.train_sequence(reward=1.0, group=0, eos_token_id=0)
+
+
+def test_messages_of_an_earlier_row_are_not_trained_on_again_in_a_fork(played):
+    """The fork renders the whole conversation again, with one more question."""
+    trainer, sample = played
+    first, second = sample.turns
+    messages = [*second.messages, second.answer, {"role": "user", "content": "And moss?"}]
+    text = f"{second.prompt_text}Both are plants.<|im_end|>\n<|im_start|>user\nAnd moss?<|im_end|>\n<|im_start|>assistant\n"
+    tokens = trainer.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    fork = replace(
+        second,
+        **{"parent": None, "context_tokens": tokens, "context_text": text, "anchor": "", "prompt_text": text},
+        **{"messages": messages, "keys": prefix_keys(messages)},
+    )
+    policy = replace(ALL_OFF, tool_results=True, user_prompt=True)
+    once = [*SPANS["user_prompt"], *SPANS["tool_results"]]
+    assert trained_texts(trainer, SimpleNamespace(turns=[first, second, fork]), policy) == [*once, "And moss?"]
+    assert trained_texts(trainer, SimpleNamespace(turns=[fork]), policy) == [*once, "And moss?"]
 
 
 def test_tokens_forced_by_a_grammar_are_trained_on_only_on_request(played):

@@ -157,6 +157,16 @@ def test_the_means_of_reward_parts_are_reported(trainer):
     assert "reward_parts/first" not in evaluate(trainer, lambda records, _: [1.0] * len(records))
 
 
+@pytest.mark.parametrize("last_lacks", [True, False])
+def test_a_reward_part_that_some_answers_lack_is_an_error_as_in_training(trainer, last_lacks):
+    def in_parts(record):
+        last = record.metadata["prompt_index"] == len(PROMPTS) - 1
+        return {"length": 1.0} if last == last_lacks else {"length": 1.0, "first": 0.0}
+
+    with pytest.raises(RewardError, match="reward_fn returned length, without first, which is in"):
+        trainer.evaluate(PROMPTS, in_parts, sampling_params=SAMPLING, max_running_prompts=1)
+
+
 def answers_of(trainer, rows=PROMPTS, **changes):
     texts = {}
 
@@ -199,6 +209,11 @@ def test_too_long_prompts_are_skipped_and_counted(trainer):
 def test_invalid_rewards_are_an_error(trainer, rewards, message):
     with pytest.raises(RewardError, match=message):
         evaluate(trainer, rewards)
+
+
+def test_an_evaluation_without_answers_is_an_error(trainer):
+    with pytest.raises(RewardError, match="the evaluation has no answer: 0 prompts exceed --max-prompt-tokens"):
+        evaluate(trainer, zero_rewards, answers=lambda batch, _: [None] * (3 * len(batch.items)))
 
 
 @pytest.mark.parametrize("changes", [{"rows": []}, {"n_samples": 0}, {"max_running": 0}])

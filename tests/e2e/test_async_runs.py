@@ -87,6 +87,8 @@ def test_a_workflow_rewards_its_samples_in_synchronous_and_asynchronous_runs(run
     samples = [json.loads(line) for line in (synchronous / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         assert sample["reward"] == pytest.approx(sum(c in "02468" for c in sample["completion"]) / 9)
+    for run_dir in (synchronous, asynchronous):
+        assert column(run_dir, "train/sampling_cut_mass") == [], "trajectories do not contain it"
 
 
 def test_a_killed_asynchronous_run_trains_every_batch_once_within_its_staleness_bound(tmp_path, tiny_checkpoint):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from areno.engine.kernels import decode_attention
+from areno.engine.kernels.library import KernelLibrary, compiler_missing, load_all
 from areno.engine.model.attention import LayerAttention
 from tests.support.threads import torch_threads
 
@@ -125,3 +126,21 @@ def test_a_failing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", shutil.which("false") or "false")
     assert "failed" in decode_attention.KERNEL.build()
+
+
+def test_the_compiler_may_have_arguments(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "env TOOL=1 false")
+    assert compiler_missing() == ""
+    assert "failed" in decode_attention.KERNEL.build(), "the command ran"
+    monkeypatch.setenv("CXX", "nowhere-ccache g++")
+    assert "no C++ compiler 'nowhere-ccache'" in compiler_missing()
+
+
+def test_a_library_that_cannot_be_loaded_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    library = KernelLibrary("decode_attention")
+    library.path().parent.mkdir(parents=True)
+    library.path().write_bytes(b"not a library")
+    assert not library.load()
+    assert "could not be loaded" in load_all([library])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from areno.config.all_train_options import TrainOptions
+from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.plan import gpu_memory
@@ -16,7 +17,7 @@ from areno.engine.plan.gpu_memory import Division, Need, divide, kv_tokens
 from areno.engine.plan.memory_plan import make_plan
 from areno.engine.role import load_role
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
-from areno.types import Request, SamplingParams
+from areno.types import ModelRole, Request, SamplingParams
 from tests.support.tiny import tiny_module
 
 GIB = 2**30
@@ -93,6 +94,24 @@ def test_the_plan_of_a_run_divides_a_gpu_as_the_engine_does(tiny_checkpoint):
     assert activations[0] < activations[1], "recomputed on the small GPU, kept on the large one"
     asked = dataclasses.replace(run, explicit=frozenset({"activation_checkpointing"}))
     assert make_plan(asked, 8 * GIB).phase("backward").parts["activations"] == activations[0]
+
+
+def test_loading_a_role_frees_the_cache_before_its_new_size_is_measured(tiny_checkpoint, monkeypatch):
+    engine = Engine(str(tiny_checkpoint), EngineConfig(decode="eager"))
+    frozen = {"ref": ModelRole("ref", str(tiny_checkpoint), trainable=False)}
+    engine.ensure_roles(frozen)
+    engine.submit([Request([5, 6], SamplingParams(max_new_tokens=4), [0])])[0].result(timeout=60)
+    cached, budget = engine.loop.cache.nbytes(), engine.kv_tokens
+    assert cached > 0
+    # Only the size of the cache depends on the device here; the second role shares the first one's model.
+    monkeypatch.setattr(engine.config, "device", torch.device("cuda"))
+    held = []
+    monkeypatch.setattr("areno.engine.engine.kv_tokens", lambda *_: held.append(engine.loop.cache.nbytes()) or 4096)
+    engine.ensure_roles(frozen)
+    assert (held, engine.loop.cache.nbytes(), engine.kv_tokens) == ([], cached, budget), "nothing was loaded"
+    engine.ensure_roles(frozen | {"teacher": ModelRole("teacher", str(tiny_checkpoint), trainable=False)})
+    assert (held, engine.kv_tokens) == ([0], 4096)
+    engine.close()
 
 
 def test_a_paged_loop_can_be_resized():

@@ -71,6 +71,21 @@ def test_layouts_divide_the_key_heads_and_the_experts():
     assert {layout.ep_size for layout in found} == {1, 2, 4}
 
 
+@pytest.mark.parametrize("devices", [8, 12])
+def test_the_ranks_that_share_experts_divide_the_data_and_context_ranks(devices):
+    model = replace(MODEL, per_token=2, experts_of_layer=64)
+    found = list(layouts_of(devices, model))
+    assert max(layout.ep_size for layout in found) == devices & -devices
+    assert all(layout.dp_size * layout.cp_size % layout.ep_size == 0 for layout in found)
+
+
+def test_a_model_of_another_form_is_refused_by_name(tmp_path, capsys):
+    path = str(save_tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
+    code, text = fit(capsys, "--ckpt", path, "--devices", "2")
+    assert code == 2
+    assert f"--ckpt {path}: models of this architecture cannot be estimated" in text
+
+
 def test_context_ranks_beyond_the_key_heads_receive_repeated_heads():
     """Bytes per token and layer of the two exchanges of queries, keys, values and outputs, in forward and in backward."""
     training = Training(tokens=4096, microbatches=1)

@@ -151,8 +151,9 @@ def test_a_request_that_can_never_fit_is_refused_by_name(make_loop):
         make_loop(budget=100).submit([Request([1] * 50, SamplingParams(max_new_tokens=60), [0])])
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("broken_prompt", [[5, 6], [6] * 12 + [5]])
-def test_a_row_that_is_not_finite_fails_alone(make_loop, broken_prompt):
+def test_a_row_that_is_not_finite_fails_alone(make_loop, broken_prompt, top_p):
     """The embedding of token 5 is broken: neither neighbors nor later rows of its slot see it."""
     healthy = Request([8, 9], SamplingParams(max_new_tokens=20, logit_bias={5: -100}), [3])
     expected = make_loop().submit([healthy])[0].result(timeout=30).sequences[0].resp_tokens
@@ -160,7 +161,8 @@ def test_a_row_that_is_not_finite_fails_alone(make_loop, broken_prompt):
     loop.prefixes.budget_tokens = 10_000
     with torch.no_grad():
         loop.model.module.get_input_embeddings().weight[5] = float("nan")
-    bad, good = loop.submit([Request(broken_prompt, SamplingParams(max_new_tokens=20), [1, 2]), healthy])
+    broken = Request(broken_prompt, SamplingParams(max_new_tokens=20, top_p=top_p), [1, 2])
+    bad, good = loop.submit([broken, healthy])
     with pytest.raises(EngineError, match="not finite"):
         bad.result(timeout=30)
     assert good.result(timeout=30).sequences[0].resp_tokens == expected

@@ -289,7 +289,7 @@ def test_a_listener_learns_which_tokens_a_grammar_forced(make_loop):
     assert sequence.cut_mass == pytest.approx(sum(removed) / 3, abs=1e-5)
 
 
-@pytest.mark.parametrize("where", ["allowed", "push"])
+@pytest.mark.parametrize("where", ["allowed", "push", "last push"])
 def test_a_failing_grammar_fails_only_its_request(make_loop, where):
     class Broken(Countdown):
         def allowed(self):
@@ -298,13 +298,14 @@ def test_a_failing_grammar_fails_only_its_request(make_loop, where):
             return super().allowed()
 
         def push(self, token):
-            if where == "push" and len(self.left) == 2:
+            if where.endswith("push") and len(self.left) == (1 if where == "last push" else 2):
                 raise ValueError("no way on")
             super().push(token)
 
     loop = make_loop()
     beside = Request([5], SamplingParams(max_new_tokens=40), [1])
-    broken = Request([6], SamplingParams(max_new_tokens=50), [1, 2], constraint=Broken)
+    limit = 3 if where == "last push" else 50  # the grammar would end after three tokens
+    broken = Request([6], SamplingParams(max_new_tokens=limit), [1, 2], constraint=Broken)
     bad, good = loop.submit([broken, beside])
     with pytest.raises(EngineError, match="grammar of a request failed: ValueError: no way on"):
         bad.result(timeout=30)

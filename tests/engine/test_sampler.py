@@ -40,6 +40,18 @@ def test_temperature_gives_the_exact_distribution(temperature):
     assert draw.cut_mass is None
 
 
+def test_integer_temperatures_are_those_of_equal_floats():
+    for temperature in (1, 2):
+        whole, fraction = (
+            frequencies(SamplingParams(temperature=temperature))[1],
+            frequencies(SamplingParams(temperature=float(temperature)))[1],
+        )
+        assert torch.equal(whole.tokens, fraction.tokens)
+        assert torch.equal(whole.logprobs, fraction.logprobs)
+    table = SamplingTable([SamplingParams(temperature=1)], [0])
+    assert table.temperatures.dtype == torch.float32  # compiled decode steps and GPU kernels read it as such
+
+
 def test_top_k_keeps_the_k_most_likely_and_reports_what_it_cut():
     observed, draw = frequencies(SamplingParams(top_k=2))
     probabilities = LOGITS.double().softmax(-1)
@@ -106,6 +118,12 @@ def test_derived_seeds_differ_and_repeat():
     seeds = {derive_seed(a, b, c) for a in range(5) for b in range(20) for c in range(20)}
     assert len(seeds) == 2000
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3) != derive_seed(1, 3, 2)
+
+
+def test_seeds_may_be_numbers_of_numpy():
+    for seed in (-3, 7, 2**62):
+        assert derive_seed(np.int64(seed), 1) == derive_seed(seed, 1)
+        assert uniforms([np.int64(seed)], [5]) == uniforms([seed], [5])
 
 
 # -- filters and edits -------------------------------------------------------------------------------------------------

@@ -14,15 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, EngineError, UsageError
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.engine_client import EngineClient, ModelRequest, sampling_params
+from areno.rollouts.shared_engine import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.trajectory import train_sequences
-from areno.rollouts.workflows.base import GroupedRolloutWorkflow
+from areno.rollouts.workflows.base import GroupedRolloutWorkflow, RolloutWorkflow
 from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
+from areno.types import Request, SamplingParams
 from tests.experiments.stage import Generation, open_engine
 
 ROWS = [{"prompt": f"What is {a} plus {a}?", "answer": str(2 * a)} for a in range(20)]
@@ -124,6 +127,44 @@ def test_equal_seeds_give_equal_trajectories(engine):
         assert torch.equal(first.trajectories[0]["input_ids"], again.trajectories[0]["input_ids"])
     with one_batch(engine, Generation(), seed=4) as other:
         assert first.trajectories[0]["input_ids"].tolist() != other.trajectories[0]["input_ids"].tolist()
+
+
+class Pairs(RolloutWorkflow):
+    """Asks twice for several answers, and records the answers of each request."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers, self.found = answers, []
+
+    async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> None:
+        for _ in range(2):
+            request = ModelRequest([5, 6, 7], Generation(max_new_tokens=12))
+            self.found.append([answer.output_tokens for answer in await engine.agenerate_group(request, self.answers)])
+
+
+def test_all_answers_of_a_group_have_their_own_seeds(engine):
+    pairs, single = Pairs(2), Pairs(1)
+    for workflow in (pairs, single):
+        asyncio.run(GroupedRolloutWorkflow(workflow, 3).arun_episode(EngineClient(engine, seed=2), {}))
+    assert len({tuple(tokens) for answers in pairs.found for tokens in answers}) == 12
+    # The first answers have the documented seeds: of the run, the row, the sample and the request.
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    seeds = [derive_seed(2, -1, sample, draw) for sample in range(3) for draw in range(2)]
+    (future,) = engine.submit([Request([5, 6, 7], sampling, seeds)])
+    expected = sorted(sequence.resp_tokens for sequence in future.result(timeout=60).sequences)
+    for workflow in (pairs, single):
+        assert sorted(answers[0] for answers in workflow.found) == expected
+
+
+def test_an_exception_while_a_shared_engine_generates_aborts_the_running_answers(engine):
+    shared = SharedEngine(engine)
+    request = Request([5, 6], SamplingParams(max_new_tokens=3000, ignore_eos=True), [1])
+    with pytest.raises(KeyboardInterrupt), shared.generating():
+        (future,) = shared.submit([request])
+        raise KeyboardInterrupt
+    assert future.result(timeout=10).sequences[0].finish_reason == "abort"
+    with shared.generating():
+        (future,) = shared.submit([Request([5, 6], SamplingParams(max_new_tokens=20, ignore_eos=True), [1])])
+    assert len(future.result(timeout=0).sequences[0].resp_tokens) == 20, "an orderly exit waits"
 
 
 class one_batch:  # noqa: N801  (reads as a function)

@@ -166,6 +166,16 @@ def experiment_of(path):
     return run
 
 
+def test_a_table_has_a_metric_under_each_name_that_was_asked_for(tmp_path):
+    run, out = write_run(tmp_path / "a", steps=4), tmp_path / "x.csv"
+    names = ["reward", "rollout/rewards_mean"]
+    assert main(["plot", str(run), "--metric", names[0], "--metric", names[1], "--out", str(out)]) == 0
+    with out.open(newline="") as file:
+        rows = [(row["metric"], float(row["value"])) for row in csv.DictReader(file)]
+    for name in names:
+        assert [value for metric, value in rows if metric == name] == pytest.approx(rewards(run))
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_tables_hold_every_value_in_long_form(suffix, tmp_path):
     runs = [write_run(tmp_path / "a"), experiment_of(tmp_path / "b")]

@@ -6,14 +6,18 @@ import json
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from areno.cli.chat import ChatSession, _first_messages
 from areno.config.serve_options import parse_chat
+from areno.errors import ArenoError
+from areno.serving.client import ChatClient
 from tests.serving.running import ANSWERS
 from tests.support.cli import environment
 
@@ -62,6 +66,26 @@ def test_an_unreachable_server_and_a_refused_request_are_reported(taught):
     done = piped("hi\n", "--base-url", taught.base_url, "--model", "other")
     assert done.returncode == 1
     assert "status 404: model: 'other' is not served" in done.stderr
+
+
+def test_a_connection_that_ends_during_an_answer_is_reported():
+    event = b'data: {"choices": [{"delta": {"content": "Hel"}}]}\n\n'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def answer_in_part():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(head + f"{len(event):x}\r\n".encode() + event + b"\r\n40\r\ndata: ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer_in_part)
+        thread.start()
+        deltas = ChatClient(f"http://127.0.0.1:{listener.getsockname()[1]}/v1").stream({"messages": []})
+        assert next(deltas) == {"content": "Hel"}
+        with pytest.raises(ArenoError, match="the connection ended during the answer"):
+            list(deltas)
+        thread.join(10)
 
 
 def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):

@@ -25,7 +25,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.layout import NO_ROLLOUT, Layout
 from areno.engine.parallel.rendezvous import FolderRendezvous, NamedRendezvous, Rendezvous
-from areno.engine.parallel.server import EngineServer, RequestResult, TokenEvent
+from areno.engine.parallel.server import EngineServer, LoopFailure, RequestResult, TokenEvent
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.scoring import temperature_per_row
@@ -175,8 +175,11 @@ class EngineGroup:
         with self._lock:
             return any(pending.replica == replica for pending in self._pending.values())
 
-    def _heard(self, _rank: int, payload: Any) -> None:
+    def _heard(self, rank: int, payload: Any) -> None:
         """Handle a worker's event; runs in the thread of the worker group."""
+        if isinstance(payload, LoopFailure):
+            self.workers.abandon(f"rank {rank} of {self.workers.size} failed while generating:\n{payload.error}")
+            return
         if isinstance(payload, TokenEvent):
             pending = self._pending.get(payload.request)
             if pending is not None and pending.request.listener is not None:

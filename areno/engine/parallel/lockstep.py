@@ -8,7 +8,7 @@ so a diverging rank is detected at the next turn.
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,17 +40,23 @@ class _Message:
     last: bool = False  # the loop ends
 
 
-class _Counting(RolloutLoop):
-    """A loop that sums its sampled token ids."""
+class LockstepLoop(RolloutLoop):
+    """A loop that sums its sampled token ids, and reports its failure, because the other ranks wait for this rank."""
 
     sampled = 0
+    on_failure: Callable[[BaseException], None] | None = None  # called with the error that ends the loop
+
+    def _fail(self, error: BaseException) -> None:
+        super()._fail(error)
+        if self.on_failure is not None:
+            self.on_failure(error)
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
         self.sampled += sum(draw.tokens.tolist())
         super()._take(sequences, draw)
 
 
-class LeadingLoop(_Counting):
+class LeadingLoop(LockstepLoop):
     """The loop of a replica's first rank. ``turns`` broadcasts its messages; other arguments are as in :class:`RolloutLoop`."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
@@ -98,7 +104,7 @@ class LeadingLoop(_Counting):
         self._turns.broadcast_object(_Message(sampled=self.sampled, last=True))
 
 
-class FollowingLoop(_Counting):
+class FollowingLoop(LockstepLoop):
     """The loop of every other rank of a replica. It takes requests only from the leader."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.lockstep import LockstepLoop
 from areno.engine.parallel.rank_context import connect
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.scoring import Scored, TokenRows
@@ -19,6 +22,7 @@ from areno.types import GeneratedToken, Request, RolloutResult
 from areno.types.routing import RoutingRecord
 
 Send = Callable[[Any], None]
+_SETTLE_S = 1.0  # time for the group to notice the end of another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,17 @@ class RequestResult:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoopFailure:
+    """The error that ended a rank's rollout loop. The other ranks of the replica cannot continue without the rank."""
+
+    error: str
+
+
 class EngineServer:
     """The engine of one rank. :class:`areno.engine.parallel.group.EngineGroup` calls the methods of this class and of its
     ``engine``, usually on all ranks with the same arguments. ``where`` is the ranks' rendezvous. ``send`` sends a
-    :class:`TokenEvent` or :class:`RequestResult` to the group.
+    :class:`TokenEvent`, :class:`RequestResult` or :class:`LoopFailure` to the group.
     """
 
     def __init__(
@@ -53,6 +64,13 @@ class EngineServer:
         self.engine = Engine(path, dataclasses.replace(config, peers=self.peers))
         self._send = send
         self._open: dict[int, Future[RolloutResult]] = {}
+        if self.engine.kv_tokens and isinstance(self.engine.loop, LockstepLoop):
+            self.engine.loop.on_failure = self._failed
+
+    def _failed(self, error: BaseException) -> None:
+        failure = LoopFailure("".join(traceback.format_exception(error)).strip())
+        # Late, because the error may be the consequence of the end of another rank, which the group reports itself.
+        threading.Timer(_SETTLE_S, self._send, [failure]).start()
 
     def limits(self) -> tuple[int | None, int, int]:
         """Return the context length, the vocabulary size and the KV cache size in tokens of the loaded engine."""

@@ -74,6 +74,7 @@ class Processes:
     environment: Mapping[str, str] = field(default_factory=dict)  # additional environment variables
     threads: int | None = None  # PyTorch threads per process; None: OMP_NUM_THREADS, else an equal share of the cores
     startup_s: float | None = None  # time limit for creating their objects; None: no limit
+    stall_option: str = "--stall-timeout"  # name of the user's option for ``stall_s``, for the error message
 
     @property
     def names(self) -> Names | None:
@@ -339,7 +340,7 @@ class WorkerGroup:
                 self._fail(
                     EngineError(
                         f"{self._named(rank)} has made no progress for {now - rank.moved:.0f} s in {_last(rank)}; "
-                        f"--stall-timeout sets the limit; the stacks of all ranks are in "
+                        f"{self._processes.stall_option} sets the limit; the stacks of all ranks are in "
                         f"{self._processes.log_file or 'the error output'}"
                     )
                 )
@@ -379,6 +380,7 @@ class WorkerGroup:
         self._on_failure(error)
 
     def _end(self, patience_s: float | None) -> None:
+        self._closing = True  # first, so that the watching thread does not report the kills below
         deadline = time.monotonic() + (patience_s or 0.0)
         for rank in self._ranks:
             if patience_s is not None and self._failure is None:
@@ -386,7 +388,6 @@ class WorkerGroup:
                     rank.process.wait(timeout=max(deadline - time.monotonic(), 0.0))
             rank.process.kill()
             rank.process.wait()
-        self._closing = True
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
         for rank in self._ranks:

@@ -212,7 +212,13 @@ def make_engine(
 ) -> Backend:
     """Open the engine in this process, or in separate processes."""
     threads = section.scheduling_spec[0].cpu
-    processes = Processes(startup_s=section.setup_timeout, threads=threads, launcher=launcher, role="actor")
+    processes = Processes(
+        startup_s=section.setup_timeout,
+        stall_option="actor.request_timeout",
+        threads=threads,
+        launcher=launcher,
+        role="actor",
+    )
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)
 
 

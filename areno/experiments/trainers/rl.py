@@ -204,6 +204,7 @@ class PPOTrainer(ExperimentTrainer):
             log_folder=self.run_dir.path,
             startup_timeout_s=rollout.setup_timeout,
             stall_s=min(STALL_S, rollout.request_timeout),
+            stall_option=f"rollout.request_timeout (at most {STALL_S:g} s)",
             threads=spec.cpu,
             environment=spec.environment() or None,
             server=self._server,

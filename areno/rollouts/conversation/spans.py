@@ -5,7 +5,7 @@ In prompts, the chat template's markup belongs to no message and is not trained 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,16 +94,22 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
     return [*spans, (cursor, stop)]
 
 
-def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]:
-    """Whether each new prompt token of a turn is trained on. Raises the UsageError of :func:`context_roles`."""
+def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Container[int] = ()) -> list[bool]:
+    """Whether each new prompt token of a turn is trained on. Messages whose ``keys`` are in ``seen`` are not trained on.
+
+    Raises the UsageError of :func:`context_roles`.
+    """
     trained = {"system": policy.system_prompt, "user": policy.user_prompt, "tool": policy.tool_results}
     if not any(trained.values()):
         return [False] * len(turn.context_tokens)
-    return [trained.get(role, False) for role in context_roles(turn, tokenizer)]
+    return [trained.get(role, False) for role in context_roles(turn, tokenizer, seen)]
 
 
-def context_roles(turn: Turn, tokenizer: Any) -> list[Role]:
-    """The role of each new prompt token of a turn. Raises UsageError if the tokenizer cannot map tokens to text."""
+def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list[Role]:
+    """The role of each new prompt token of a turn; ``template`` in messages whose ``keys`` are in ``seen``.
+
+    Raises UsageError if the tokenizer cannot map tokens to text.
+    """
     if not turn.context_tokens:
         return []
     if not tokenizer.is_fast:
@@ -116,7 +122,8 @@ def context_roles(turn: Turn, tokenizer: Any) -> list[Role]:
     # A BOS token that the template did not write has no text.
     offsets = [(0, 0)] * (len(turn.context_tokens) - len(offsets)) + offsets
     known = 0 if turn.parent is None else len(turn.parent.messages) + 1
-    spans = _content_spans(turn.context_text, turn.messages[known:])
+    repeated = sum(key in seen for key in turn.keys[known:])
+    spans = _content_spans(turn.context_text, turn.messages[known:], repeated)
     begin = len(turn.anchor)
     return [_role_at(start - begin, stop - begin, spans) for start, stop in offsets]
 
@@ -129,16 +136,18 @@ def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> R
     return "template"
 
 
-def _content_spans(text: str, messages: Sequence[dict[str, Any]]) -> list[tuple[int, int, Role]]:
+def _content_spans(text: str, messages: Sequence[dict[str, Any]], repeated: int) -> list[tuple[int, int, Role]]:
+    """The contents of messages in ``text``. The first ``repeated`` messages get the role ``template``."""
     spans: list[tuple[int, int, Role]] = []
     cursor = 0
-    for message in messages:
+    for place, message in enumerate(messages):
+        role: Role = "template" if place < repeated else _RENAMED.get(message["role"], message["role"])
         content = text_of(message.get("content")).strip()
         # Some templates write tool results as quoted JSON.
         for shown in (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]):
             start = text.find(shown, cursor) if shown else -1
             if start >= 0:
-                spans.append((start, start + len(shown), _RENAMED.get(message["role"], message["role"])))
+                spans.append((start, start + len(shown), role))
                 cursor = start + len(shown)
                 break
     return spans

@@ -1,10 +1,11 @@
 """Converts recorded turns to training rows: one row of prompt and sampled tokens per branch of a conversation.
 
 Consecutive turns share a row. If a conversation forks, each branch is a separate row, and only the first branch trains on the
-common prefix. Turns that were sampled at different temperatures become separate rows.
+common prefix. Messages of a prompt that an earlier row contains are not trained on again. Turns that were sampled at different
+temperatures become separate rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +78,16 @@ def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) ->
     places = {turn: place for place, turn in enumerate(turns)}
     rows: list[TrajectoryRow] = []
     done: set[Turn] = set()
+    seen: set[int] = set()  # keys of the messages in earlier rows
     for path in branches(turns):
         fresh = [turn for turn in path if turn in places and turn not in done]
         done.update(fresh)
         for temperature in dict.fromkeys(turn.temperature for turn in fresh):
             counted = {turn for turn in fresh if turn.temperature == temperature}
-            row = _row(path, counted, places, temperature, policy, tokenizer)
+            row = _row(path, counted, places, temperature, policy, tokenizer, seen)
             if any(row.trained[1:]):
                 rows.append(row)
+        seen.update(key for turn in fresh for key in turn.keys)
     return rows
 
 
@@ -114,6 +117,7 @@ def _row(
     temperature: float,
     policy: LossMaskPolicy,
     tokenizer: Any,
+    seen: Container[int],
 ) -> TrajectoryRow:
     row = TrajectoryRow(
         [], [], [], [], [], [], temperature, path[-1].finish == "length", lambda: _roles(path, tokenizer)
@@ -123,7 +127,7 @@ def _row(
         counts = turn in counted
         row.tokens += [*turn.context_tokens, *turn.tokens]
         row.sampled += [False] * prompt_len + [True] * answer_len
-        row.trained += context_mask(turn, policy, tokenizer) if counts else [False] * prompt_len
+        row.trained += context_mask(turn, policy, tokenizer, seen) if counts else [False] * prompt_len
         row.trained += sampled_mask(turn, policy, turn is path[-1]) if counts else [False] * answer_len
         row.turns += [places.get(turn, -1)] * (prompt_len + answer_len)
         row.logprobs += [0.0] * prompt_len + turn.logprobs

@@ -58,6 +58,7 @@ class FleetOptions:
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
     stall_s: float = STALL_S  # seconds without progress after which a replica with work counts as stuck
+    stall_option: str = "--stall-timeout"  # name of the user's option for ``stall_s``
     threads: int | None = None  # PyTorch threads per process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
     server: ServerOptions | None = None  # set if replicas are inference servers (vLLM, SGLang)
@@ -346,7 +347,7 @@ class RolloutFleet:
         config = replace(
             self.config, builds_decode=number == 0
         )  # the other replicas load the compiled decode step from disk
-        layout = Layout(1, ranks)
+        layout, processes = Layout(1, ranks), replace(processes, stall_option=self.options.stall_option)
         return EngineGroup(self.path, config, layout, devices, self.options.stall_s, processes, on_failure)
 
     def _started(self, number: int, started: Any) -> None:

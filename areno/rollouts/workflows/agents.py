@@ -76,7 +76,7 @@ class AgentWorkflow(RolloutWorkflow):
         """See :meth:`RolloutWorkflow.arun_episode`."""
         server = await self._served(engine)
         episode = EPISODE.get() or Episode(-1, next(self._numbers))
-        session = server.open(derive_seed(server.seed, episode.task_id, episode.sample))
+        session = server.open(derive_seed(server.seed, episode.task_id, episode.sample or 0))
         try:
             _set_rewards(session, await self._run(session, data))
             if self._options.set_reward_finish_timeout:

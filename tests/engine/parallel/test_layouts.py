@@ -6,6 +6,7 @@ The ground truth is the engine in one process, which other tests compare with st
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
+from areno.engine.plan import trial
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
@@ -268,6 +270,30 @@ def test_low_precision_moments_move_between_layouts(moments, checkpoint, tmp_pat
     for name, tensor in expected.items():
         gap = (got[name] - tensor).norm() / (tensor - start[name]).norm()
         assert gap < 0.1, f"{name}: {gap}"
+
+
+def break_rank(engine, rank):
+    def refuse(_hidden):
+        raise MemoryError("no memory on this rank")
+
+    if engine.config.peers.rank == rank:
+        engine.loop.model.logits = refuse
+
+
+@pytest.mark.parametrize("broken", [0, 1], ids=["leader", "follower"])
+def test_an_error_while_generating_on_one_rank_ends_the_group_and_is_reported(broken, checkpoint):
+    group = engine(checkpoint, Layout(1, 2))
+    group.run_on_all_ranks(break_rank, broken)
+    (future,) = group.submit(REQUESTS[:1])
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="no memory on this rank"):
+        future.result(timeout=60)
+    with pytest.raises(
+        EngineError, match=rf"rank {broken} of 2 failed while generating:\n(?s:.*)MemoryError: no memory"
+    ):
+        group.run_on_all_ranks(trial.recover)
+    group.close()
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -103,6 +104,33 @@ def test_ranks_that_cannot_start_say_why_and_leave_nothing():
     assert workers_of(os.getpid()) == []
 
 
+def test_a_failed_start_reports_no_killed_ranks():
+    reported = []
+    with pytest.raises(RuntimeError, match="nothing can be made here"):
+        WorkerGroup([objects.refuse] * 3, on_failure=reported.append)
+    assert reported == []
+
+
+def test_errors_and_results_that_cannot_be_sent_are_described_and_end_nothing(group):
+    class Pair(Exception):  # noqa: N818
+        def __init__(self, a, b):
+            super().__init__(f"{a} and {b}")  # pickle would call Pair with this one argument
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise pickle.PicklingError("never picklable")
+
+    def fail(rank, _):
+        raise Pair("left", "right")
+
+    with pytest.raises(RuntimeError, match=r"Pair: left and right") as caught:
+        group.call("apply", fail, 0)
+    assert "in fail" in "".join(caught.value.__notes__)
+    with pytest.raises(RuntimeError, match="never picklable"):
+        group.call("apply", lambda _rank, _value: Unpicklable(), 0)
+    assert group.call("add", 1) == [1, 1]
+
+
 def test_a_closed_group_says_so_instead_of_waiting(group):
     group.close()
     with pytest.raises(EngineError, match="add: the worker processes have been stopped"):
@@ -155,6 +183,9 @@ def test_calls_do_not_wait_forever_if_the_watching_thread_fails(monkeypatch):
 def test_a_loader_that_hangs_on_one_rank_ends_the_group():
     with pytest.raises(EngineError, match=r"rank 1 of 2 .* made no progress for .* in start; --stall-timeout"):
         WorkerGroup((broken.make_broken, broken.load_forever), stall_s=10.0)  # starting takes a few seconds
+    processes = workers.Processes(stall_option="actor.request_timeout", threads=1)
+    with pytest.raises(EngineError, match=r"in start; actor\.request_timeout sets the limit"):
+        WorkerGroup((broken.load_forever,), stall_s=3.0, processes=processes)
     assert workers_of(os.getpid()) == []
 
 

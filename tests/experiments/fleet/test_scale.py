@@ -138,6 +138,31 @@ def test_a_request_that_the_run_has_not_begun_is_withdrawn(open_fleet, tmp_path)
     assert not (folder / "replicas.wanted.json").exists()
 
 
+class Sizes:
+    """Stands in for a fleet, whose replicas play no role here."""
+
+    def __init__(self):
+        self.replicas = 1
+
+    def resize(self, replicas, addresses=()):
+        self.replicas = replicas
+
+    def size(self):
+        return self.replicas
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "7"])
+def test_an_invalid_request_is_ignored(text, tmp_path, caplog):
+    handler = control.ReplicaControl(Sizes(), tmp_path)
+    try:
+        (tmp_path / "replicas.wanted.json").write_text(text)
+        wait_until(lambda: not (tmp_path / "replicas.wanted.json").exists(), 10)
+        wait_until(lambda: "ignoring an invalid request" in caplog.text, 10)
+        assert control.request(tmp_path, 3, [], 30, print) == 3
+    finally:
+        handler.close()
+
+
 def test_scaling_a_killed_run_times_out(tmp_path, monkeypatch, capsys):
     (tmp_path / "replicas.json").write_text(json.dumps({"replicas": 2}))
     monkeypatch.setattr(control, "_ANSWER_S", 1.0)
