@@ -63,10 +63,10 @@ class Engine:
             use_deterministic_algorithms()
         if config.device.type == "cpu":
             CPU_THREADS.begin()
-        if config.return_routed_experts:
-            refuse_without_experts(path, config.trust_remote_code)
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
+        if config.return_routed_experts:
+            refuse_without_experts(path, config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
