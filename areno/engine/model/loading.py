@@ -64,6 +64,7 @@ class LoadOptions:
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
     dummy: bool = False  # random weights; only the configuration is read
+    seed: int = 0  # of random weights
     attn_backend: str = "flash"
     four_bit: bool = False  # quantize the linear layers to 4 bits, which freezes them
     use_kernels: bool = False  # replace supported layers with kernels from the Hugging Face hub
@@ -333,7 +334,9 @@ def _build(
     if options.dummy:
         if tp_size > 1:
             raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be sharded; use --tp-size 1")
-        return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     if tp_size > 1:
         arguments |= _sharding_arguments(kind, path, options, config)
     if options.use_kernels:
