@@ -101,14 +101,17 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def base_of(model: str) -> str:
-    """Return the folder or repo id of a model: of the base model for an adapter, and of the converted model for a GGUF file."""
+    """Return the folder or repo id of a model: of the base model for an adapter, and of the converted model for a GGUF file.
+
+    A leading ``~`` is expanded, because ``transformers`` would take the path for a repo id.
+    """
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):
         require_packages("gguf", f"{base} needs")
         if problem := transformers_problem(f"{base}: reading GGUF", 5, 18):
             raise UsageError(problem)
         base = str(gguf_folder(base))
-    return base
+    return str(Path(base).expanduser()) if base.startswith("~") else base
 
 
 def tokenizer_of(model: str) -> str:

@@ -63,14 +63,14 @@ class Engine:
             use_deterministic_algorithms()
         if config.device.type == "cpu":
             CPU_THREADS.begin()
-        if config.return_routed_experts:
-            refuse_without_experts(path, config.trust_remote_code)
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
+        if config.return_routed_experts:
+            refuse_without_experts(path, config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
-        self.actor = self._open_role(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
+        self.actor = self._open_role(ACTOR, path, kind, config.load_options(path=path), optimizer, config.adapter)
         if config.return_routed_experts:
             follow_routers(self.actor.model, path, config.peers.pipeline.all_gather)
         if config.device.type == "cpu":
@@ -279,7 +279,9 @@ class Engine:
 
     def _load_role(self, name: str, spec: ModelRole) -> Role:
         config = self.config
-        options = config.load_options(f"role {name!r}")
+        options = config.load_options(f"role {name!r}", spec.path)
+        if spec.predicts == "reward" and not spec.trainable:
+            options = replace(options, dummy=False)  # random rewards would be of no use
         check_role_tokenizer(self.tokenizer, self.path, name, spec.path, config.trust_remote_code)
         if spec.trainable:
             fields = dict(spec.optimizer or {})
@@ -424,9 +426,9 @@ class Engine:
 
     def _reload(self, role: Role, folder: Path) -> Role:
         optimizer, path, adapter = role.trained_by().config, str(folder), self._new_adapter()
-        options = self.config.load_options(f"role {role.name!r}")
         if adapter is not None:
             path, adapter = role.path, replace(adapter, adapter_path=str(folder))
+        options = self.config.load_options(f"role {role.name!r}", path)
         reloaded = self._open_role(role.name, path, role.kind, options, optimizer, adapter)
         reloaded.path = role.path
         return reloaded

@@ -43,7 +43,8 @@ class EngineConfig:
     prefix_cache_tokens: int | None = 0  # in addition to the KV cache; None: a quarter of the KV cache
     max_running: int = 64
     trust_remote_code: bool = False
-    dummy_load: bool = False
+    random_path: str | None = None  # models of this checkpoint get random weights instead of its weights
+    random_seed: int = 0  # seed of the random weights, so that a reference equals the initial actor
     use_kernels: bool = False  # replace layers with kernels from the Hugging Face hub
     deterministic: bool = False  # process-wide deterministic PyTorch algorithms
     decode_progress_interval_s: float = 10.0
@@ -56,13 +57,14 @@ class EngineConfig:
         """Compute dtype of the models: ``float32``, ``bfloat16`` or ``float16``."""
         return str(self.dtype).removeprefix("torch.")
 
-    def load_options(self, option: str = "--ckpt") -> LoadOptions:
-        """Options for loading a checkpoint. ``option`` is the option that specifies the checkpoint, for error messages."""
+    def load_options(self, option: str = "--ckpt", path: str | None = None) -> LoadOptions:
+        """Options for loading the checkpoint ``path``. ``option`` is the option that specifies it, for error messages."""
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
-            dummy=self.dummy_load,
+            dummy=path is not None and path == self.random_path,
+            seed=self.random_seed,
             attn_backend=self.attn_backend,
             option=option,
             peers=self.peers,

@@ -45,6 +45,21 @@ def vocabulary_size(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> Any:
+    """Read the ``transformers`` configuration of a checkpoint, or of an adapter's base model.
+
+    Raises UsageError: the configuration is unreadable. The message names ``option``, which specifies the checkpoint.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        where = "folder" if Path(path).expanduser().exists() else "hub id"
+        raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
+
+
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
     """Check that a checkpoint has an embedding for every id that the tokenizer produces.
 
@@ -60,15 +75,7 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     Raises:
         UsageError: the configuration is unreadable, or the tokenizer has ids without an embedding.
     """
-    from transformers import AutoConfig
-
-    base = base_of(path)
-    try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        where = "folder" if Path(path).exists() else "hub id"
-        raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
+    config = read_config(path, option=option, trust_remote_code=trust_remote_code)
     rows, template = vocabulary_size(config), str(getattr(tokenizer, "chat_template", None) or "")
     written = {tokenizer.bos_token, tokenizer.eos_token}
     unused = {t for t in tokenizer.all_special_tokens if t not in written and t not in template}

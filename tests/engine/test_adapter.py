@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain
 
 import pytest
@@ -331,6 +332,23 @@ def test_an_export_is_a_full_checkpoint(dtype, open_engine, tmp_path):
     assert difference < (0.1 if dtype else 1e-5)
     assert (folder / "tokenizer.json").is_file()
     assert not (folder / "adapter_config.json").exists()
+
+
+def test_a_tilde_in_the_paths_of_models_and_adapters_is_the_home_folder(open_engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = open_engine()
+    train_some(engine)
+    engine.save_model(tmp_path / "adapter")
+    export_model("~/adapter", "~/full")
+    for path in ("~/adapter", "~/full"):
+        with contextlib.closing(Engine(path, EngineConfig(trains="nothing", decode="eager"))) as served:
+            torch.testing.assert_close(scored(served), scored(engine), rtol=0, atol=1e-5)
+
+
+def test_a_model_of_an_unknown_type_is_not_exported(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(UsageError, match=r"--ckpt .*: this folder could not be loaded: .*unheard_of"):
+        export_model(str(tmp_path), str(tmp_path / "full"))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

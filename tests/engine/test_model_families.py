@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, PhimoeConfig, Qwen2MoeConfig
+from transformers.models.llama4 import Llama4TextConfig
 
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.model.loading import LoadOptions, load_causal_lm, prepare
+from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model, prepare
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import SlotStates
 from areno.engine.rollout.loop import RolloutLoop
@@ -180,8 +181,77 @@ def test_broken_weights_are_reported_as_such_and_not_as_an_unsupported_architect
     assert not isinstance(raised.value, UnsupportedModelError)
     with torch.no_grad():  # finite weights whose products are not
         module.model.layers[1].mlp.up_proj.weight.fill_(3e38)
-    with pytest.raises(UsageError, match=r"computes non-finite numbers in float32"):
+    with pytest.raises(UsageError, match=r"computes non-finite numbers in float32; use another checkpoint"):
         prepare(module, "llama")
+    with pytest.raises(UsageError, match=r"computes non-finite numbers in bfloat16; use --dtype float32"):
+        prepare(module.to(torch.bfloat16), "llama")
+
+
+def mixture(kind, **config):
+    """A tiny random mixture of experts, whose distributions are not flat."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    module = AutoModelForCausalLM.from_config(kind(**sizes, **heads, **config), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return module
+
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "max_window_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (PhimoeConfig, {"num_local_experts": 4, "sliding_window": 16}),
+        (Qwen2MoeConfig, {**EXPERTS, "sliding_window": 16, "use_sliding_window": True}),
+    ],
+)
+def test_a_window_that_only_the_masks_of_transformers_apply_is_refused(kind, config):
+    with pytest.raises(UnsupportedModelError, match=r"ignores its attention window of 16 tokens.*_embeddings .* to 16"):
+        prepare(mixture(kind, **config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (PhimoeConfig, {"num_local_experts": 4, "sliding_window": 64}),  # the whole context
+        (Qwen2MoeConfig, {**EXPERTS, "sliding_window": 16, "use_sliding_window": False}),
+        (MixtralConfig, {"num_local_experts": 4, "sliding_window": 16}),
+    ],
+)
+def test_windows_that_are_applied_or_have_no_effect_are_accepted(kind, config):
+    reference, model = mixture(kind, **config), prepare(mixture(kind, **config))
+    tokens = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
+    plan = PackedPlan([40])
+    with torch.no_grad():
+        expected = reference(tokens[None]).logits[0]
+        actual = model.logits(model.body(tokens, plan.position_ids, plan))
+    assert (actual - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_a_model_that_does_not_name_its_body_is_refused():
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(Llama4TextConfig(num_hidden_layers=1, num_local_experts=1))
+    with pytest.raises(UnsupportedModelError, match=r"Llama4ForCausalLM has no attribute 'language_model'"):
+        prepare(module, "llama4")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_damaged_weight_files_are_reported_as_such(safe, tmp_path):
+    save_tiny_checkpoint(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if safe:
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        weights.unlink()
+        (tmp_path / "pytorch_model.bin").write_bytes(b"not a pickle")
+    for load in (load_causal_lm, load_value_model):
+        with pytest.raises(UsageError, match=r"--ckpt .*: this folder could not be loaded as a"):
+            load(str(tmp_path), LoadOptions(dtype=torch.float32))
 
 
 @pytest.mark.parametrize(

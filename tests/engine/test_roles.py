@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 
@@ -419,3 +420,22 @@ def test_a_head_of_another_width_is_refused(tmp_path, classifier):
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
     with pytest.raises(UsageError, match="takes 48 features, but the model has 32"):
         load_value_model(str(folder), LoadOptions(dtype=torch.float32))
+
+
+def test_only_models_of_the_random_checkpoint_are_random(tiny_checkpoint, other_checkpoint, classifier, tmp_path):
+    optimizer = OptimizerOptions(lr=1e-2)
+    config = EngineConfig(optimizer=optimizer, random_path=str(tiny_checkpoint), random_seed=3)
+    rows = [[5, 6, 7, 8, 9]]
+    with contextlib.closing(Engine(str(tiny_checkpoint), config)) as engine:
+        engine.ensure_roles(role("ref", tiny_checkpoint) | role("teacher", other_checkpoint))
+        engine.ensure_roles(role("reward", classifier, kind="reward"))
+        initial = engine.score_logprobs("actor", rows)[0]
+        assert engine.score_logprobs("ref", rows)[0] == initial
+        assert engine.score_logprobs("teacher", rows)[0] == pytest.approx(
+            stock_logprobs(other_checkpoint, rows[0], 1.0), abs=1e-4
+        )
+        assert initial != pytest.approx(stock_logprobs(tiny_checkpoint, rows[0], 1.0), abs=1e-2)
+        engine.save_model(tmp_path / "saved")
+    with contextlib.closing(Engine(str(tmp_path / "saved"), config)) as resumed:  # as after recovery
+        resumed.ensure_roles(role("ref", tiny_checkpoint))
+        assert resumed.score_logprobs("ref", rows)[0] == initial

@@ -368,6 +368,8 @@ def test_a_model_without_routers_is_refused(tiny_checkpoint):
         UsageError, match=r"return_routed_experts \(--return-routed-experts\): .* is not a mixture-of-experts model"
     ):
         Engine(str(tiny_checkpoint), EngineConfig(return_routed_experts=True))
+    with pytest.raises(UsageError, match=r"tokenizer: the folder \./missing does not exist"):
+        Engine("./missing", EngineConfig(return_routed_experts=True))
 
 
 def test_routers_that_choose_in_another_way_are_refused(monkeypatch):

@@ -141,6 +141,7 @@ def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[
     _check_config(config)
     layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
     engine_config = _engine_config(config)
+    engine_config.random_path = (config.model_path or model_path) if config.dummy_load else None
     devices = rank_devices(engine_config.device, world_size, torch.cuda.device_count(), config.devices)
     stall_s = float((config.runtime or {}).get("stall_timeout_s", STALL_S))
     return partial(open_engine, config.model_path or model_path, engine_config, layout, devices, stall_s)
@@ -159,7 +160,6 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
         optimizer=OptimizerOptions.of(config.optimizer or {}, "ArenoConfig.optimizer"),
         adapter=None if config.lora is None else AdapterOptions.of(config.lora, "ArenoConfig.lora"),
         max_running=config.max_running_prompts,
-        dummy_load=config.dummy_load,
         decode_progress_interval_s=config.decode_progress_interval_s,
         decode="eager" if runtime.pop("eager_decode", False) else "auto",
         **runtime,

@@ -333,6 +333,11 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
     """Check that the teacher's sections agree with the actor's sections, because the actor's engine runs the teacher."""
     if config.teacher is None:
         return
+    if config.actor.init_from_scratch and config.teacher.path == config.actor.path:
+        yield (
+            f"teacher.path {config.teacher.path} is also actor.path, whose weights are random (actor.init_from_scratch); "
+            "use another teacher, or a copy of the folder as actor.path"
+        )
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:
         yield (
             f"teacher.path={config.teacher.path}: a server scores at temperature 1, but gconfig.temperature is "

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from areno.config.paths import base_of, is_adapter, tokenizer_of
+from areno.engine.limits import read_config
 from areno.engine.model.attach_adapter import brings_head
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.value_model import is_classifier
@@ -28,12 +28,12 @@ def export_model(
         gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None writes no GGUF file.
 
     Raises:
-        OSError: the configuration cannot be read.
-        UsageError: the weights cannot be used, the adapter does not match them, or GGUF does not support the model.
+        UsageError: the configuration or the weights cannot be used, the adapter does not match them, or GGUF does not
+            support the model.
     """
     base, folder = base_of(path), Path(output).expanduser()
     check_reachable(base)
-    config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    config = read_config(path, option="--ckpt", trust_remote_code=trust_remote_code)
     stored = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     has_head = brings_head(path) if is_adapter(path) else is_classifier(config)
     kind: ModelKind = "reward" if has_head else "policy"

@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from areno.config.packages import require_packages
@@ -102,6 +104,7 @@ def _create(module: nn.Module, kind: str, options: AdapterOptions) -> Any:
 def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0) -> Any:
     import peft
 
+    path = str(Path(path).expanduser())
     try:
         config: Any = peft.PeftConfig.from_pretrained(path)
         _refuse_other_kinds(config, path, _is_sharded(module))
@@ -111,7 +114,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
         )
     except ArenoError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
         text = " ".join(str(error).split())[:400]
         raise UsageError(
             f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; use an adapter "

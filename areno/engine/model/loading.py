@@ -5,6 +5,7 @@ Loading validates that areno runs the model correctly. Two short random sequence
 that the individual runs chose, because rounding can change a router's choice between nearly equal scores. A model with
 layers that ignore the plan (an unknown recurrent mixer or a custom attention) is rejected, because one packed sequence
 would affect the results of another.
+If the context exceeds the model's attention window, both runs are repeated with a narrow window.
 """
 
 import logging
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
@@ -32,14 +35,18 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
 from areno.engine.model.routing import ChoiceRecorder, ChoiceReplay
-from areno.engine.model.stages import StageLayers, refuse_changed_input, stage_class
+from areno.engine.model.stages import StageLayers, model_body, refuse_changed_input, stage_class
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
+from areno.engine.model.windows import limiting_window, narrow_windows
 from areno.engine.parallel.rank_context import RankContext
 from areno.errors import ArenoError, UnsupportedModelError, UsageError
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=PackedModel)
+
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
+"""Errors of reading a checkpoint whose files are missing, damaged or unsuitable."""
 
 _PROBE_LENGTHS = (7, 12)
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
@@ -58,6 +65,7 @@ class LoadOptions:
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
     dummy: bool = False  # random weights; only the configuration is read
+    seed: int = 0  # of random weights
     attn_backend: str = "flash"
     four_bit: bool = False  # quantize the linear layers to 4 bits, which freezes them
     use_kernels: bool = False  # replace supported layers with kernels from the Hugging Face hub
@@ -209,25 +217,42 @@ def _prepared(
     """
     if not validates:
         return _wrapped(module, name, attn_backend, stage, wrap)
-    body: Any = getattr(module, str(module.base_model_prefix))
+    body: Any = model_body(module)
     stock = stock or (lambda inputs: body(**inputs, use_cache=False).last_hidden_state)
     _disable_dropout(module)
     module.eval()
-    probe = _probe(module, stage)
+    probe, window = _probe(module, stage), limiting_window(module.config)
+    expected, choices = _run_individually(stock, probe)
+    if not expected.isfinite().all():
+        raise UsageError(_broken_weights(module, name))
+    if window is not None:
+        with narrow_windows(module):
+            in_window = _run_individually(stock, probe)
+    model = _wrapped(module, name, attn_backend, stage, wrap)
+    if stage is not None:
+        refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
+    unsupported = "a layer ignores the attention plan; this architecture is not supported"
+    _validate(model, ours, probe, expected, choices, name, unsupported)
+    if window is not None:
+        unsupported = (
+            f"a layer ignores its attention window of {window} tokens, which only the masks of transformers apply; use "
+            f"another model, or set max_position_embeddings in its config.json to {window}"
+        )
+        with narrow_windows(module):
+            _validate(model, ours, probe, *in_window, name, unsupported)
+    return model
+
+
+def _run_individually(
+    stock: Callable[[dict[str, Tensor]], Tensor], probe: list[Tensor]
+) -> tuple[Tensor, list[ChoiceRecorder]]:
+    """Concatenated results of the sequences, each run alone, and the experts that each run chose."""
     kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
     choices, outputs = [ChoiceRecorder() for _ in probe], []
     for sequence, choice in zip(probe, choices, strict=True):
         with torch.no_grad(), choice:
             outputs.append(stock({kind: sequence[None]})[0])
-    expected = torch.cat(outputs).float()
-    if not expected.isfinite().all():
-        raise UsageError(_broken_weights(module, name))
-    model = _wrapped(module, name, attn_backend, stage, wrap)
-    if stage is not None:
-        refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
-    with ChoiceReplay(*choices, tolerance=probe_tolerance(model.dtype)):
-        _validate(model, ours, probe, expected, name)
-    return model
+    return torch.cat(outputs).float(), choices
 
 
 def _wrapped(
@@ -248,7 +273,8 @@ def _broken_weights(module: nn.Module, name: str) -> str:
     broken = [key for key, weights in module.named_parameters() if not weights.isfinite().all()]
     if not broken:
         kind = str(next(module.parameters()).dtype).removeprefix("torch.")
-        return f"{name}: the model computes non-finite numbers in {kind}; use --dtype float32"
+        remedy = "use another checkpoint" if kind == "float32" else "use --dtype float32"
+        return f"{name}: the model computes non-finite numbers in {kind}; {remedy}"
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return (
         f"{name}: weights are not finite: {', '.join(broken[:3])}{more}; use an earlier checkpoint, or "
@@ -309,7 +335,9 @@ def _build(
     if options.dummy:
         if tp_size > 1:
             raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be sharded; use --tp-size 1")
-        return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            return kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     if tp_size > 1:
         arguments |= _sharding_arguments(kind, path, options, config)
     if options.use_kernels:
@@ -387,8 +415,8 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
         yield
     except (ArenoError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        where = "folder" if Path(path).exists() else "hub id"
+    except UNREADABLE as error:
+        where = "folder" if Path(path).expanduser().exists() else "hub id"
         raise UsageError(
             f"{options.option} {path}: this {where} could not be loaded as a {what}: {_first_lines(error)}"
         ) from error
@@ -442,11 +470,21 @@ def _probe(module: Any, stage: StageLayers | None) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _validate(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor], expected: Tensor, name: str) -> None:
+def _validate(
+    model: M,
+    ours: Callable[[M, Tensor], Tensor],
+    tokens: list[Tensor],
+    expected: Tensor,
+    choices: list[ChoiceRecorder],
+    name: str,
+    unsupported: str,
+) -> None:
+    """Raise UnsupportedModelError, which ends in ``unsupported``, if packed sequences do not give the expected results."""
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:
-        actual = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
+        with ChoiceReplay(*choices, tolerance=probe_tolerance(model.dtype)):
+            actual = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -456,6 +494,6 @@ def _validate(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
             f"{name}: packed sequences of {kind} differ from the same sequences run individually "
-            f"(relative gap {gap:.1e}), so a layer ignores the attention plan; this architecture is not supported"
+            f"(relative gap {gap:.1e}), so {unsupported}"
         )
     logger.debug("packed-versus-individual probe of %s: relative gap %.1e", name, gap)

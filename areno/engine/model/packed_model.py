@@ -11,7 +11,7 @@ from areno.engine.limits import context_length, vocabulary_size
 from areno.engine.model.adapter import Adapter
 from areno.engine.model.attention import AttentionPlan
 from areno.engine.model.routing import Routed, Routers
-from areno.engine.model.stages import StageLayers
+from areno.engine.model.stages import StageLayers, model_body
 
 
 class Weights:
@@ -41,7 +41,7 @@ class PackedModel:
         self.weights = Weights()
         self.routers: Routers | None = None  # set if routers record or replay expert choices
         self._prefix = cast(str, module.base_model_prefix)
-        self._body = cast(nn.Module, getattr(module, self._prefix))
+        self._body = model_body(module)
 
     @property
     def config(self) -> Any:

@@ -119,9 +119,20 @@ def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
+def model_body(module: Any) -> Any:
+    """The body of a ``transformers`` model with a head. Raises UnsupportedModelError if ``base_model_prefix`` is wrong."""
+    body = getattr(module, module.base_model_prefix, None)
+    if body is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no attribute {module.base_model_prefix!r}, which should be its body "
+            "(base_model_prefix); this architecture is not supported"
+        )
+    return body
+
+
 def keep_stage(module: Any, layers: StageLayers) -> None:
     """Replace the modules of other stages with :class:`Absent`."""
-    body = getattr(module, module.base_model_prefix)
+    body = model_body(module)
     list_name, norm_name = parts_of_body(body)
     body._modules[list_name] = _only(body._modules[list_name], layers.held())
     embedding, head = body.get_input_embeddings(), module.get_output_embeddings()

@@ -68,7 +68,8 @@ def _weight_files(path: str) -> list[Path]:
     """The safetensors files of a checkpoint, or PyTorch's files if there are none."""
     folder = Path(path).expanduser()
     is_local = folder.is_dir()
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+    # On the hub, other safetensors files are copies in other formats, such as Mistral's consolidated.safetensors.
+    for pattern in ("*.safetensors" if is_local else "model*.safetensors", "pytorch_model*.bin"):
         if not is_local:
             folder = Path(snapshot_download(path, allow_patterns=pattern, ignore_patterns="*/*"))
         if files := sorted(folder.glob(pattern)):

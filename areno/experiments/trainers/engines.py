@@ -132,7 +132,8 @@ def engine_config(
         activation_checkpointing=section.gradient_checkpointing,
         tree_training=section.enable_tree_training,
         offload_activations=section.offload_activations,
-        dummy_load=section.init_from_scratch,
+        random_path=section.path if section.init_from_scratch else None,
+        random_seed=seed,
         deterministic=_deterministic(section),
         use_kernels=section.use_kernels,
         **{"decode": "eager", **more},  # engines that generate override this

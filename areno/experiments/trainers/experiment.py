@@ -185,8 +185,7 @@ class ExperimentTrainer(TrainingLoop):
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
         """Open the engine, with the weights of a checkpoint if there is one."""
-        actor = self.config.actor
-        section = actor if checkpoint is None else replace(actor, init_from_scratch=False)
+        actor = section = self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
         config = engine_config(section, trains=self.actor_trains, seed=self.config.seed, **options)
         if checkpoint is not None and config.adapter is not None:

@@ -85,19 +85,16 @@ class Reference:
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
-        return text if self.random_seed is None else f"{text} random weights of seed {self.random_seed}"
+        if self.random_seed is None or self.path != self.actor_path:
+            return text
+        return f"{text} random weights of seed {self.random_seed}"
 
     @contextmanager
     def _role(self) -> Iterator[str]:
         """Yield the role that scores: the policy if it still equals the reference, and otherwise a separate role."""
-        if self.path == self.actor_path and self.models.config.adapter is None:
-            if not self.trained:
-                yield ACTOR
-                return
-            if self.random_seed is not None:
-                raise UsageError(
-                    f"the random initial weights of {self.path} are no longer available as the reference; start a new run"
-                )
+        if self.path == self.actor_path and self.models.config.adapter is None and not self.trained:
+            yield ACTOR
+            return
         log_lines.role_init_start(self.logger, "ref", False, self.path)
         self.models.ensure_roles({"ref": ModelRole("ref", self.path, trainable=False)})
         log_lines.role_init_end(self.logger, "ref")

@@ -33,6 +33,11 @@ def test_settings_that_another_section_decides_are_refused():
     accepted({"ref.mb_spec.max_tokens_per_mb": 64})
 
 
+def test_a_teacher_is_not_the_random_model_that_it_teaches():
+    changes = {"actor.init_from_scratch": True, "teacher": {"path": "${actor.path}"}}
+    assert "teacher.path some/model is also actor.path, whose weights are random" in refused(changes)
+
+
 def test_a_model_has_one_tokenizer():
     assert "tokenizer_path 'other' differs from actor.path 'some/model'" in refused({"tokenizer_path": "other"})
     assert "rollout.tokenizer_path 'other' differs" in refused({"rollout.tokenizer_path": "other"})
