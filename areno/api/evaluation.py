@@ -33,9 +33,10 @@ class EvalAnswer:
     sequence: RolloutSequence
 
     @property
-    def length(self) -> int:
-        """Number of tokens of the answer. A server reports this number instead of the tokens."""
-        return int(self.record.metadata.get("response_len", len(self.sequence.resp_tokens)))
+    def length(self) -> int | None:
+        """Number of tokens of the answer. A server that returns no tokens may report this number; otherwise it is None."""
+        length: int | None = self.record.metadata.get("response_len", len(self.sequence.resp_tokens))
+        return length
 
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[EvalAnswer | None]]
@@ -224,7 +225,7 @@ class _EvalTotals:
     n_samples: int
     num_prompts: int = 0
     skipped_long: int = 0
-    lengths: list[int] = field(default_factory=list)
+    lengths: list[int | None] = field(default_factory=list)
     truncated: int = 0
     rewards: list[float] = field(default_factory=list)
     outcomes: list[tuple[int, int]] = field(
@@ -257,13 +258,14 @@ class _EvalTotals:
                 "error"
             )
         num_samples = len(self.lengths)
+        known = [length for length in self.lengths if length is not None]
         return {
             "rewards_mean": statistics.fmean(self.rewards),
             "rewards_std": statistics.pstdev(self.rewards),
             **{name: statistics.fmean(part) for name, part in part_columns(self.rewards, PARTS).items()},
             "accuracy": sum(reward > 0 for reward in self.rewards) / len(self.rewards),
             **self._pass_at_k(),
-            "response_len_mean": sum(self.lengths) / num_samples,
+            **({"response_len_mean": statistics.fmean(known)} if known else {}),
             "truncated_ratio": self.truncated / num_samples,
             "num_prompts": self.num_prompts,
             "num_samples": num_samples,

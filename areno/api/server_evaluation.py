@@ -112,7 +112,7 @@ class _ServerAnswers:
             response = self._client.post("chat/completions", {**self._body, "messages": messages, "seed": seed})
             choice = response["choices"][0]
             text = str(choice["message"]["content"] or "")
-            length = int((response.get("usage") or {}).get("completion_tokens") or 0)
+            length = (response.get("usage") or {}).get("completion_tokens")  # None if the server does not report it
         except (ServerError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(f"--ckpt {self._client.url} does not answer prompt {prompt}: {error!s}") from error
         reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"

@@ -45,9 +45,15 @@ class Trainer(Sampler):
         metrics_log_dir: str | None = None,
     ) -> None:
         super().__init__(world_size, model_path, backend_type, custom_config)
-        self._events = EventWriter(metrics_log_dir) if metrics_log_dir else None
+        self._metrics_log_dir = metrics_log_dir
+        self._events: EventWriter | None = None
         self._steps = 0
         self._skipped = [0, 0]  # number of prompts that were too long: since the last step, and in total
+
+    def init(self) -> None:
+        """Load the tokenizer and the model. Call this once before other methods, and again after :meth:`close`."""
+        super().init()
+        self._events = EventWriter(self._metrics_log_dir) if self._metrics_log_dir else None
 
     def load_prompt_batches(
         self,
@@ -309,18 +315,19 @@ class Trainer(Sampler):
                 raise RewardError(f"reward_fn {problem}")
             return rewards
 
-        metrics = evaluate_prompts(
-            self,
-            arguments.dataset(dataset),
-            score,
-            sampling=arguments.sampling(sampling_params),
-            n_samples=arguments.integer("n_samples", n_samples),
-            max_prompt_tokens=arguments.integer("max_prompt_tokens", max_prompt_tokens),
-            max_running=arguments.integer("max_running_prompts", max_running_prompts),
-            seed=self.seed,
-        )
-        self._sampled_at = before  # answers of an evaluation are not trained on
-        return metrics
+        try:
+            return evaluate_prompts(
+                self,
+                arguments.dataset(dataset),
+                score,
+                sampling=arguments.sampling(sampling_params),
+                n_samples=arguments.integer("n_samples", n_samples),
+                max_prompt_tokens=arguments.integer("max_prompt_tokens", max_prompt_tokens),
+                max_running=arguments.integer("max_running_prompts", max_running_prompts),
+                seed=self.seed,
+            )
+        finally:
+            self._sampled_at = before  # answers of an evaluation are not trained on
 
     def save_checkpoint(self, path: str) -> str:
         """Write weights, configuration and tokenizer in Hugging Face format. Returns the path."""

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from areno.training.loop import PlannedStep
+from areno.types import RolloutResult
 
 
 class BatchesAhead:
@@ -72,4 +73,8 @@ class BatchesAhead:
 
 
 def _succeeded(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+    """Whether a future has a complete result. The samples of an aborted request are cut off, so they do not count."""
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return False
+    result = future.result()
+    return not (isinstance(result, RolloutResult) and any(s.finish_reason == "abort" for s in result.sequences))

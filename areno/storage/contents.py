@@ -3,8 +3,8 @@
     trainer_state/state.json      the state as JSON, including its own SHA-256
     trainer_state/manifest.json   {"files": {"model.safetensors": {"bytes": ..., "sha256": ...}, ...}}
 
-The manifest does not list ``state.json``, because an evaluation may replace it later. Checkpoints that share files as hard
-links share the manifest too, so nothing is hashed twice.
+The manifest does not list ``state.json``, because an evaluation may replace it later. A copy of a checkpoint keeps the
+entries of the files that it shares as hard links, so nothing is hashed twice.
 """
 
 import hashlib
@@ -33,10 +33,30 @@ def write_manifest(folder: Path) -> None:
     """Write the manifest of an otherwise complete checkpoint."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = sorted(name for name in paths if name not in _UNLISTED)
-    digests = _digests(folder, names)
-    files = {name: {"bytes": (folder / name).stat().st_size, _DIGEST: digests[name]} for name in names}
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
-    (folder / STATE_FOLDER / _MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+    _replace_manifest(folder, _entries(folder, names))
+
+
+def list_again(folder: Path, name: str) -> None:
+    """Update the manifest of a copied checkpoint, if it has one, after the file ``name`` was written, replaced or deleted."""
+    path = folder / STATE_FOLDER / _MANIFEST
+    if not path.exists():
+        return
+    files = json.loads(path.read_text(encoding="utf-8"))["files"]
+    files.pop(name, None)
+    _replace_manifest(folder, files | _entries(folder, [name] if (folder / name).exists() else []))
+
+
+def _entries(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    return {
+        name: {"bytes": (folder / name).stat().st_size, _DIGEST: digest}
+        for name, digest in _digests(folder, names).items()
+    }
+
+
+def _replace_manifest(folder: Path, files: dict[str, Any]) -> None:
+    with replacing(folder / STATE_FOLDER / _MANIFEST) as temporary:
+        temporary.write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
 
 
 def check_files(folder: Path, *, required: bool = False) -> None:

@@ -23,7 +23,7 @@ from areno.engine.backend import Backend
 from areno.errors import CheckpointError
 from areno.spec.run_spec import CheckpointSpec
 from areno.storage.checkpoint_folder import CheckpointFolder
-from areno.storage.contents import check_files, write_state
+from areno.storage.contents import check_files, list_again, write_state
 from areno.training import plain_objects
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.state import RunState
@@ -109,6 +109,14 @@ class Checkpoints:
         if state.step and state.step == self.saved_step:
             write_state(self.folder.path(state.step), asdict(state))
 
+    def newest(self) -> str:
+        """Return in words from which step the newest checkpoint is, or that there is none."""
+        try:
+            newest = max([*self.folder.steps(), self.folder.best_step() or 0])
+        except (CheckpointError, OSError) as error:
+            return f"the newest checkpoint cannot be read ({error})"
+        return f"the newest checkpoint is from step {newest}" if newest else "there is no checkpoint yet"
+
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
@@ -117,8 +125,12 @@ class Checkpoints:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
                 backend.save_state(folder)
+        file = folder / _ROLLOUT
+        file.unlink(missing_ok=True)  # may be a hard link, so it must not be overwritten
         if (rollout := rollout_state()) is not None:
-            plain_objects.save(rollout, folder / _ROLLOUT)
+            plain_objects.save(rollout, file)
+        if copied is not None:
+            list_again(folder, _ROLLOUT)
         write_state(folder, asdict(state))
 
 

@@ -77,7 +77,7 @@ class TrainingLoop(ABC):
         self.checkpointing.writing = lambda path: self.report.writing(path, self.state)
         self.evaluation = FrequencyControl(spec.evaluation)
         self._memory = StepMemory(lambda: max(backend.run_on_all_ranks(gpu_bytes)))
-        self._updating = False
+        self._updating = self._restored = False
 
     @property
     def display(self) -> ProgressDisplay:
@@ -184,6 +184,7 @@ class TrainingLoop(ABC):
         try:
             self.load_models()
             self._restore()
+            self._restored = True
             self.prepare()
             self.state.rng = capture_rng()
             self.report.begin(self.total_steps(), self.state.step, self.data_size())
@@ -357,11 +358,13 @@ class TrainingLoop(ABC):
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:
-            newest = f"; the newest checkpoint is from step {self.checkpointing.saved_step}"
-            self.logger.error("the run ended during an update%s", newest if self.spec.checkpoints.enabled else "")
+            newest = f"; {self.checkpointing.newest()}" if self.spec.checkpoints.enabled else ""
+            self.logger.error("the run ended during an update%s", newest)
             return
         if isinstance(error, StopRequested):
             self.logger.warning("%s: stopping after %d steps", error, self.state.step)
+        if not self._restored:  # the models and optimizers may not belong to the step in ``state``
+            return
         try:
             self.save_at_stop()
         except ArenoError as failure:

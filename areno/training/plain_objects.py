@@ -71,5 +71,6 @@ def load(file: Path) -> Any:
 def _refusal(types: str) -> str:
     return (
         f"data rows or trajectories contain types that a checkpoint cannot store: {types}; use text, numbers, dates, "
-        "lists, dicts, tensors and arrays (for example a file path instead of an object), or set recover.mode=off"
+        "lists, dicts, tensors and arrays (for example a file path instead of an object); an experiment of areno run can also "
+        "set recover.mode=off"
     )

@@ -175,8 +175,14 @@ class SamplingParams:
             ):
                 raise TypeError(f"{name} must be a list of {wanted}, got {values!r:.80}")
         bias = self.logit_bias
-        if bias is not None and not (isinstance(bias, dict) and all(isinstance(token, Integral) for token in bias)):
+        if bias is None:
+            return
+        if not isinstance(bias, dict) or not all(
+            isinstance(token, Integral) and isinstance(value, Real) for token, value in bias.items()
+        ):
             raise TypeError(f"logit_bias must be a dict from token ids to numbers, got {bias!r:.80}")
+        if not all(map(math.isfinite, bias.values())):
+            raise ValueError(f"logit_bias must have finite numbers, got {bias!r:.80}; use -100 to exclude a token")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from areno.cli.main import main
@@ -129,6 +130,15 @@ def test_long_trajectories_are_filtered_and_reported(train):
     [record] = metrics(run)
     assert record["rollout/num_sequences"] == 18
     assert record["train/agent_filtered_long"] == 6
+
+
+def test_too_long_trajectories_of_rows_with_arrays_are_filtered(tmp_path, tiny_checkpoint):
+    rows = [{"prompt": "What is shown?", "pixels": np.full(6, a)} for a in range(4)]
+    options = {"agent_fn": str(write_agent(tmp_path, SOME_LONG)), "max_context_len": 90}
+    with open_loop("grpo", tiny_checkpoint, tmp_path / "run", rows=rows, **options) as loop:
+        outcome = step(loop)
+    assert outcome.stats["agent_filtered_long"] == 4
+    assert len(outcome.rows) == 8
 
 
 def test_a_step_with_only_too_long_trajectories_names_the_option_to_raise(train):

@@ -155,6 +155,10 @@ def test_a_wrong_configuration_value_is_a_usage_error(tmp_path, values, message)
         ({"stop": [7]}, "stop must be a list of strings"),
         ({"stop_token_ids": 7}, "stop_token_ids must be a list of token ids"),
         ({"logit_bias": [7]}, "logit_bias must be a dict"),
+        ({"logit_bias": {7: None}}, r"logit_bias must be a dict from token ids to numbers, got \{7: None\}"),
+        ({"logit_bias": {7: "1"}}, "logit_bias must be a dict from token ids to numbers"),
+        ({"logit_bias": {7: float("nan")}}, "logit_bias must have finite numbers"),
+        ({"logit_bias": {7: 1, 8: -float("inf")}}, "logit_bias must have finite numbers.*-100"),
         ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),
     ],
 )

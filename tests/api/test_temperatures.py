@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -115,10 +116,12 @@ def test_a_row_that_lost_its_temperature_is_refused(trainer):
     assert trainer.train([restored], grpo_loss_fn)["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_rows_need_no_temperature_after_an_evaluation_at_another_one(trainer):
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_need_no_temperature_after_an_evaluation_at_another_one(trainer, fails):
     [sequence] = answers(trainer, 1.0, 1)
     sampling = SamplingParams(max_new_tokens=4, temperature=0.5)
-    trainer.evaluate([{"prompt": "What is 1 plus 2?"}], lambda record: 1.0, sampling_params=sampling)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        trainer.evaluate([{"prompt": "What is 1 plus 2?"}], lambda record: 1 / (1 - fails), sampling_params=sampling)
     row = recipe(sequence)
     lost = TrainSequence(row.prompt_mask, row.tokens, [*row.logprobs], row.advantages)
     assert trainer.train([lost], grpo_loss_fn)["ratio_mean"] == pytest.approx(1.0, abs=1e-4)

@@ -286,6 +286,17 @@ def test_one_gspo_step_as_documented(tiny_checkpoint, tmp_path):
     assert [event.value for event in events.Scalars("rollout/skipped_long")] == [3]
 
 
+def test_events_are_written_again_after_a_trainer_is_closed_and_initialized(tiny_checkpoint, tmp_path):
+    trainer = Trainer(1, str(tiny_checkpoint), metrics_log_dir=str(tmp_path))
+    for _ in range(2):
+        trainer.init()
+        trainer.train([row([5, 6], [7, 8])], gspo_loss_fn)
+        trainer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [0, 1]
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -89,6 +89,22 @@ def test_resuming_at_an_epoch_boundary_starts_the_next_epoch(tmp_path, tiny_chec
     assert "epoch=0 stage=epoch_start" not in again.stderr
 
 
+def test_a_resume_that_fails_leaves_the_checkpoint_as_it_was(tmp_path, tiny_checkpoint):
+    task, run = write_task(tmp_path / "task"), tmp_path / "run"
+    assert areno(*task_arguments("sft", tiny_checkpoint, task, run), "--max-steps", 2).returncode == 0
+    saved = run / "checkpoints" / "step_000002"
+    files = [path for path in (saved / "trainer_state" / "optimizer").rglob("*") if path.is_file()]
+    optimizer = max(files, key=lambda path: path.stat().st_size)
+    optimizer.write_bytes(optimizer.read_bytes()[:-100])
+    (saved / "trainer_state" / "manifest.json").unlink()  # so the damage is noticed only when the state is loaded
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    failed = areno("train", "--resume", run, "--max-steps", 4)
+    assert failed.returncode == 1
+    assert f"{optimizer.parent} cannot be used" in failed.stderr
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+    assert [path.name for path in saved.parent.iterdir()] == ["step_000002"]
+
+
 def test_resuming_with_an_option_that_changes_results_is_refused(tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     assert areno(*task_arguments("sft", tiny_checkpoint, task, run), "--max-steps", 2).returncode == 0

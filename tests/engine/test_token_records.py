@@ -205,6 +205,16 @@ def test_only_the_first_pass_over_a_row_is_recorded(engine, checkpoint, truth):
     other.close()
 
 
+def test_on_two_replicas_too_only_the_first_pass_over_a_row_is_recorded(checkpoint, truth):
+    rows = observed_rows(truth)
+    loss_fn, formula = CLIPPING["gspo"]
+    group = EngineGroup(str(checkpoint), configuration(), LAYOUTS["replicas"], stall_s=60)
+    for order in range(4):  # the replicas divide the rows differently in each pass
+        group.train(random.Random(order).sample(rows, len(rows)), loss_fn, 4)
+    check(group.take_token_records(), rows, truth, formula)
+    group.close()
+
+
 def test_a_loss_that_marks_nothing_records_only_logprobs(engine, truth):
     rows = observed_rows(truth)
 

@@ -17,6 +17,7 @@ import torch
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import CheckpointError, UsageError
 from areno.spec import CheckpointSpec, Frequency
+from areno.storage.contents import check_files
 from areno.training import plain_objects
 from areno.training.checkpoints import Checkpoints, rollout_state
 from areno.training.frequency import StepInfo
@@ -66,8 +67,34 @@ def check(checkpoint, size=1000):
     return state.step
 
 
+@pytest.mark.parametrize("first", ["best", "step_000005"])
+@pytest.mark.parametrize("later", [{"unused": [1] * 9999}, {"unused": [2]}, None])
+def test_rollouts_that_go_on_after_the_first_checkpoint_of_a_step_damage_neither_checkpoint(tmp_path, first, later):
+    state, earlier, kept = RunState(step=5), {"unused": [1]}, checkpoints(tmp_path)
+    writers = [kept.save_best, kept.save] if first == "best" else [kept.save, kept.save_best]
+    for write, queue in zip(writers, (earlier, later), strict=True):
+        write(state, Parts(5), lambda queue=queue: queue)
+    queues = [earlier, later] if first == "best" else [later, earlier]
+    for name, queue in zip(("best", "step_000005"), queues, strict=True):
+        assert rollout_state(tmp_path / name) == queue
+        check_files(tmp_path / name, required=True)
+    assert os.path.samefile(tmp_path / "best" / "part0", tmp_path / "step_000005" / "part0")
+    assert checkpoints(tmp_path).find() == tmp_path / "step_000005"
+    assert names(tmp_path) == ["best", "step_000005"]
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_checkpoint_is_named_if_there_is_one(tmp_path):
+    kept = checkpoints(tmp_path)
+    assert kept.newest() == "there is no checkpoint yet"
+    kept.save(RunState(step=3), Parts(3))
+    kept.save_best(RunState(step=4), Parts(4))
+    assert kept.newest() == "the newest checkpoint is from step 4"
+    (kept.folder.best / "trainer_state" / "state.json").write_text("{")
+    assert "best/trainer_state/state.json is not a valid state" in kept.newest()
 
 
 def test_everything_is_restored(tmp_path):
@@ -257,7 +284,10 @@ def test_rows_keep_the_types_that_data_files_can_have(tmp_path):
 
 @pytest.mark.parametrize("thing", [object(), lambda: 1, random.Random(0), print])
 def test_a_row_that_cannot_be_stored_is_refused(tmp_path, thing):
-    with pytest.raises(UsageError, match=r"checkpoint cannot store.*file path"):
+    with pytest.raises(
+        UsageError,
+        match=r"checkpoint cannot store.*file path.*an experiment of areno run can also set recover\.mode=off",
+    ):
         plain_objects.check({"row": thing})
 
 

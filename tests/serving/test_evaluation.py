@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -42,6 +44,42 @@ def test_a_server_gets_the_results_of_the_model_that_it_serves(task, taught, tau
         assert there[name] == here[name]
     assert there["reward_parts/question"] == pytest.approx(2 / 3)
     assert set(there) == set(here)
+
+
+class Counting(BaseHTTPRequestHandler):
+    """A stub, because areno's server reports all lengths. It answers each prompt, and reports those of ``lengths``."""
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "stub"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        length = self.server.lengths.get(body["messages"][0]["content"])
+        usage = {} if length is None else {"usage": {"completion_tokens": length}}
+        self.answer({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], **usage})
+
+    def answer(self, value):
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("lengths", [{"weather?": 4, "two calls?": 0}, {}])
+def test_answers_whose_length_a_server_does_not_report_have_no_length(task, capsys, tmp_path, lengths):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Counting) as stub:
+        stub.lengths = lengths
+        threading.Thread(target=stub.serve_forever, daemon=True).start()
+        metrics = measured(capsys, f"http://127.0.0.1:{stub.server_port}/v1", "--output", "out.jsonl")
+        stub.shutdown()
+    assert metrics.get("response_len_mean") == (2.0 if lengths else None)
+    assert (metrics["num_samples"], metrics["reward_parts/length"]) == (3, 3.0)
+    found = [json.loads(line)["response_len"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found == [lengths.get(text) for text in ("weather?", "count", "two calls?")]
 
 
 def test_samples_have_different_seeds_and_are_reproducible(task, server, capsys, tmp_path):

@@ -93,7 +93,8 @@ class AgentRollouts:
         long.sort(key=lambda sample: -sample.longest)
         top = [_described(sample) for sample in long[:_SHOWN_FILTERED]]
         log_lines.agentic_filtered(self._logger, limit, len(samples), [sample.longest for sample in long], top)
-        return [sample for sample in samples if sample not in long]
+        dropped = {id(sample) for sample in long}  # rows may hold arrays, which cannot be compared with ==
+        return [sample for sample in samples if id(sample) not in dropped]
 
     def _log_batch(self, samples: list[AgentSample]) -> None:
         records = [sample.record for sample in samples]

@@ -174,14 +174,19 @@ class TrainStep:
     ) -> dict[str, float]:
         """Accumulate the gradient of the loss over all rows without an update, and return statistics.
 
-        Every rank receives all rows, and selects the rows to compute. The statistics are over all rows.
+        Every rank receives all rows, and selects the rows to compute. The statistics are over all rows. Raises ValueError if
+        the rows cannot be divided into pairs or blocks.
         """
         together = 2 if reduction_of(loss_fn) == "pair" else 1
+        if len(rows) % together:
+            raise ValueError(f"pairs need an even number of rows, got {len(rows)}")
         if not isinstance(mini_bs, int):
+            mini_bs.check(len(rows))
             together = mini_bs.granularity
         mine = self._share(rows, together)
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
         results = [self._accumulate(mine, loss_fn, mini_bs, rows, tree)]
+        self.records.complete(rows)
         if self.peers.data.size > 1:
             results = self.peers.data.all_gather(results[0])
         sums = Sums()

@@ -17,20 +17,25 @@ class TokenRecords:
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._done: set[int] = set()  # rows recorded on any rank in an earlier step
 
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
         """Keep the log-probs and clip flags (both [A]) of a pass over ``rows``, for observed rows that have no record yet."""
         start = 0
         for row in rows:
             end = start + len(row.tokens) - 1  # the action axis has no entry for a row's first token
-            if row.observed >= 0 and row.observed not in self._parts:
+            if row.observed >= 0 and row.observed not in self._parts and row.observed not in self._done:
                 flags = None if clipped is None else clipped.values[start:end]
                 self._parts[row.observed] = logprobs.detach()[start:end], flags
             start = end
 
+    def complete(self, rows: Sequence[TrainSequence]) -> None:
+        """Note that all ranks together have passed over ``rows``. A later pass may be on another rank; it is not recorded."""
+        self._done.update(row.observed for row in rows)
+
     def take(self) -> dict[int, TokenRecord]:
         """Return the records by ``observed`` number, and discard them."""
-        parts, self._parts = self._parts, {}
+        parts, self._parts, self._done = self._parts, {}, set()
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])
             for number, (values, flags) in parts.items()

@@ -17,6 +17,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan import trial
+from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
@@ -194,6 +195,22 @@ def test_stages_train_score_and_save_but_refuse_to_generate(layout, checkpoint, 
         assert saved.measure(rows(5, seed=3), sft_loss_fn, 2) == pytest.approx(measured, rel=1e-4)
         saved.close()
     finally:
+        group.close()
+
+
+def test_rows_that_cannot_be_divided_are_refused_alike_by_one_and_by_two_replicas(checkpoint):
+    cases = [
+        (dpo_loss_fn, 2, r"pairs need an even number of rows, got 5"),
+        (sft_loss_fn, MicroBatching(granularity=2), r"mb_spec\.granularity 2 does not divide the number of rows, 5"),
+    ]
+    alone, group = engine(checkpoint), engine(checkpoint, Layout(2))
+    try:
+        for loss_fn, mini_bs, message in cases:
+            for backend in (alone, group):
+                with pytest.raises(ValueError, match=message):
+                    backend.measure(rows(5, seed=3), loss_fn, mini_bs)
+    finally:
+        alone.close()
         group.close()
 
 
