@@ -1,8 +1,9 @@
 """Declaration of options. Each option is a dataclass field made by ``option(...)``; its flag, YAML key and help are derived
 from the field.
 
-The options themselves are in the modules ``*_options.py`` of this package. The settings of experiments (YAML) are in
-``experiment/*_sections.py`` and are made by ``setting(...)`` of ``experiment/setting_declaration.py``.
+The options themselves are in the modules ``*_options.py`` of this package; algorithms declare their own. The settings of
+experiments (YAML) are in ``experiment/*_sections.py`` and are made by ``setting(...)`` of
+``experiment/setting_declaration.py``.
 
 An option's type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
 ``tuple[str, ...]`` for repeatable options. The module does not import torch.

@@ -131,7 +131,7 @@ class UpdateOptions:
         help="How rewards become advantages: group, group_mean, rloo, batch, or your own function.",
     )
     kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term against the reference; 0 means no KL term.")
-    dpo_beta: float = _dpo(0.1, above=0, help="Inverse temperature of the preference margin.")
+    dpo_beta: float = _dpo(0.1, above=0, help="DPO's beta: a larger value keeps the policy closer to the reference.")
     dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
     dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed fraction of flipped preferences.")
     dpo_length_normalized: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")

@@ -62,7 +62,7 @@ class ExperimentSizes(Sizes):
         if not self.trains:
             return []
         scored = roles_of(config, None) if self.policy else {}
-        if isinstance(config, DPOConfig):
+        if isinstance(config, DPOConfig) and not config.actor.algorithm:
             held.append(HeldRole(REF, config.ref.path, "policy", "ref.path"))
         for name, role in scored.items():
             section = getattr(config, name)
@@ -291,7 +291,7 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.share:
         lines.append(
-            "The plan of the actor assumes unsharded weights on each rank, which is an upper bound. With the sharding of "
+            "The actor's plan assumes unsharded weights on each rank, so it is an upper bound. With the sharding of "
             f"actor.backend, the fullest rank needs about {plan.share / 2**20:,.1f} MiB plus the process itself "
             "(docs/layouts.md)."
         )

@@ -39,7 +39,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
         "cpus-per-task": str(cores),
         "gres": f"gpu:{taken}" if taken else "",
         # The job needs the nodes of all roles, and may exclude only nodes that every role excludes.
-        "nodelist": "" if None in listed else ",".join(sorted(filter(None, listed))),
+        "nodelist": ",".join(sorted(filter(None, listed))),
         "exclude": _common({need.exclude or "" for need in needs.values()}),
         "mem": f"{memory}G" if requests_memory else "",
         "output": str(folder.resolve() / OUTPUT),

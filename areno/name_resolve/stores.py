@@ -18,7 +18,10 @@ _FILE = "ENTRY"
 
 
 class NameStore(Protocol):
-    """Values by name, with an optional time to live in seconds. Raises ArenoError, and OSError for files."""
+    """Values by name, with an optional time to live in seconds.
+
+    The methods raise ArenoError if a server cannot be reached, and OSError if files cannot be accessed.
+    """
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """Set a value. Without ``replace``, return False if there is a value: of concurrent writers, only one succeeds."""

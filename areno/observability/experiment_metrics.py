@@ -108,7 +108,7 @@ _UPDATE: _Rows = (
     ("dual_clip_ratio", "share of tokens at the dual-clip bound, among those that rejection sampling and M2PO keep"),
     (
         "behave_imp_weight",
-        "weight of a kept token: ratio of the proximal policy to the behavior policy, after rejection sampling",
+        "importance weight of a kept token: ratio of the proximal to the behavior policy, clamped if rejection sampling clamps",
     ),
     ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),

@@ -234,7 +234,7 @@ def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison
         note = f"Held-out prompts in the first and in the last evaluation, at steps {min(answers)} and {max(answers)}."
     else:
         pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
-        note = "Training prompts that occur in several steps: the first answers in the first and in the last of these steps."
+        note = "Training prompts that recur, each with the first answer from its earliest and from its latest recorded step."
     return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
 
 

@@ -40,7 +40,7 @@ def template_messages(
 
 
 def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the template rendered call arguments as Python objects. If so, the template expects JSON text."""
+    """Whether the prompt contains the arguments of a call as a Python dict, because the template expects JSON text instead."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in arguments)

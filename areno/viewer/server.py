@@ -41,7 +41,7 @@ class ViewerServer:
     port: int | None = None
     key: str | None = None
     notices: list[str] = field(default_factory=list, init=False)
-    """Messages to the user about the start of the server."""
+    """Startup messages for the user, such as that another port is used."""
 
     def __post_init__(self) -> None:
         Problems.raise_all(self._problems())

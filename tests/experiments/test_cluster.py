@@ -122,6 +122,9 @@ def test_the_batch_script_of_a_slurm_job():
     assert 'scancel --signal=TERM "$SLURM_JOB_ID.0"' in script
     script = batch_script(rl(**SLURM), ["areno"])
     assert "#SBATCH --no-requeue" in script
+    # The job must contain the nodes that one role asks for, also if other roles run anywhere.
+    chosen = batch_script(rl(**SLURM, actor__scheduling_spec=spec(nodelist="n7,n8")), ["areno"])
+    assert "#SBATCH --nodelist=n7,n8" in chosen
     # Five workers with one GPU of 16 GB each on two nodes with two and four GPUs: the fuller node needs 64 GB.
     memory = {f"{role}__scheduling_spec": spec(mem=16) for role in ("actor", "rollout")}
     sizes = {"actor__backend": "fsdp:d4", "rollout__backend": "areno:d1", "cluster__n_gpus_per_node": 4}

@@ -72,7 +72,10 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         )
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
-        yield f"rollout.api_url lists {len(addresses)} servers {where}: list {replicas} addresses, separated by commas"
+        yield (
+            f"rollout.api_url has {len(addresses)} of the {replicas} addresses that are needed {where}; separate addresses "
+            "by commas"
+        )
     elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
         yield f"rollout.api_url {wrong[0]!r} is not an address; write http://HOST:PORT"
 

@@ -381,7 +381,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     log_agent_stats_keys: list[str] = setting([], "Keys that log_agent_stats reports; empty reports none.")
     max_new_tokens: int = setting(
         1024,
-        "Maximum tokens of an answer, and thus the length limit for the overlong penalty.",
+        "Maximum number of tokens in an answer, and thus the length limit for the overlong penalty.",
         minimum=1,
         inherits="gconfig.max_new_tokens",
         shown="gconfig.max_new_tokens",

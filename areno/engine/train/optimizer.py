@@ -60,7 +60,7 @@ class OptimizerOptions:
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
         """Size in bytes of both moments of ``count`` weights.
 
-        With ``adam_8bit``, small tensors keep fp32 moments. ``quantised`` is whether these weights have 8-bit moments.
+        With ``adam_8bit``, small tensors keep fp32 moments. ``quantised`` says whether these weights have 8-bit moments.
         If it is None, ``count`` decides, and must be the size of a whole tensor.
         """
         if self.adam_8bit:
@@ -390,7 +390,9 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of a parameter's shard, in the form of :func:`adam_8bit.moments_in`. ``index`` selects the shard.
+    """Load both moments of the shard of a parameter that ``index`` selects.
+
+    Like :func:`adam_8bit.moments_in`, return the square root of an 8-bit second moment.
 
     The file has 8-bit codes if the rank that wrote it used the quantization blocks of the unsharded tensor. Otherwise
     the file has decoded numbers.

@@ -160,7 +160,7 @@ class PPOTrainer(ExperimentTrainer):
         return max_length if max_length is None or context is None else min(max_length, context - 1)
 
     def ensure_roles(self) -> None:
-        """Load reference, critic, teacher and reward model, as configured."""
+        """Load the reference, critic, teacher and reward models that the configuration requires."""
         critic = self.config.critic
         optimizer = None
         if critic is not None and critic.optimizer is not None:
@@ -275,7 +275,8 @@ class PPOTrainer(ExperimentTrainer):
             workflow: an object, a class or a name; None uses the ``workflow`` section.
             eval_workflow: the workflow of evaluations; None uses ``workflow`` with ``eval_gconfig``.
             workflow_kwargs: keyword arguments of ``workflow``.
-            eval_workflow_kwargs: keyword arguments of ``eval_workflow``.
+            eval_workflow_kwargs: keyword arguments of the evaluation's workflow; None with ``eval_workflow`` None: those of
+                ``workflow``.
             dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
                 ``workflow`` section, if any.
             total_epochs: replaces ``total_train_epochs``.
@@ -288,7 +289,9 @@ class PPOTrainer(ExperimentTrainer):
         self.plan_steps(total_epochs)
         self.workflow = workflow_of(self.config, workflow, workflow_kwargs, self.engine.tokenizer)
         if self.eval_rows is not None:
-            chosen = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
+            chosen = (eval_workflow, eval_workflow_kwargs)
+            if eval_workflow is None:
+                chosen = (workflow, workflow_kwargs if eval_workflow_kwargs is None else eval_workflow_kwargs)
             self.eval_workflow = workflow_of(self.config, *chosen, self.engine.tokenizer, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
         self.accept = filter_of(self.config, dynamic_filter_fn)

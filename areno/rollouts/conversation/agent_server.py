@@ -81,7 +81,7 @@ class AgentServer:
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:
-        """Create an API key with an empty recorder. The seeds of requests with this key are derived from ``seed``."""
+        """Create an API key with an empty recorder. Requests with this key that set no seed get seeds derived from ``seed``."""
         key = f"areno-agentic-{secrets.token_hex(12)}"
         self._tapes[key] = ConversationRecorder(self._engine.tokenizer, seed)
         return AgentSession(key, self._tapes[key], self.url)

@@ -18,7 +18,10 @@ from tests.config.experiment.samples import accepted, refused
         ),
         ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers; set rollout.backend=vllm:dN"),
         ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is for inference servers"),
-        ({"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"}, "rollout.api_url lists 1 servers"),
+        (
+            {"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"},
+            "rollout.api_url has 1 of the 2 addresses that are needed",
+        ),
         ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is not an address; write http://HOST:PORT"),
         (
             {
