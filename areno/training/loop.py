@@ -77,7 +77,7 @@ class TrainingLoop(ABC):
         self.checkpointing.writing = lambda path: self.report.writing(path, self.state)
         self.evaluation = FrequencyControl(spec.evaluation)
         self._memory = StepMemory(lambda: max(backend.run_on_all_ranks(gpu_bytes)))
-        self._updating = self._restored = False
+        self._updating = self._restoring = False
 
     @property
     def display(self) -> ProgressDisplay:
@@ -182,9 +182,10 @@ class TrainingLoop(ABC):
     def fit(self) -> RunState:
         """Run until the end, an error or a stop signal (StopRequested). Saves the completed steps, unless an update failed."""
         try:
+            self._restoring = True
             self.load_models()
             self._restore()
-            self._restored = True
+            self._restoring = False
             self.prepare()
             self.state.rng = capture_rng()
             self.report.begin(self.total_steps(), self.state.step, self.data_size())
@@ -363,7 +364,7 @@ class TrainingLoop(ABC):
             return
         if isinstance(error, StopRequested):
             self.logger.warning("%s: stopping after %d steps", error, self.state.step)
-        if not self._restored:  # the models and optimizers may not belong to the step in ``state``
+        if self._restoring:  # the models and optimizers may not belong to the step in ``state``
             return
         try:
             self.save_at_stop()

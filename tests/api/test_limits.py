@@ -201,7 +201,7 @@ def test_a_training_step_stays_within_the_context(short, tmp_path, caplog):
     assert outcome.skipped_long == 4
     assert {len(row.tokens) for row in outcome.rows} == {CONTEXT}
     assert outcome.stats["truncated_ratio"] == 1.0
-    assert "skipped 4 prompts longer than 31 tokens" in caplog.text
+    assert "skipped 4 prompts longer than the 31 tokens that leave room for an answer" in caplog.text
 
 
 def test_max_context_len_also_limits_prompt_rollouts(tiny_checkpoint, tmp_path):

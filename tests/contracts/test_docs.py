@@ -28,6 +28,7 @@ PAGES = sorted(
 # Flags in the pages that are not among the declared options, with the program that has them.
 OTHER_FLAGS = {
     "--help": "every command",
+    **dict.fromkeys(("--weight-version", "--enable-lora", "--max-lora-rank"), "SGLang or vLLM"),
     "--version": "areno",
     "--json": "areno env",
     "--real": "areno quickstart",

@@ -386,13 +386,13 @@ def test_an_evaluation_runs_all_rows_in_their_order():
         assert dispatcher.staleness.stat.accepted == 0
 
 
-def test_evaluations_with_the_same_first_id_have_the_same_seeds():
+def test_repeated_evaluations_have_the_same_seeds():
     with dispatching(batch=2, most=3) as (dispatcher, engine):
         seeds, submit = [], engine.submit
         engine.submit = lambda requests: seeds.extend(requests[0].seeds) or submit(requests)
         rows = list(itertools.islice(rows_of([""], [2]), 5))
         for _ in range(2):
-            dispatcher.rollout_batch(rows, Ticking(), first_id=0)
+            dispatcher.rollout_batch(rows, Ticking(), repeats=True)
     assert len(set(seeds)) == 5
     assert sorted(seeds[:5]) == sorted(seeds[5:])
 

@@ -9,5 +9,6 @@
 - ``adapter``: LoRA adapters; ``attach_adapter``: attaches and merges adapters; ``sharded_adapter``: LoRA with tensor
   parallelism.
 - ``routing``: routing replay for MoE models; ``routers``: finds a model's routers.
+- ``windows``: refuses a model whose attention window areno would ignore.
 - ``stages``: models that hold only some of their layers, for pipeline parallelism.
 """
