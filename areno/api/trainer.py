@@ -20,7 +20,7 @@ from areno.errors import RewardError, UsageError
 from areno.observability.scalars import step_scalars
 from areno.observability.tensorboard import EventWriter
 from areno.rewards.worker import as_reward
-from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, SamplingParams, TrainSequence
+from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, SamplingParams, TrainSequence, parts_of
 
 
 class Trainer(Sampler):
@@ -306,12 +306,12 @@ class Trainer(Sampler):
         """
         arguments.function("reward_fn", reward_fn)
         before, parts = set(self._sampled_at), RewardParts()
-        scored: list[float] = []
+        seen: dict[tuple[str, ...], float] = {}  # a reward for each set of parts; a later reward may have more parts
 
         def score(records: list[RewardRecord], _: object) -> list[float]:
             rewards = [parts.weigh(as_reward(reward_fn(record))) for record in records]
-            scored.extend(rewards)  # missing parts are known only when other records have them
-            if problem := next(filter(None, map(parts.problem, scored)), None):
+            seen.update((tuple(parts_of(reward)), reward) for reward in rewards)
+            if problem := next(filter(None, map(parts.problem, (*seen.values(), *rewards))), None):
                 raise RewardError(f"reward_fn {problem}")
             return rewards
 

@@ -54,9 +54,8 @@ def _model_config(model: str) -> Mapping[str, Any]:
     from huggingface_hub import hf_hub_download
 
     base = base_of(model)
-    folder = Path(base).expanduser()
     try:
-        file = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(base, "config.json"))
+        file = Path(base, "config.json") if Path(base).is_dir() else Path(hf_hub_download(base, "config.json"))
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported later
         return {}

@@ -8,11 +8,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+
+from safetensors import SafetensorError
 
 from areno.config.paths import base_of, tokenizer_of
 from areno.errors import EngineError, UsageError
 from areno.types import Request, tightest
+
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
+"""Errors of reading a checkpoint whose files are missing, damaged or unsuitable."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 # Rotary scaling types whose configuration states the length before scaling.

@@ -67,7 +67,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
     """The content of the template."""
     verdict = verdict_of(run, evidence)
     note, pairs = sections.comparisons(run, evidence.samples)
-    status, steps, times = run.status, steps_done(run), sections.times(run)
+    status, steps = run.status, steps_done(run)
     environment = _environment()
     style = Markup(environment.loader.get_source(environment, "report.css")[0])  # type: ignore[union-attr]
     return {
@@ -92,7 +92,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
         "evaluation_option": evidence.advice.text(
             "--eval-interval" if evidence.advice.value("--eval-dataset-path") else "--eval-dataset-path"
         ),
-        "times": times,
+        "times": sections.times(run),
         "groups": sections.sample_groups(evidence.samples, verdict.problems),
         "sample_count": len(evidence.samples),
         "warnings": sections.warnings(run),

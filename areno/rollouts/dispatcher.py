@@ -41,6 +41,7 @@ _COUNTERS: dict[Rejection, str] = {
     "returned None": "empty",
     "was rejected by the filter": "filtered",
 }
+STALL_TIMEOUT_S = 3600.0
 _POLL_S = 0.5
 _QUEUE_PER_ROLLOUT = 16
 
@@ -83,7 +84,7 @@ class BatchDispatcher:
         max_errors_in_a_row: int | None = None,
         max_rejections_in_a_row: int | None = None,
         stall_report_s: float = 60.0,
-        stall_timeout_s: float = 3600.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         check_trajectory_format: bool = False,
         dump: TrajectoryDump | None = None,
         listener: Listener | None = None,
@@ -186,7 +187,8 @@ class BatchDispatcher:
                     "load_state has restored rows that still wait; call prepare_batch before rollout_batch"
                 )
             self._use(plan)
-            self._next_id = 0 if repeats else self._next_id
+            if repeats:
+                self._next_id = 0
             tasks = [self._enqueue(data, plan) for data in rows]
             self._pump()
         ids = {task.id for task in tasks}

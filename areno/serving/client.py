@@ -26,7 +26,7 @@ class ChatClient:
     def first_model(self) -> str:
         """The name of the server's first model. Raises ArenoError if the server is unreachable or lists no models."""
         with self._open("/models") as response:
-            models = self._parsed(response.read()).get("data") or []
+            models = self._parsed(b"".join(self._lines(response))).get("data") or []
         if not models:
             raise ArenoError(f"{self._base} lists no models; select one with --model")
         return str(models[0]["id"])

@@ -4,15 +4,14 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from areno.config.packages import require_packages
 from areno.config.paths import adapter_config
+from areno.engine.limits import UNREADABLE
 from areno.engine.model.adapter import NAME, Adapter, AdapterOptions, adapted_layers
 from areno.errors import ArenoError, UsageError
 
@@ -114,7 +113,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
         )
     except ArenoError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
+    except (*UNREADABLE, TypeError) as error:
         text = " ".join(str(error).split())[:400]
         raise UsageError(
             f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; use an adapter "

@@ -4,8 +4,8 @@ Loading validates that areno runs the model correctly. Two short random sequence
 ``eager`` attention, and then packed with areno's attention plan. The results must agree. The packed run uses the experts
 that the individual runs chose, because rounding can change a router's choice between nearly equal scores. A model with
 layers that ignore the plan (an unknown recurrent mixer or a custom attention) is rejected, because one packed sequence
-would affect the results of another.
-If the context exceeds the model's attention window, both runs are repeated with a narrow window.
+would affect the results of another. If the context exceeds the model's attention window, both runs are repeated with a
+narrow window.
 """
 
 import logging
@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
@@ -26,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import base_of, is_adapter
+from areno.engine.limits import UNREADABLE
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.attach_adapter import attach, brings_head, merge_for_good
 from areno.engine.model.attention import IMPLEMENTATIONS
@@ -44,9 +43,6 @@ from areno.errors import ArenoError, UnsupportedModelError, UsageError
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=PackedModel)
-
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
-"""Errors of reading a checkpoint whose files are missing, damaged or unsuitable."""
 
 _PROBE_LENGTHS = (7, 12)
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}

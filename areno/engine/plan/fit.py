@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from areno.config.paths import base_of
+from areno.engine.limits import read_config
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.layout_estimates import (
     Machines,
@@ -122,11 +121,9 @@ def run(argv: Sequence[str]) -> int:
         if not 0 < getattr(options, name) < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use a finite number above 0")
     try:
-        model = ModelSizes.of(AutoConfig.from_pretrained(base_of(options.ckpt)))
-    except AttributeError as error:
+        model = ModelSizes.of(read_config(options.ckpt, option="--ckpt"))
+    except (AttributeError, ValueError) as error:
         raise UsageError(f"--ckpt {options.ckpt}: models of this architecture cannot be estimated: {error}") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--ckpt {options.ckpt}: cannot read the configuration: {error}") from error
     compute = 2 if options.dtype == "bfloat16" else 4
     step = Training(options.tokens, options.microbatches, compute, _MOMENTS[options.optimizer])
     memory = int(options.device_memory * _GIB * _USABLE)

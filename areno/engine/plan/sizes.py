@@ -198,9 +198,9 @@ class RunSizes(Sizes):
 
 
 def _adapter(run: TrainOptions) -> AdapterOptions | None:
-    if run.adapter_rank is None:
+    if (rank := run.adapter_rank) is None:
         return None
-    return AdapterOptions(rank=run.adapter_rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
+    return AdapterOptions(rank=rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:

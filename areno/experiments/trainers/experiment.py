@@ -185,14 +185,15 @@ class ExperimentTrainer(TrainingLoop):
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
         """Open the engine, with the weights of a checkpoint if there is one."""
-        actor = section = self.config.actor
+        section = self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
         config = engine_config(section, trains=self.actor_trains, seed=self.config.seed, **options)
+        layout = training_layout(section)
         if checkpoint is not None and config.adapter is not None:
             config = replace(config, adapter=replace(config.adapter, adapter_path=str(checkpoint)))
         elif checkpoint is not None:
             section = replace(section, path=str(checkpoint))
-        return make_engine(section, config, training_layout(actor), self.launcher)
+        return make_engine(section, config, layout, self.launcher)
 
     def _engine_options(self) -> dict[str, Any]:
         return {}

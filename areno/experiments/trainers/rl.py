@@ -36,7 +36,7 @@ from areno.observability import tracing
 from areno.observability.perf_tracer import Category
 from areno.observability.samples import EVAL_PROMPTS, EvalSamples, observe, reward_records, row_records
 from areno.observability.screen import ShownSample
-from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.dispatcher import STALL_TIMEOUT_S, BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
@@ -68,8 +68,6 @@ _TIMED = {
 }
 """Timer names of an update's stages; the log-probs of other roles are timed as ``{role}_logp``."""
 _EVAL_AHEAD = 10**12
-_STALL_S = 3600.0
-"""Shortest time without progress after which a run ends. A longer `rollout.request_timeout` extends it."""
 
 
 class PPOTrainer(ExperimentTrainer):
@@ -243,7 +241,7 @@ class PPOTrainer(ExperimentTrainer):
             queue_size=None if evaluates else rollout.queue_size,
             max_staleness=None if evaluates else rollout.max_staleness,
             on_stale=on_stale,
-            stall_timeout_s=max(rollout.request_timeout, _STALL_S),
+            stall_timeout_s=max(rollout.request_timeout, STALL_TIMEOUT_S),  # a tool may take longer than a request
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._trace_episode,

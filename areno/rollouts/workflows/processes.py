@@ -1,8 +1,7 @@
 """Runs agents in separate processes, so that an agent that blocks or crashes affects only its own episode.
 
-A process runs one agent at a time, with the environment variables of the agent's session (server address and API key). A
-process imports torch or model code only if the
-agent does.
+A process runs one agent at a time, with the environment variables of the agent's session (server address and API key). It
+imports torch or model code only if the agent does.
 """
 
 import asyncio
