@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 # How long an idle OpenMP thread spins before it sleeps. With a small model, waking a thread takes longer than its work.
-# With this value, a spin of about 40 ms, a training step on two cores takes 28 ms; with a spin of 0.5 ms it takes 42 ms.
+# With this value (a spin of about 40 ms), a training step on two cores takes 28 ms; with a spin of 0.5 ms it takes 42 ms.
 # If another process is busy, the step takes 100 ms (spin of 40 ms), 115 ms (0.5 ms) or 400 ms (13 ms, GNU OpenMP's default).
 # OpenMP reads the variable when torch is loaded. A value that the user has set is kept.
 if "OMP_WAIT_POLICY" not in os.environ:

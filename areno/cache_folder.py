@@ -32,8 +32,8 @@ def cache_folder(kind: str) -> Path:
 def planted_problem(path: Path) -> str:
     """Describe why a cached file cannot be trusted, or return "".
 
-    Cached files are machine code, so the file and each cache folder above it must belong to this user or root, and must
-    not be world-writable.
+    The file contains machine code, so it and each cache folder above it must belong to this user or root, and must not be
+    world-writable.
     """
     root = cache_folder("")
     for entry in (path, *(folder for folder in path.parents if folder.is_relative_to(root))):

@@ -9,7 +9,7 @@ MEMORY_HINT = (
     "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
     "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
 )
-"""Advice that is printed after such an error."""
+"""Advice for an out-of-memory error."""
 
 
 class ArenoError(Exception):

@@ -147,7 +147,7 @@ class Frames:
         return self._socket.fileno()
 
     def arrived(self) -> list[bytes]:
-        """Return all complete messages received so far, without blocking.
+        """Return complete messages that have been received, without blocking.
 
         Raises EOFError if the peer has closed and no message is left, and FrameError if a message is invalid or too large.
         """

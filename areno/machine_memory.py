@@ -1,4 +1,4 @@
-"""Host memory: how much is free or installed, within the control group's limit, and how much a run uses. No torch import."""
+"""Host memory: how much is free or installed, within the container's limit, and how much a run uses. No torch import."""
 
 import os
 from contextlib import suppress
@@ -9,7 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """Return the bytes that can still be allocated: what the kernel reports as available, within the control group's limit.
+    """Return the bytes that can still be allocated: what the kernel reports as available, within the container's limit.
 
     If the kernel does not report it, half of the physical memory counts as available.
     """
@@ -18,7 +18,7 @@ def free_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the physical memory in bytes, or the limit of the control group if that is lower."""
+    """Return the physical memory in bytes, or the limit of the container if that is lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
 
 
@@ -56,7 +56,7 @@ def proc_figure(file: str, name: str) -> int:
 
 
 def _group_limit() -> int:
-    """Return the memory limit of cgroup v2 in bytes; huge if there is none."""
+    """Return the container's memory limit (cgroup v2) in bytes; huge if there is none."""
     with suppress(OSError, ValueError):
         return int((_GROUP / "memory.max").read_text())
     return 2**62

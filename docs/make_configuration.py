@@ -134,8 +134,8 @@ context or expert parallelism, weights and gradients are sharded as well. On a C
 run on the actor's ranks.
 
 The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number: d (data), t (tensor), p (pipeline), c (context) or
-e (expert). areno supports d and t; vllm and sglang also support p. fsdp supports d, t and c; megatron and archon support all
-five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
+e (expert). `areno` supports d and t; `vllm` and `sglang` also support p. `fsdp` supports d, t and c; `megatron` and `archon`
+support all five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
 
 `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate devices; with
 `areno[rollout]:d2|fsdp[actor]:d2`, they share devices. areno also translates the forms of earlier AReaL versions, in which m is

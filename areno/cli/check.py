@@ -166,7 +166,7 @@ def _compiler(report: dict[str, Any]) -> Iterator[Check]:
         compiler is not None,
         "INFO",
         "C++ compiler (optional)",
-        compiler or "none found; torch.compile is disabled",
+        compiler or "none found; decoding on a CPU is slower",
         "xcode-select --install" if report["platform"]["system"] == "Darwin" else install,
     )
 

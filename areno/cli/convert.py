@@ -27,13 +27,13 @@ def run(argv: Sequence[str]) -> int:
         "settings",
         metavar="FILE.yaml | --name value | name=value",
         nargs=argparse.REMAINDER,
-        help="A YAML file, settings in the form of the tool's command line, or both; later settings win.",
+        help="A YAML file, settings as on the tool's command line, or both; later settings win.",
     )
     parser.add_argument(
         "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="What TRL trains (default: grpo)."
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="Number of devices (default: 1), because TRL counts rows per device."
+        "--devices", type=int, default=1, help="Number of devices, because TRL counts rows per device (default: 1)."
     )
     options = parser.parse_args(argv)
     if options.devices < 1:

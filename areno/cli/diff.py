@@ -12,7 +12,7 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno diff",
         description="Compare two runs: settings, environment, curves, and the first step that differs, with its "
-        "first phase that differs (prompts, sampled tokens, log-probs, rewards, advantages, update). Takes runs of "
+        "first differing phase (prompts, sampled tokens, log-probs, rewards, advantages, update). Takes runs of "
         "areno train and of areno run. The exit code is 0 if the number of steps, the results and the settings that may change "
         "results are the same, else 1.",
         allow_abbrev=False,

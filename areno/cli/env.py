@@ -1,6 +1,6 @@
 """``areno env``: reports hardware, packages and environment as text or JSON, for bug reports and ``areno check``.
 
-Each item is probed separately, and failures are reported, so the command works on a broken installation.
+Each item is probed separately, and failed imports are reported, so the command works even if torch is broken.
 """
 
 import importlib

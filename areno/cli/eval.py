@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class EvalProgress:
-    """Progress of an evaluation: a bar on a terminal, log lines elsewhere. Also writes the answers to a given file."""
+    """Progress of an evaluation: a bar on a terminal, log lines elsewhere. Also fills an :class:`AnswerFile`, if given."""
 
     def __init__(self, n_samples: int, answers: AnswerFile | None) -> None:
         from rich.console import Console

@@ -32,7 +32,11 @@ def run(argv: Sequence[str]) -> int:
         nargs="?",
         help="A metric by full name or short name, such as reward; without a name, all metrics are listed.",
     )
-    parser.add_argument("--run", metavar="RUN", help="Also show the values of the metric in this run directory.")
+    parser.add_argument(
+        "--run",
+        metavar="RUN",
+        help="Also show the metric's values in this run directory; without METRIC, list only this run's metrics.",
+    )
     arguments = parser.parse_args(argv)
     width = shutil.get_terminal_size().columns
     data = RunData(arguments.run) if arguments.run else None

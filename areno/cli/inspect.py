@@ -29,8 +29,8 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno inspect",
         description="List the newest samples of a run, or show one sample (--sample): its conversation, if recorded, and "
-        "its tokens. Each token is shown with its role, its log-prob at sampling time and its advantage; * marks tokens that "
-        "are trained on.",
+        "its tokens. Sampled and trained tokens are shown with their role, log-prob at sampling time and advantage; * marks "
+        "tokens that are trained on.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

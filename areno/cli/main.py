@@ -25,7 +25,7 @@ COMMANDS = {
     "explain": "Explain a metric: what it means, which values are normal, and what to do otherwise.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
-    "plot": "Draw metrics of runs as SVG, or write metrics and samples as CSV or Parquet.",
+    "plot": "Draw metrics of runs as SVG, or write metrics or samples as CSV or Parquet.",
     "plan": "Estimate the memory of a training run, and report whether the run fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "replay": "Train again on the recorded samples of a step, with different loss options.",
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # raises BrokenPipeError now instead of at interpreter exit
         return code
-    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: argparse has printed the help
+    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: such as after --help
         return exit_code(error)
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):

@@ -1,6 +1,4 @@
-"""``areno plan``: estimates the memory of each phase of a run, and suggests changes if the run does not fit. No model is
-loaded.
-"""
+"""``areno plan``: estimates the memory of each phase of a run and suggests changes, or lists layouts that fit (``--fit``)."""
 
 import json
 from collections.abc import Sequence

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         type=int,
         metavar="STEPS",
         default=1,
-        help="Draw the moving mean over this many values, with a band from their minimum to their maximum.",
+        help="Draw the moving mean over this many values; for a single run, with a band from their minimum to their maximum.",
     )
     parser.add_argument(
         "--mean-over",
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix == ".svg":
         for name, group in groups.items():
             if missing := [metric for metric in metrics if not recorded(group, metric)]:
-                of_all = " at a step of all its runs" if len(group) > 1 else ""
+                of_all = " at a step common to its runs" if len(group) > 1 else ""
                 print(f"note: {name} has no {', '.join(missing)}{of_all}", file=sys.stderr)
         _write_svg(plot(groups, metrics, *_layout(arguments, len(metrics))), out)
         print(f"curves={len(groups)} metrics={','.join(metrics)}: {out}")

@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
         description="Train again on the rows recorded in a step of a run, with the run's configuration and any changes to the "
         "loss, the advantages or the optimizer, such as --lr 1e-6; compare the statistics with those of the run. Uses the "
         "rows of --save-rollouts if available, otherwise the recorded samples, and starts from the newest checkpoint "
-        "saved before the step. Nothing is generated, and nothing is written to the run directory.",
+        "before the step, else from the initial model. Nothing is generated, and nothing is written to the run directory.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

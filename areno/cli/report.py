@@ -15,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno report",
         description="Write the report of a run (report.html), even if the run is in progress or was killed, and print "
-        "its verdict: whether it learned, why it ended, what is wrong, and what to change.",
+        "the verdict: whether the run learned, why it ended, what is wrong, and what to change.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

@@ -1,7 +1,7 @@
 """``areno train``: prepares the run, prints its summary, and trains.
 
-The flags are declared in ``areno/config``: in ``run_options.py``, ``rollout_options.py`` and ``train_options.py``, each as a
-field of a dataclass. Some algorithms in ``areno/algorithms`` add their own flags. The run itself is in
+The flags are fields of dataclasses in ``run_options.py``, ``rollout_options.py`` and ``train_options.py`` of
+``areno/config``. Some algorithms in ``areno/algorithms`` add their own flags. The run itself is in
 :mod:`areno.api.run_training`.
 """
 

@@ -30,7 +30,7 @@ class Task:
 
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.
-        environment: environment variables in addition to those of the machine that runs the task.
+        environment: environment variables in addition to those that the task inherits.
         log_file: file for the output; None inherits the output of the process that starts the task.
     """
 
@@ -53,7 +53,7 @@ class RoleNeed:
 
     workers: int = 1
     together: int = 1  # number of consecutive workers that must be on one machine
-    cpu: int = 1
+    cpu: int = 1  # cores of a worker
     gpu: int = 0
     mem: int | None = None  # memory in GB per GPU, or per worker without GPUs; None requests none
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +149,10 @@ class Launcher(Protocol):
         """Start tasks, and wait until all of them have connected. If one fails, kill all of them and raise EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Reserve resources for ``workers`` workers of a role. After an EngineError or UsageError, nothing has changed."""
+        """Reserve resources for ``workers`` workers of a role.
+
+        After an EngineError or UsageError, some may be reserved; call again with the old number to release them.
+        """
 
     def close(self) -> None:
         """Kill running tasks, and release reserved resources. A second call does nothing."""

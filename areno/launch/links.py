@@ -73,7 +73,7 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Expect a worker with a unique name before it is started, and return a future of its connection."""
+        """Expect a worker that will be started with a unique name; return a future of its connection."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future
@@ -100,7 +100,7 @@ class Listener:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_PAUSE_S)  # such as too many open files
+                time.sleep(_PAUSE_S)  # too many open files, for example
                 continue
             if self._handshakes.acquire(blocking=False):
                 threading.Thread(target=self._prove, args=[sock], name="areno-link", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Runs tasks on a Ray cluster. An actor starts the process of each task, on the node where Ray has placed the actor.
+"""Runs tasks on a Ray cluster. For each task, an actor starts the process on the node where Ray has placed the actor.
 
 Each role that is not colocated has its own placement groups. The task and the actor are separate processes. Therefore, Ray's
 threads and pickling do not affect the task, and a hanging task can be killed. A task exits when its connection is closed. The

@@ -88,7 +88,7 @@ class SlurmTask:
 
 
 class SlurmLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`. This process must belong to the job, and run on one of its nodes.
+    """See :class:`areno.launch.launcher.Launcher`. This process must belong to the job.
 
     Raises UsageError if the workers do not fit on the nodes of the job.
     """

@@ -49,7 +49,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(options: NameOptions) -> None:
-    """Switch to another store, and delete the names of this process from the previous store."""
+    """Switch to another store, after a ``reset`` of the previous one."""
     store = options.open()
     _names.reset()
     _names.store = store

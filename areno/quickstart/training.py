@@ -42,7 +42,7 @@ class BriefLines(PlainProgress):
 
 
 def run_folder(run_dir: str | None) -> Path:
-    """Return the folder of the run (default ``runs/quickstart-<time>``) and print it; UsageError unless it is new or empty."""
+    """Print and return the run's folder (default ``runs/quickstart-<time>``). Raises UsageError unless it is new or empty."""
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
     if root.is_file():
         raise UsageError(f"--run-dir {root} is a file; use the name of a new folder")

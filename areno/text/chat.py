@@ -16,7 +16,7 @@ from areno.text.messages import has_python_arguments, template_messages, templat
 
 CHAT_MARKERS = ("<|im_start|>", "<start_of_turn>", "<turn|>", "<|user|>", "<|assistant|>")
 
-# Arguments of `apply_chat_template` that areno sets itself.
+# Arguments of `apply_chat_template` that users may not pass.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
@@ -72,15 +72,15 @@ def render_generation_prompt(
     Args:
         prompt: text, or a list of ``{"role", "content"}`` messages in OpenAI's format, including content parts,
             ``tool_calls`` and messages of the role ``tool``.
-        disable_thinking: pass ``enable_thinking=False`` to templates that support it.
+        disable_thinking: pass ``enable_thinking=False`` to the template, which may ignore it.
         tools: available tools in OpenAI's format. If the template does not support tools, the system message describes
             them.
         chat_template_kwargs: additional template variables, which override ``disable_thinking``.
         add_generation_prompt: open the assistant's turn at the end.
 
     Raises:
-        UsageError: a message has content other than text, a variable is reserved, or the template rejects the messages,
-            for example because roles do not alternate.
+        UsageError: a message, call or tool is malformed, content is not text, a variable is reserved, or the template
+            rejects the messages, for example because roles do not alternate.
     """
     if isinstance(prompt, str):
         if not tools and (not tokenizer.chat_template or is_chat_formatted(prompt)):

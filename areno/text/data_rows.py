@@ -76,7 +76,7 @@ def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: s
 def encode_examples(
     tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of prompts and responses. An EOS token is appended unless a response already ends with EOS."""
+    """Token ids of prompts and responses. An EOS token is appended to each response that does not end with one."""
     eos = ending_token(tokenizer, eos_token_ids)
     for begin in range(0, len(examples), _ENCODE_ROWS):
         prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
@@ -125,8 +125,8 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
     """Convert the transcripts of an hh-rlhf preference pair to conversations. Other rows are returned unchanged.
 
-    A transcript starts with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. A transcript that does not end with
-    a response becomes an empty list, which drops the pair.
+    Each turn of a transcript starts with ``\\n\\nHuman:`` or ``\\n\\nAssistant:``. A transcript that does not end with a
+    response becomes an empty list, which drops the pair.
 
     Rows with a ``prompt`` are not converted. Without a chat template (``with_template`` is False) the pair stays text,
     and the prompt is the common prefix up to its last ``Assistant:``.

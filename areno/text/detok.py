@@ -101,7 +101,7 @@ def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """``tokenizer.decode`` without cleanup. Calls the backend directly unless ``decode`` is overridden, for speed."""
+    """``tokenizer.decode`` without cleanup. For speed, calls the backend directly unless ``decode`` is overridden."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -48,7 +48,7 @@ def json_schema_constraint(
     """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
     Returns a factory for the state of one sample; the factory is cheap to call. Raises UsageError if the schema is
-    invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is not a fast one or has no EOS token.
+    invalid or unsupported, ``llguidance`` is not installed, the tokenizer is not a fast one, or it has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
@@ -196,7 +196,7 @@ class _Compiler:
         return " ".join(parts)
 
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
-        """Rules for any text up to and including ``end``. ``any_token`` also allows special tokens."""
+        """Rules for any text up to and including ``end``. If ``end`` is a special token, ``any_token`` allows others too."""
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]
         others = sorted(set(self._special.values()) - {self._special.get(end), *self._eos_ids})

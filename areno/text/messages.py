@@ -21,8 +21,8 @@ def template_messages(
     """Convert messages for a chat template.
 
     A feature that the template's source does not mention counts as unsupported. Most templates expect the arguments of
-    a call as an object; a few templates expect JSON text. Raises UsageError if content is not text, or if calls are
-    not in OpenAI's format.
+    a call as an object; a few expect JSON text (``arguments_as_text``). Raises UsageError if content is not text, or if
+    calls are not in OpenAI's format.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:

@@ -32,7 +32,7 @@ def read_sessions(inputs: Sequence[str | Path]) -> list[dict[str, Any]]:
     records = (record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path))
     sessions = [record for record in records if record is not None and "submit_ts" in record]
     if not sessions:
-        raise UsageError(f"{', '.join(map(str, inputs))}: no sessions recorded there yet")
+        raise UsageError(f"{', '.join(map(str, inputs))}: no sessions recorded yet")
     return sorted(sessions, key=lambda record: record["submit_ts"])
 
 

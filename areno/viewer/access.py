@@ -25,7 +25,7 @@ _OWN_PAGES = (b"none", b"same-origin")
 
 
 class AccessMiddleware:
-    """ASGI middleware that rejects foreign hosts and unauthorized requests for data, and sets the headers of all responses.
+    """ASGI middleware that rejects foreign hosts and unauthorized requests for data, and adds security headers.
 
     A browser sends the key once, to ``LOGIN``, and keeps a cookie that is valid until the server stops.
     """

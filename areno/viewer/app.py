@@ -101,7 +101,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Points of series; ``after`` has an empty string or the ``next`` of an earlier response for each name.
+        """Points of series. For each name, ``after`` has the ``next`` of an earlier response or an empty string.
 
         ``metrics`` in the response is the number of all metrics, so that a client notices new metrics.
         """
@@ -245,7 +245,7 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
 
 
 def _log_part(run: OpenedRun, number: int, after: int | None, before: int | None) -> dict[str, Any]:
-    """A part of a log: ``lines``, and the byte positions ``start`` and ``end``."""
+    """The ``lines`` of a log from byte ``start`` to ``end``, its ``size``, and the names of all logs as ``files``."""
     logs = run.logs()
     names = [path.name for path in logs]
     if not 0 <= number < len(logs):

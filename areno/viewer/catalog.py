@@ -1,4 +1,4 @@
-"""Finds the runs below a folder every few seconds, lists them from the last lines of their files, and opens runs on demand.
+"""Finds the runs of a folder, lists them without reading all their metrics, and opens runs on demand.
 
 A client refers to a run by an ID, which is a hash of its path, and never by a path. A run is listed only if it
 is inside the folder after symbolic links are resolved. :mod:`areno.viewer.confined` opens its files. A run with damaged files
@@ -74,7 +74,7 @@ class OpenedRun:
 
 
 class RunCatalog:
-    """The runs below ``folder``."""
+    """The runs at or below ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.shown = folder.resolve(), str(folder)
@@ -113,9 +113,9 @@ class RunCatalog:
         return run
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per run: name, algorithm, state, steps, last reward and warnings.
+        """One row per run, such as its name, state, steps, last reward and number of warnings.
 
-        Metrics are read only from the end of the file. A run that cannot be read has a ``problem`` instead of these values.
+        Metrics are read only from the end of the file. If a run is unreadable, its values are empty, and ``problem`` says why.
         """
         rows = [self._row(run_id, path) for run_id, path in self.paths().items()]
         return [row for row in rows if row is not None]
@@ -137,7 +137,7 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """The row of a run; None if the run was deleted after the search."""
+        """The row of a run; None if one of its files disappears meanwhile."""
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
         try:
             files, signature = RunDirectory(path, opened=self.opened), _signature(path)
@@ -160,7 +160,7 @@ class RunCatalog:
 
 
 def completed_steps(data: RunData) -> int:
-    """Number of completed training steps. Evaluations do not count, because their step number is one higher."""
+    """Number of completed training steps. Evaluations do not count: their step is one above the last training step."""
     metrics = data.metrics
     return max((metrics[name].steps[-1] for name in metrics.names if not _is_evaluated(name)), default=-1) + 1
 

@@ -75,7 +75,7 @@ class Changes:
 
 
 class _Watch:
-    """Checks a run, or the list of runs, while clients follow it; ``ended`` is called at the end."""
+    """Checks a run, or the list of runs, while clients follow it; then calls ``ended``."""
 
     def __init__(self, look: Callable[[], Parts], stopping: asyncio.Event, ended: Callable[[], object]) -> None:
         self.clients: set[_Client] = set()

@@ -26,7 +26,8 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 
     Returns:
         ``metric`` (the recorded name), ``next``, ``start`` (number of omitted values), the lists ``steps``, ``values``
-        (null if not finite) and ``minutes`` since the first record, and ``not_finite`` (steps of non-finite values).
+        (null if not finite) and ``minutes`` since the first record, and ``not_finite`` (steps of the first 100 values that
+        are not finite).
     """
     metric = metric_name(data, name)
     if metric is None:

@@ -13,7 +13,7 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
 
     Returns:
         ``steps`` (number of completed steps of each evaluation), ``before``, ``after`` and ``prompts``. Each prompt has
-        ``prompt_index``, ``prompt``, and the records ``before`` and ``after``: null if an evaluation lacks the prompt.
+        ``prompt_index``, ``prompt``, and the records ``before`` and ``after`` (null if that evaluation lacks the prompt).
     """
     steps = list(dict.fromkeys(record["step"] for record in run.files.read_eval_samples()))
     if not steps:

@@ -25,7 +25,7 @@ _NEIGHBORS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """The samples to list. None means no filter. Bounds are inclusive. With ``flags``, a sample needs at least one flag."""
+    """The samples to list. None means no filter. Bounds are inclusive. Of ``flags``, one is enough."""
 
     step_from: int | None = None
     step_to: int | None = None
@@ -35,7 +35,7 @@ class SampleQuery:
     text: str = ""
     order: str = "newest"
     offset: int = 0  # position of the first sample among those that pass the filters, which use only the index
-    until: int | None = None  # ignore samples recorded after this many, so that pages do not shift
+    until: int | None = None  # consider only the first `until` samples, so that pages do not shift
     limit: int = 50
 
 
@@ -44,10 +44,10 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 
     Returns:
         ``recorded`` (number of all samples), ``matching`` (number of samples that pass the filters), ``until``,
-        and ``samples``: entries as in :func:`describe_entry` with an ``excerpt``, which is null if the line is damaged or too
-        long. ``next`` is the offset of the next page, or None at the end. With a text search, a page may have fewer than
-        ``limit`` samples, or no samples, and still have a ``next``. ``left_out`` is the number of bytes in damaged or too
-        long lines without an entry in the index.
+        and ``samples``: entries as in :func:`describe_entry` with ``reward_parts`` and an ``excerpt``, which is null if the
+        line is damaged or too long. ``next`` is the offset of the next page, or None at the end. With a text search, a page
+        may have fewer than ``limit`` samples, or no samples, and still have a ``next``. ``left_out`` is the number of bytes
+        in damaged or too long lines without an entry in the index.
 
     Raises:
         ApiError: a flag or the order is unknown.
@@ -79,7 +79,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     """The whole record of a sample, with ``index``, ``recorded`` and ``same_prompt`` (all samples of its step and prompt).
 
     Raises:
-        ApiError: there is no such sample.
+        ApiError: there is no such sample, or its line is too long or unreadable.
     """
     entries = run.entries()
     if not 0 <= index < len(entries):
@@ -88,7 +88,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     near, entry = entries[start : index + _NEIGHBORS], entries[index]
     same = np.flatnonzero((near["step"] == entry["step"]) & (near["prompt"] == entry["prompt"])) + start
     if (length := int(entry["length"])) > MAX_BYTES:
-        raise ApiError(403, f"this sample has {length} bytes; at most {MAX_BYTES} are read", code="sample_too_large")
+        raise ApiError(403, f"this sample has {length} bytes; the limit is {MAX_BYTES}", code="sample_too_large")
     with run.open(run.files.samples_path) as file:
         record = read_sample(file, entry)
     if record is None:

@@ -21,7 +21,7 @@ PORT = 6333
 _LAST_PORT = 65535
 _MAX_CONNECTIONS = 256
 _THREADS = 8
-"""Number of threads that read files; more threads would only use more memory."""
+"""Number of threads that answer requests; more threads would only use more memory."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class ViewerServer:
         key: API key; required if ``host`` is not loopback.
 
     Raises:
-        UsageError: the folder does not exist, the address is unavailable or out of range, or the key is missing.
+        UsageError: the folder, the port or the key is invalid, the key is missing, or the address is unavailable.
     """
 
     folder: Path

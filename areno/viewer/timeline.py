@@ -1,7 +1,7 @@
 """The timeline of an asynchronous run: sessions, phases and weight versions over time.
 
-Sessions and phases exist in runs with traces (``perf_tracer`` of experiments, ``--trace``). The last sessions before a time
-are found by bisection of the files, so that only a bounded part of a long run is read.
+Phases need ``--trace`` or an experiment's ``perf_tracer``; sessions need its ``session_tracer``. The last sessions before a
+time are found by bisection of the files, so that only a bounded part of a long run is read.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
     """The last sessions that ended before ``until`` (Unix seconds; None means the end), and the phases in this window.
 
     Returns:
-        - ``begin`` and ``end`` of the window
+        - ``begin`` and ``end`` of the window: the span of the sessions or, without sessions, the last minute
         - ``sessions`` in order of submission, each with ``task, session, role, begin, end, status, reason``, ``phases`` (a
           list of ``name, begin, end``) and ``version`` (the weight version when the session began)
         - ``phases`` of the trainer
@@ -86,7 +86,7 @@ def _ended(record: dict[str, Any]) -> float | None:
 
 
 def _is_session(record: dict[str, Any]) -> bool:
-    """Whether a record has the fields that the tracer writes; damaged records are omitted."""
+    """Whether a record has valid phases and times; damaged records are omitted."""
     phases = record.get("phases")
     return (
         _is_number(record.get("submit_ts"))
@@ -167,8 +167,8 @@ def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iter
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
     """The time at which each weight version became available: the end of the weight update in the trace.
 
-    Without a trace, this is the time at which the step's metrics were recorded, right after the update. Records of evaluations
-    are skipped: their step is the number of completed steps, for which no weights are available yet.
+    Without a trace, this is the time at which the step's metrics were recorded, right after the update. The evaluation after
+    the last update is skipped, because its step is that of the next update.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

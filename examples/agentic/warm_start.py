@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--expert", required=True, help="the Course, as FILE.py:NAME; FILE.py alone means FILE.py:EXPERT"
+        "--expert", required=True, help="the expert, as FILE.py:NAME; FILE.py alone means FILE.py:EXPERT"
     )
     parser.add_argument(
         "--output", required=True, type=Path, help="folder for all files; the model is written to OUTPUT/model"

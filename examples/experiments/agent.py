@@ -11,7 +11,7 @@ import openai
 
 
 class LetterAgent:
-    """Requests an answer, corrects the model, and requests a second answer. Both answers get a reward."""
+    """Requests an answer, and a second one unless the first is perfect. Each answer gets a reward."""
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any = None) -> dict[str, float]:
         """Run one episode.

@@ -3,13 +3,13 @@
     python examples/experiments/toy.py --output /tmp/areno-toy
 
 writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` contains a letter, and the answer should
-consist of this letter),
-``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
+consist of this letter), ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and
+``rejected``).
 
 A model can only improve by reinforcement learning if it sometimes succeeds at the task. This script trains the model from
-random weights with plain PyTorch in a few seconds. At first, all training answers are right. Later, one in ten
-is right, and all other training answers are random letters. The resulting mean reward is about 0.1 of at most 1. The teacher
-is this model after further steps on right answers.
+random weights with plain PyTorch in a few seconds. At first, all training answers are right. Later, one in ten is right,
+and all other training answers are random letters. The resulting mean reward is about 0.15 of at most 1. The teacher is this
+model after further steps on right answers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def random_model(tokenizer: Any, seed: int, head_dim: int = 8) -> Any:
 
 
 def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed: int) -> None:
-    """Train with one optimizer step per entry of ``shares``, the fraction of right answers, with a warm-up and a decay to 0."""
+    """Train one step per entry of ``shares``, the fraction of right answers; the learning rate warms up and decays to 0."""
     import torch
 
     drawn = random.Random(seed)

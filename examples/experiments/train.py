@@ -15,7 +15,7 @@ from areno.experiments.run_experiment import guarded
 
 
 def not_all_equal(trajectory: dict) -> bool:
-    """Reject groups whose answers are all right or all wrong, because there is nothing to learn from such groups."""
+    """Reject groups whose rewards are all equal, because there is nothing to learn from such groups."""
     return float(trajectory["rewards"].std()) > 0
 
 

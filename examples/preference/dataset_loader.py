@@ -38,7 +38,7 @@ def conversation(transcript: str) -> list[dict[str, str]]:
     before, *turns = _TURN.split(f"\n\n{transcript.strip()}")
     if before.strip() or not turns:
         raise ValueError(
-            f"a row without `prompt` must contain transcripts that begin with `Human:`, got  {transcript!r:.80}"
+            f"a row without `prompt` must contain transcripts that begin with `Human:`, got {transcript!r:.80}"
         )
     return [
         {"role": _ROLES[speaker], "content": text.strip()}

@@ -18,7 +18,7 @@ async def main(model: str, prompt: str) -> None:
         backend_type=areno.Areno,
         custom_config=areno.ArenoConfig(tp_size=1),
     )
-    trainer.init()  # loads the model; the constructor only stores its arguments
+    trainer.init()  # loads the model; the constructor only checks its arguments
 
     sampling = areno.SamplingParams(max_new_tokens=128)
     async with trainer.rollout_session(sampling_params=sampling, proxy=False):

@@ -1,4 +1,4 @@
-"""Parses tool calls in complete or streamed messages: the formats, and detection of a model's format.
+"""Parses tool calls in complete or streamed messages, and detects the format of a model's calls.
 
 ``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. ``.stream(tools)`` parses
 incrementally. A custom format is a :class:`ToolCallParser` registered under a name.

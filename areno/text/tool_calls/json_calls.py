@@ -1,4 +1,4 @@
-"""Calls as bare JSON, possibly in text: ``{"name", "arguments"}``, a list of these, or ``{"tool_calls": [...]}``.
+"""Calls as bare JSON, possibly between text: ``{"name", "arguments"}``, a list of these, or ``{"tool_calls": [...]}``.
 
 Llama 3 writes ``{"name", "parameters"}``, sometimes after ``<|python_tag|>`` and with ``;`` between two calls. JSON that
 does not describe a call is plain text.

@@ -1,6 +1,6 @@
 """Shared parts of all tool-call formats: the parsed message, and the incremental parser.
 
-A :class:`CallFormat` describes a call, starting at its opening marker. The parser of this module finds the markers, emits
+A :class:`CallFormat` describes how a call is written. The parser of this module finds the markers, emits
 the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed
 call can remain text. A complete message is parsed as a stream of one piece, so streaming gives the same result.
 """
@@ -34,7 +34,7 @@ class ParsedMessage:
 
     content: str | None  # text without calls; None if there are only calls
     tool_calls: list[ToolCall]  # calls in order
-    malformed: int  # calls that cannot be parsed or name an unknown tool; they remain part of the text
+    malformed: int  # number of calls that cannot be parsed or name an unknown tool; they remain part of the text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The formats of Qwen, which writes one Hermes block per call, and of MiniCPM.
 
 Qwen3-Coder and Qwen 3.5 write tags instead of JSON inside the block. Qwen's parsers accept tags and JSON, because
-smaller models mix the formats. MiniCPM writes its own tags without a block; variants based on Qwen write Qwen's tags.
+smaller models mix the formats. MiniCPM writes its own tags without a block; MiniCPM models based on Qwen write Qwen's tags.
 """
 
 import re

@@ -51,8 +51,8 @@ _ALIASES = {
     "minimax_m2": "minimax",
 }
 
-# Signs of a format in a chat template, most specific first: a template that describes a format in words often contains signs
-# of a more general format as well.
+# Signs of a format in a chat template or among the added tokens, most specific first: a template that describes a format in
+# words often contains signs of a more general format as well.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -79,7 +79,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
     """Register a format. Raises UsageError if the name is ``auto``, or if it is taken and ``replace`` is not set."""
     if name == "auto":
-        raise UsageError("tool-call parser 'auto' is reserved for the choice by model; use another name")
+        raise UsageError("tool-call parser 'auto' is reserved for detecting the format; use another name")
     if not replace and (name in _PARSERS or name in _ALIASES):
         raise UsageError(f"tool-call parser {name!r} already exists; use another name or pass replace=True")
     _PARSERS[name] = parser

@@ -63,7 +63,7 @@ function showProblem(text) {
 /**
  * Call `change({run, changed})` on new data of runs, or of the list of runs if none are passed, and with `{changed: null}` on
  * each connection. The connection is closed while the tab is hidden, because browsers allow only a few. Returns a function that
- * stops it.
+ * stops the calls.
  */
 export function follow(runs, change) {
   let source = null, retry = null, ended = false;

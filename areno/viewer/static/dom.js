@@ -54,7 +54,7 @@ export function announce(text) {
   document.getElementById("status").textContent = text;
 }
 
-/** A number with four significant digits; integers in full. */
+/** A number with at most four significant digits; integers below a billion in full. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);

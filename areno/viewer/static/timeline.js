@@ -138,9 +138,9 @@ class Timeline {
   #lanes = el("section", { "aria-label": "Lanes" }, el("div", { class: "bar" }, this.#earlierButton, this.#laterButton),
     this.#note, this.#legend, this.#drawing, this.#rows);
   #curve = el("section", { "aria-label": "Staleness" }, el("h2", {}, "Staleness per step"), this.#staleness.figure);
-  #missing = el("p", { hidden: true }, "This run has no traces yet. Sessions appear after they have ended, if the run was started with ",
-    el("code", {}, "--trace"), " (areno train) or ",
-    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run).");
+  #missing = el("p", { hidden: true }, "This run has no traces yet. They appear if the run was started with ",
+    el("code", {}, "--trace"), " (areno train, phases only) or ",
+    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run; sessions appear after they have ended).");
 
   constructor(run) {
     this.run = run;

@@ -31,7 +31,7 @@ export function rowsOf(rows) {
 }
 
 /**
- * Where each row forks: `parent` (the earlier row with the longest common prefix; null for a first row), `at` (its length),
+ * Where each row forks: `parent` (the earlier row with the longest common prefix, or null), `at` (length of the prefix),
  * `until` (the end of the edited prompt: the first sampled token after it), `turn`.
  */
 export function forksOf(rows) {
@@ -99,7 +99,7 @@ export function tokenView(row, fork, { color, change }) {
       return el("span", { class: names.filter(Boolean).join(" "), "data-place": place }, text(token));
     });
     fill(box, folded > 0 && el("button", { class: "fold", on: { click: () => ((folded = 0), draw(), box.focus()) } },
-      `${folded} tokens as in branch ${fork.parent + 1}: show`), spans);
+      `Show ${folded} tokens shared with branch ${fork.parent + 1}`), spans);
   }
 
   function choose(place) {

@@ -7,7 +7,7 @@ be able to read this file. ``SETTINGS`` is JSON (see :func:`main`). The methods 
 * ``bubblewrap``: bwrap has already made the mounts and the namespaces.
 * ``namespaces``: this module makes the mounts and the namespaces. The command sees only system folders (read-only) and a copy
   of the workspace in memory.
-* ``landlock``: the file system is unchanged, but the kernel refuses access outside the system folders and the workspace.
+* ``landlock``: the file system is unchanged, but the kernel refuses to open files outside the system folders and the workspace.
 * all three methods: limits on time, memory, processes and file sizes; no capabilities; a system-call filter that refuses
   sockets.
 """

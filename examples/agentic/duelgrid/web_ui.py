@@ -226,7 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--base-url", default=os.environ.get("OPENAI_BASE_URL"), help="endpoint of the model, up to /v1"
     )
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "EMPTY"), help="its key")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "EMPTY"), help="key of the endpoint")
     parser.add_argument(
         "--model", default=os.environ.get("OPENAI_MODEL", "policy"), help="name of the model (default: %(default)s)"
     )

@@ -1,7 +1,7 @@
 """Experts whose answers prepare a random model for reinforcement learning; see ``../warm_start.py``.
 
-`EXPERT` and its variants play perfectly. `READER` only lists the free and the winning squares, and calls the tool with a random
-square. Playing well is left to reinforcement learning.
+`EXPERT`, `TEXT` and `WHOLE_GAMES` play perfectly. `READER` only lists the free and the winning squares, and calls the tool
+with a random square. Playing well is left to reinforcement learning.
 """
 
 from __future__ import annotations
