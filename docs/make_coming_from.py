@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from areno.config.conversion import TRL, VERL, Rule
+from areno.config.conversion_tables import TRL, VERL, Rule
 
 PAGE = Path(__file__).with_name("coming-from.md")
 

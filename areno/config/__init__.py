@@ -12,7 +12,8 @@ Options of other commands:
 
 - ``eval_options`` (``areno eval``, ``export``); ``serve_options`` (``areno serve``, ``chat``).
 - ``replayed`` (``areno replay``): the options of the recorded run, with changes.
-- ``conversion``: settings of TRL and verl, for ``areno convert``; ``experiment``: the YAML files of ``areno run``.
+- ``conversion``: ``areno convert``; ``conversion_tables``: the settings of TRL and verl.
+- ``experiment``: the YAML files of ``areno run``.
 
 For all commands:
 

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 Section = Mapping[str, Any] | None
+_SHARED_STEP = "step"
 
 
 class TrackingService(Protocol):
@@ -177,6 +178,21 @@ class _TrackedRun:
         self._run.finish()
 
 
+class _SharedRun:
+    """A W&B run that other processes may write to. W&B ignores the steps of such a run, so the step is an ordinary metric."""
+
+    name = "W&B"
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({_SHARED_STEP: step, **numbers})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
     """Open a W&B run; a restart resumes the run, except offline. Without an API key, W&B handles the login."""
     wandb = _package("wandb", "wandb", "wandb")
@@ -203,6 +219,9 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
         ),
     )
     _log.info("W&B (%s): %s", mode, opened.url or opened.dir)
+    if mode == "shared":
+        opened.define_metric("*", step_metric=_SHARED_STEP)
+        return _SharedRun(opened)
     # W&B completes a step when the next step starts. A resumed run starts after its history.
     return _TrackedRun("W&B", opened, lambda last: opened.step if last < 0 else last + 1)
 

@@ -13,7 +13,8 @@ import pytest
 from areno.cli.main import main
 from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
-from areno.config.conversion import TRL, VERL, convert
+from areno.config.conversion import convert
+from areno.config.conversion_tables import TRL, VERL
 from areno.config.options import options_of
 from areno.config.parser import extra_options, parse_train
 from areno.config.validate import validate
@@ -138,6 +139,18 @@ def test_pairs_per_device_become_rows_per_microbatch():
         options = parse_train([*BASE, *convert("trl", settings, "dpo", devices=2).words])
         validate(options)
         assert (options.batch_size, options.mini_bs) == (4 * pairs, 4 * pairs)
+
+
+@pytest.mark.usefixtures("workspace")
+def test_dropout_is_converted_only_if_the_algorithm_accepts_it():
+    settings = {"use_peft": True, "lora_r": 8, "lora_dropout": 0.05}
+    grpo, dpo = convert("trl", settings), convert("trl", settings, "dpo")
+    assert ["lora_dropout=0.05: only for SFT and DPO" in note for note in grpo.notes] == [True]
+    assert dpo.notes == convert("trl", settings | {"lora_dropout": 0.0}).notes == []
+    for words, dropout in (([*GSPO, *grpo.words], 0.0), ([*BASE, *dpo.words], 0.05)):
+        options = parse_train(words)
+        validate(options)
+        assert options.lora_dropout == dropout
 
 
 @pytest.mark.parametrize(

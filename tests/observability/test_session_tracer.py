@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,20 +169,42 @@ def test_the_plot_has_a_bar_for_each_phase_and_the_numbers(tmp_path):
 
 
 def test_memory_snapshots_need_a_gpu(tmp_path):
-    import torch
-
     from areno.errors import UsageError
 
-    with MemoryProfiler(tmp_path, []).step(0):
+    with MemoryProfiler(tmp_path, [], gpu=False).step(0, refuse_calls):
         pass
-    if torch.cuda.is_available():
-        profiler = MemoryProfiler(tmp_path, [1])
-        for step in range(3):
-            with profiler.step(step):
-                torch.ones(1000, device="cuda")
-        assert [path.name for path in (tmp_path / "memory_snapshots").iterdir()] == ["step_1"]
-        assert (tmp_path / "memory_snapshots" / "step_1" / "r0.pickle").stat().st_size > 0
-    else:
-        with pytest.raises(UsageError, match=r"memory_profiler\.profile_steps=\[1\] requires a CUDA device.*remove"):
-            MemoryProfiler(tmp_path, [1])
-        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match=r"memory_profiler\.profile_steps=\[1\] requires a CUDA device.*remove"):
+        MemoryProfiler(tmp_path, [1], gpu=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse_calls(function, *arguments):
+    raise AssertionError(f"{function} was called in a step that is not profiled")
+
+
+def test_each_rank_writes_its_memory_of_a_profiled_step_even_if_the_step_fails(tmp_path, monkeypatch):
+    """On a CPU, where PyTorch records no memory, two ranks with PyTorch's calls replaced; on a GPU, one rank."""
+    import torch
+    from torch.cuda import memory
+
+    numbers, calls = [0] if torch.cuda.is_available() else [0, 1], []
+    ranks = [SimpleNamespace(config=SimpleNamespace(peers=SimpleNamespace(rank=number))) for number in numbers]
+
+    def on_all_ranks(function, *arguments):
+        return [function(rank, *arguments) for rank in ranks]
+
+    if len(ranks) == 2:
+        monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append(options))
+        monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"memory"))
+    profiler = MemoryProfiler(tmp_path, [1, 3], max_entries=7)
+    for step in range(3):
+        with profiler.step(step, on_all_ranks):
+            pass
+    with pytest.raises(ZeroDivisionError), profiler.step(3, on_all_ranks):
+        raise ZeroDivisionError
+    folder = tmp_path / "memory_snapshots"
+    written = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.pickle"))
+    assert written == [f"step_{step}/r{number}.pickle" for step in (1, 3) for number in numbers]
+    assert all(path.stat().st_size > 0 for path in folder.rglob("*.pickle"))
+    once = [{"max_entries": 7}] * 2 + [{"enabled": None}] * 2
+    assert calls == (once * 2 if len(ranks) == 2 else [])

@@ -100,6 +100,30 @@ def test_wandb_offline_keeps_every_step_under_the_documented_run_id(tmp_path):
 
 
 @needs("wandb")
+def test_a_shared_wandb_run_has_the_step_as_a_metric(tmp_path, monkeypatch):
+    """W&B refuses to tell the step of a shared run, and ignores steps. Such a run needs a server, so it is written offline."""
+    program = """
+import wandb
+from wandb.sdk.wandb_run import Run
+opened = wandb.init
+def offline(**given):
+    assert given["mode"] == "shared", given
+    return opened(**{**given, "mode": "offline", "resume": None})
+def refuse(run):
+    raise wandb.Error("no step in shared mode")
+def without_step(run, data, step=None):
+    assert step is None
+    return logged(run, data)
+logged, wandb.init, Run.log, Run.step = Run.log, offline, without_step, property(refuse)
+"""
+    monkeypatch.setattr("tests.observability.test_tracking_services.PROGRAM", program + PROGRAM)
+    send(tmp_path, [[0, 1, 5, 3]], wandb={"mode": "shared"})
+    _, history = wandb_records(tmp_path)
+    rows = [(row["step"], row["ppo_actor/task_reward/avg"]) for row in history]
+    assert rows == [(0, 0.0), (1, 0.5), (5, 2.5), (3, 1.5)]
+
+
+@needs("wandb")
 def test_wandb_mode_true_means_online_and_fails_without_a_server(tmp_path):
     unreachable = {"wandb_base_url": "http://127.0.0.1:9", "wandb_api_key": "k" * 40}
     program = PROGRAM.replace('print("LOADED"', 'print("LOADED", service._run.settings.mode, "X"')

@@ -4,6 +4,7 @@ Declarations:
 
 - ``experiments``: the top level of each kind of experiment; ``setting_declaration``: how a setting is declared.
 - ``engine_sections``: ``actor``, ``critic``, ``ref``, ``teacher``; ``generation_sections``: ``gconfig``, ``rollout``, agents.
+- ``optimization_sections``: optimizer, microbatches and normalization, within the sections of models.
 - ``run_sections``: data, saving, evaluation, logging, rewards; ``worker_sections``: cluster and scheduler.
 - ``backend_sections``: ``sglang``, ``vllm``, ``archon``, ``megatron``.
 
@@ -18,9 +19,6 @@ Loading and checks:
 
 from areno.config.experiment.engine_sections import (
     DPOEngineConfig,
-    MicroBatchSpec,
-    NormConfig,
-    OptimizerConfig,
     PPOActorConfig,
     PPOCriticConfig,
     TeacherConfig,
@@ -44,6 +42,7 @@ from areno.config.experiment.loader import (
     settled,
     to_structured_cfg,
 )
+from areno.config.experiment.optimization_sections import MicroBatchSpec, NormConfig, OptimizerConfig
 from areno.config.experiment.saving import conf_as_dict, save_config
 from areno.config.policy_loss_options import RejectionSamplingConfig
 

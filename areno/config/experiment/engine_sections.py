@@ -1,9 +1,9 @@
-"""Sections of models (actor, critic, reference, teacher) and of their optimization."""
+"""Sections of models: actor, critic, reference and teacher."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.backend_sections import ArchonEngineConfig, MegatronEngineConfig
@@ -14,6 +14,7 @@ from areno.config.experiment.generation_sections import (
     loading_timeout,
     of_gateway,
 )
+from areno.config.experiment.optimization_sections import MicroBatchSpec, NormConfig, OptimizerConfig
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
 from areno.config.options import nearest
@@ -39,107 +40,6 @@ SUPPORTED_ATTENTION = (AUTO, "sdpa", "eager", "flash_attention_2")
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 _MEGATRON_LAYERS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 _TRANSFORMERS_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass
-class OptimizerConfig:
-    """Optimizer, learning-rate schedule and gradient clipping."""
-
-    type: str = setting(
-        "adam",
-        "adam is AdamW with fp32 moments; adam_8bit and adam_bf16 use 8-bit and bf16 moments; sgd has no moments.",
-        choices=("adam", "sgd", "adam_8bit", "adam_bf16"),
-    )
-    lr: float = setting(0.001, "Peak learning rate.", above=0)
-    weight_decay: float = setting(0.01, "Decoupled weight decay.", minimum=0)
-    beta1: float = setting(0.9, "Decay of the first moment (all types but sgd).", minimum=0, below=1)
-    beta2: float = setting(0.999, "Decay of the second moment (all types but sgd).", minimum=0, below=1)
-    eps: float = setting(1e-08, "Added to the square root of the second moment (all types but sgd).", above=0)
-    min_lr_ratio: float = setting(
-        0.0, "Final learning rate of a linear or cosine schedule, as a fraction of lr.", minimum=0, maximum=1
-    )
-    lr_scheduler_type: str = setting(
-        "constant", "Shape of the schedule after warmup.", choices=("linear", "cosine", "constant")
-    )
-    warmup_steps_proportion: float = setting(
-        0.001, "Length of the linear warmup from 0 to lr, as a fraction of all steps.", minimum=0, maximum=1
-    )
-    initial_loss_scale: float = setting(float(2**32), "Initial loss scale (dtype float16 only).", above=0)
-    min_loss_scale: float = setting(1.0, "Minimum loss scale (dtype float16 only).", above=0)
-    loss_scale_window: float = setting(
-        5.0, "Steps without overflow before the loss scale is doubled (dtype float16 only).", above=0
-    )
-    hysteresis: int = setting(2, "Number of the first overflow that halves the loss scale (float16 only).", minimum=1)
-    gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
-    offload: bool = setting(
-        False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there."
-    )
-
-    def problems(self) -> Problems:
-        """Yield the problems within the section."""
-        if self.type == "sgd":
-            yield from ineffective(self, ("beta1", "beta2", "eps"), "with type sgd; use type adam")
-        if self.lr_scheduler_type == "constant":
-            yield from ineffective(self, ("min_lr_ratio",), "with lr_scheduler_type constant; use linear or cosine")
-
-
-@dataclass
-class MicroBatchSpec:
-    """How the rows of an optimizer step are split into microbatches. The split changes results only by rounding."""
-
-    n_mbs: int | None = setting(
-        1, "Number of microbatches per data-parallel rank (with max_tokens_per_mb: the minimum).", minimum=1
-    )
-    granularity: int = setting(1, "Number of adjacent rows that stay in one microbatch (2 for pairs).", minimum=1)
-    max_tokens_per_mb: int | None = setting(
-        None,
-        "Maximum tokens of a microbatch; choose a value that fits into memory. A longer row gets its own microbatch.",
-        minimum=1,
-    )
-    n_mbs_divisor: int = setting(1, "Make the number of microbatches a multiple of this value.", minimum=1)
-    packing_algorithm: str = setting(
-        "ffd",
-        "ffd (first-fit decreasing) makes few microbatches; kk (Karmarkar-Karp) balances their sizes.",
-        choices=("ffd", "kk"),
-    )
-
-    def new(self, **changes: Any) -> MicroBatchSpec:
-        """Return a copy with some values changed."""
-        return replace(self, **changes)
-
-    def problems(self) -> Problems:
-        """Yield the problems within the section."""
-        if self.n_mbs is None and self.max_tokens_per_mb is None:
-            yield "n_mbs", "null leaves the number of microbatches undefined; set n_mbs or max_tokens_per_mb"
-
-
-@dataclass
-class NormConfig:
-    """Normalization (x - mean) / (std + eps) of rewards or advantages."""
-
-    mean_level: str | None = setting("batch", "Scope of the mean; null subtracts no mean.", choices=("batch", "group"))
-    mean_leave1out: bool = setting(False, "Subtract from each value the mean of the other values (leave-one-out).")
-    std_level: str | None = setting(
-        "batch", "Scope of the standard deviation; null omits the division.", choices=("batch", "group")
-    )
-    std_unbiased: bool = setting(True, "Use n - 1 instead of n in the variance.")
-    eps: float = setting(1e-05, "Added to the standard deviation.", minimum=0)
-    group_size: int = setting(
-        1,
-        "Answers per prompt; must equal gconfig.n_samples if a level is group.",
-        minimum=1,
-        inherits="gconfig.n_samples",
-        shown="gconfig.n_samples",
-    )
-
-    def problems(self) -> Problems:
-        """Yield the problems within the section."""
-        if self.mean_level is None:
-            yield from ineffective(self, ("mean_leave1out",), "without a mean; set mean_level too")
-        if self.std_level is None:
-            yield from ineffective(self, ("std_unbiased", "eps"), "without a standard deviation; set std_level too")
-        if self.mean_level is None and self.std_level is None:
-            yield "mean_level", "and std_level are both null, so nothing is normalized; set the section to null instead"
 
 
 @dataclass
@@ -412,6 +312,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
             yield from ineffective(self, ("kl_estimator",), "with kl_ctl 0; set kl_ctl above 0")
         if self.kl_loss_coef == 0:
             yield from ineffective(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef above 0")
+        if any(not key.strip() for key in self.log_agent_stats_keys):
+            yield "log_agent_stats_keys", "has an empty key, which names no number; write or remove the key"
         if not self.log_agent_stats:
             yield from ineffective(self, ("log_agent_stats_keys",), "without log_agent_stats; set log_agent_stats too")
         overlong = ("overlong_tokens", "overlong_penalty_factor")

@@ -64,7 +64,7 @@ class BaseExperimentConfig:
         None, "Performance traces of the trainer's process; null writes no traces."
     )
     memory_profiler: MemoryProfilerConfig | None = section(
-        None, "CUDA memory snapshots of the trainer's process; null takes none."
+        None, "CUDA memory snapshots of the actor's ranks; null takes none."
     )
     recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
     sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")

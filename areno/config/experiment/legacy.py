@@ -7,13 +7,13 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from areno.config.experiment.build import ALIASES, nearest_path
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.loader import config_from, parse_cli_args
-from areno.config.experiment.setting_declaration import paths_of
+from areno.config.experiment.setting_declaration import Setting, paths_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves, parse_override, read_yaml
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.config.parser import Problems
@@ -157,12 +157,20 @@ def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
         if not override.delete:
             keys[override.path] = override.value
     for path in keys:
-        if path not in LEGACY_KEYS and re.sub(r"\.\d+(?=\.|$)", ".0", ALIASES.get(path, path)) not in settings:
+        if path not in LEGACY_KEYS and not _is_setting(path, settings):
             near = nearest_path(path, [*LEGACY_KEYS, *settings])
             hint = f" (did you mean {near}?)" if near else ""
             problems.add(f"{path} is neither a key of the quickstart nor a setting of PPOConfig{hint}; see --help")
     problems.raise_if_any()
     return keys
+
+
+def _is_setting(path: str, settings: Mapping[str, Setting]) -> bool:
+    """Whether ``path`` is a setting, or a key of a setting with free keys, such as ``workflow.kwargs.max_turns``."""
+    name = re.sub(r"\.\d+(?=\.|$)", ".0", ALIASES.get(path, path))
+    parts = name.split(".")
+    parents = [settings.get(".".join(parts[:end])) for end in range(1, len(parts))]
+    return name in settings or any(entry is not None and entry.shape == "dict" for entry in parents)
 
 
 def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:

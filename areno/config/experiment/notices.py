@@ -9,13 +9,14 @@ from areno.config.experiment.backends import shards_weights
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.roles import engine_of, server_of
 from areno.config.experiment.run_sections import RewardConfig
-from areno.config.experiment.setting_declaration import changed, walk
+from areno.config.experiment.setting_declaration import changed, settings_of, walk
 from areno.config.experiment.worker_sections import READ_BY
-from areno.config.rollout_options import SERVERS
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
 _REPLACED_BACKENDS = ("archon", "megatron")  # areno's engine replaces them
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_OWN_MOMENTS = {"sgd": "sgd has no moments", "adam_8bit": "adam_8bit has 8-bit moments"}
+_SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
 _NO_AGENT = ("rlvr", "multi_turn")
 
 
@@ -82,18 +83,24 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
     yield from _servers(config)
     yield from _pipeline(config)
-    yield from _loss_scale(config)
+    yield from _optimizers(config)
+    yield from _cluster(config)
+    yield from _tracing(config)
     yield from _evaluation(config)
     yield from _actor_roles(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
 
 
-def _loss_scale(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield loss-scale settings of models that are not trained in fp16."""
+def _optimizers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yield the dtype of moments that have another dtype, and loss-scale settings of models that are not trained in fp16."""
     for role in ("actor", "critic"):
         engine = engine_of(config, role)
-        if engine is not None and engine.optimizer is not None and engine.dtype != "float16":
+        if engine is None or engine.optimizer is None:
+            continue
+        if engine.optimizer.type in _OWN_MOMENTS:
+            yield from _changed(role, engine, ("optimizer_dtype",), _OWN_MOMENTS[engine.optimizer.type])
+        if engine.dtype != "float16":
             because = "only read with dtype float16; training in bfloat16 or float32 uses no loss scale"
             yield from _changed(f"{role}.optimizer", engine.optimizer, _LOSS_SCALE, because)
 
@@ -111,11 +118,28 @@ def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Ite
 
 
 def _servers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    product = server_of(config)
-    for name in SERVERS:
+    product, actor = server_of(config), engine_of(config, "actor")
+    for name, model in _SERVER_MODELS.items():
         section = getattr(config, name)
-        if name != product and section != type(section)():
-            yield name, UNUSED_BACKEND
+        if name != product:
+            yield from [(name, UNUSED_BACKEND)] if section != type(section)() else []
+        elif actor is not None and getattr(section, model) not in ("", actor.path):
+            yield f"{name}.{model}", "servers load the actor's model, actor.path"
+
+
+def _cluster(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    gpus, documented = (
+        config.cluster.n_gpus_per_node,
+        settings_of(type(config.cluster))["n_gpus_per_node"].info.documented,
+    )
+    if config.scheduler.type == "ray" and gpus not in (None, 0, documented):
+        yield "cluster.n_gpus_per_node", "Ray knows the GPUs of its nodes; only 0, for no GPUs, has an effect"
+
+
+def _tracing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    if config.perf_tracer is not None and not config.perf_tracer.enabled:
+        because = "perf_tracer.enabled is false, so no trace is written"
+        yield from _changed("perf_tracer", config.perf_tracer, ("save_interval", "profile_steps"), because)
 
 
 def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -147,6 +171,8 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if config.async_training is not None:
         yield "async_training", "rollout.max_head_offpolicyness controls how far rollout runs ahead"
+    if not config.actor.log_agent_stats_keys:
+        yield from _changed("actor", config.actor, ("log_agent_stats",), "log_agent_stats_keys lists no numbers")
     if config.actor.use_sapo_loss:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:

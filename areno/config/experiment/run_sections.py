@@ -229,7 +229,7 @@ class PerfTracerConfig:
 
 @dataclass
 class MemoryProfilerConfig:
-    """CUDA memory snapshots of the trainer's process."""
+    """CUDA memory snapshots of the actor's ranks."""
 
     profile_steps: list[int] = setting([], "Steps to record, counted from 0.", minimum=0)
     max_entries: int = setting(100_000, "Maximum number of events in a snapshot.", minimum=1)

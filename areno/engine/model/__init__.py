@@ -1,6 +1,7 @@
 """One ``transformers`` module for both rollout and training, which use different attention plans.
 
-- ``loading``: loads a checkpoint as a policy, critic or reward model; ``packed_model``: base class of these models.
+- ``loading``: loads a checkpoint as a policy, critic or reward model; ``load_check``: validates the loaded model.
+- ``packed_model``: base class of these models.
 - ``causal_lm``: the policy; ``value_model``: critics and reward models.
 - ``attention``: the attention function registered with ``transformers``; ``varlen``: attention kernels on GPUs.
 - ``packing``: the attention plan of training and prefill; ``tree``: a plan that computes common prefixes once.

@@ -1,11 +1,7 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
-Loading validates that areno runs the model correctly. Two short random sequences run individually through the model's
-``eager`` attention, and then packed with areno's attention plan. The results must agree. The packed run uses the experts
-that the individual runs chose, because rounding can change a router's choice between nearly equal scores. A model with
-layers that ignore the plan (an unknown recurrent mixer or a custom attention) is rejected, because one packed sequence
-would affect the results of another. If the context exceeds the model's attention window, both runs are repeated with a
-narrow window.
+Loading validates that areno runs the model correctly, see :mod:`areno.engine.model.load_check`. If the context exceeds the
+model's attention window, the validation is repeated with a narrow window.
 """
 
 import logging
@@ -30,10 +26,17 @@ from areno.engine.model.attach_adapter import attach, brings_head, merge_for_goo
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_fast_products
+from areno.engine.model.load_check import (
+    PROBE_LENGTHS,
+    broken_weights,
+    first_lines,
+    probe_inputs,
+    run_individually,
+    validate,
+)
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
-from areno.engine.model.routing import ChoiceRecorder, ChoiceReplay
 from areno.engine.model.stages import StageLayers, model_body, refuse_changed_input, stage_class
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.engine.model.windows import limiting_window, narrow_windows
@@ -43,14 +46,6 @@ from areno.errors import ArenoError, UnsupportedModelError, UsageError
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=PackedModel)
-
-_PROBE_LENGTHS = (7, 12)
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-
-
-def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits or hidden states, relative to the largest one. Rounding errors are much smaller."""
-    return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,38 +212,26 @@ def _prepared(
     stock = stock or (lambda inputs: body(**inputs, use_cache=False).last_hidden_state)
     _disable_dropout(module)
     module.eval()
-    probe, window = _probe(module, stage), limiting_window(module.config)
-    expected, choices = _run_individually(stock, probe)
+    probe, window = probe_inputs(module, stage), limiting_window(module.config)
+    expected, choices = run_individually(stock, probe)
     if not expected.isfinite().all():
-        raise UsageError(_broken_weights(module, name))
+        raise UsageError(broken_weights(module, name))
     if window is not None:
         with narrow_windows(module):
-            in_window = _run_individually(stock, probe)
+            in_window = run_individually(stock, probe)
     model = _wrapped(module, name, attn_backend, stage, wrap)
     if stage is not None:
-        refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
+        refuse_changed_input(module, stage, name, PackedPlan([PROBE_LENGTHS[0]], model.device))
     unsupported = "a layer ignores the attention plan; this architecture is not supported"
-    _validate(model, ours, probe, expected, choices, name, unsupported)
+    validate(model, ours, probe, expected, choices, name, unsupported)
     if window is not None:
         unsupported = (
             f"a layer ignores its attention window of {window} tokens, which only the masks of transformers apply; use "
             f"another model, or set max_position_embeddings in its config.json to {window}"
         )
         with narrow_windows(module):
-            _validate(model, ours, probe, *in_window, name, unsupported)
+            validate(model, ours, probe, *in_window, name, unsupported)
     return model
-
-
-def _run_individually(
-    stock: Callable[[dict[str, Tensor]], Tensor], probe: list[Tensor]
-) -> tuple[Tensor, list[ChoiceRecorder]]:
-    """Concatenated results of the sequences, each run alone, and the experts that each run chose."""
-    kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
-    choices, outputs = [ChoiceRecorder() for _ in probe], []
-    for sequence, choice in zip(probe, choices, strict=True):
-        with torch.no_grad(), choice:
-            outputs.append(stock({kind: sequence[None]})[0])
-    return torch.cat(outputs).float(), choices
 
 
 def _wrapped(
@@ -262,20 +245,6 @@ def _wrapped(
     model = wrap(module)
     model.stage = stage
     return model
-
-
-def _broken_weights(module: nn.Module, name: str) -> str:
-    """The message for a model that computes non-finite numbers."""
-    broken = [key for key, weights in module.named_parameters() if not weights.isfinite().all()]
-    if not broken:
-        kind = str(next(module.parameters()).dtype).removeprefix("torch.")
-        remedy = "use another checkpoint" if kind == "float32" else "use --dtype float32"
-        return f"{name}: the model computes non-finite numbers in {kind}; {remedy}"
-    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-    return (
-        f"{name}: weights are not finite: {', '.join(broken[:3])}{more}; use an earlier checkpoint, or "
-        "download this one again"
-    )
 
 
 def _disable_dropout(module: nn.Module) -> None:
@@ -401,7 +370,7 @@ def _naming_full_memory(path: str, options: LoadOptions) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"{options.option} {path}: the GPU has too little free memory for this model; stop other programs that use the "
-            f"GPU, or choose a smaller model or more GPUs ({_first_lines(error)})"
+            f"GPU, or choose a smaller model or more GPUs ({first_lines(error)})"
         ) from error
 
 
@@ -414,7 +383,7 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
     except UNREADABLE as error:
         where = "folder" if Path(path).expanduser().exists() else "hub id"
         raise UsageError(
-            f"{options.option} {path}: this {where} could not be loaded as a {what}: {_first_lines(error)}"
+            f"{options.option} {path}: this {where} could not be loaded as a {what}: {first_lines(error)}"
         ) from error
 
 
@@ -429,17 +398,12 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def _first_lines(error: Exception, limit: int = 400) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}"
-
-
 def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> None:
     try:
         module.set_attn_implementation(IMPLEMENTATIONS[attn_backend])  # type: ignore[operator]
     except (ValueError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"{name}: {type(module).__name__} does not support registered attention functions ({_first_lines(error)}); "
+            f"{name}: {type(module).__name__} does not support registered attention functions ({first_lines(error)}); "
             "use a model that does"
         ) from error
 
@@ -453,43 +417,3 @@ def _repair_generation_config(module: Any) -> None:
         config.validate(strict=True)
     except ValueError:
         config.do_sample = True
-
-
-def _probe(module: Any, stage: StageLayers | None) -> list[Tensor]:
-    """Two sequences of tokens [n] or, for later pipeline stages, of hidden states [n, C]."""
-    config, like = module.config.get_text_config(), next(module.parameters())
-    generator = torch.Generator().manual_seed(0)
-    if stage is None or stage.first:
-        tokens = [torch.randint(0, int(config.vocab_size), (n,), generator=generator) for n in _PROBE_LENGTHS]
-        return [ids.to(like.device) for ids in tokens]
-    return [torch.randn(n, int(config.hidden_size), generator=generator).to(like) for n in _PROBE_LENGTHS]
-
-
-@torch.no_grad()
-def _validate(
-    model: M,
-    ours: Callable[[M, Tensor], Tensor],
-    tokens: list[Tensor],
-    expected: Tensor,
-    choices: list[ChoiceRecorder],
-    name: str,
-    unsupported: str,
-) -> None:
-    """Raise UnsupportedModelError, which ends in ``unsupported``, if packed sequences do not give the expected results."""
-    kind = type(model.module).__name__
-    plan = PackedPlan([len(ids) for ids in tokens], model.device)
-    try:
-        with ChoiceReplay(*choices, tolerance=probe_tolerance(model.dtype)):
-            actual = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedModelError(f"{name}: {kind} cannot run packed sequences ({_first_lines(error)})") from error
-    scale = expected.abs().max().clamp(min=1e-6)
-    gap = float((actual - expected).abs().max() / scale)
-    if not gap <= probe_tolerance(model.dtype):
-        raise UnsupportedModelError(
-            f"{name}: packed sequences of {kind} differ from the same sequences run individually "
-            f"(relative gap {gap:.1e}), so {unsupported}"
-        )
-    logger.debug("packed-versus-individual probe of %s: relative gap %.1e", name, gap)

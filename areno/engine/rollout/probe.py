@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.model.loading import probe_tolerance
+from areno.engine.model.load_check import probe_tolerance
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.routing import ChoiceRecorder, ChoiceReplay
 from areno.engine.rollout.scheduler import COLUMN_STEP

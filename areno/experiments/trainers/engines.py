@@ -11,10 +11,11 @@ from transformers import AutoConfig
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.backend_sections import Stages
-from areno.config.experiment.engine_sections import MicroBatchSpec, TrainEngineConfig
-from areno.config.experiment.engine_sections import OptimizerConfig as OptimizerSection
+from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import Machine
+from areno.config.experiment.optimization_sections import MicroBatchSpec
+from areno.config.experiment.optimization_sections import OptimizerConfig as OptimizerSection
 from areno.config.experiment.roles import addresses_of, server_of
 from areno.config.experiment.server_arguments import server_arguments
 from areno.config.paths import base_of

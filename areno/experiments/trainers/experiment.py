@@ -227,10 +227,10 @@ class ExperimentTrainer(TrainingLoop):
         tracing.configure(self.run_dir.path, "trainer", perf=perf, session=session)
 
     def _memory_profiler(self) -> MemoryProfiler:
-        section = self.config.memory_profiler
+        section, gpu = self.config.memory_profiler, self.machine.gpus > 0
         if section is None:
             return MemoryProfiler(self.run_dir.path, ())
-        return MemoryProfiler(self.run_dir.path, section.profile_steps, section.max_entries)
+        return MemoryProfiler(self.run_dir.path, section.profile_steps, section.max_entries, gpu=gpu)
 
     def _make_saver(self) -> Saver:
         config, saves = self.config, self.config.saver.mode != SAVES_NOTHING
@@ -280,7 +280,7 @@ class ExperimentTrainer(TrainingLoop):
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
         """Trace a step, and record its memory if the memory profiler selects it."""
-        with super().around_step(step), self.memory.step(step):
+        with super().around_step(step), self.memory.step(step, self.engine.run_on_all_ranks):
             yield
 
     def end(self) -> None:

@@ -129,6 +129,15 @@ def test_a_key_reaches_its_setting(word, path, value):
     assert {name: setting for name, _, setting in walk(load(*SHORT, word))}[path] == value
 
 
+def test_free_keys_of_a_setting_are_accepted_from_the_file_and_the_command_line(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("workflow:\n  path: w.py:Own\n  kwargs:\n    turns: 2\n    tools: {shell: true}\n")
+    config = load(f"--config={file}", *SHORT, "workflow.kwargs.turns=3", "actor.scheduling_spec.0.env_vars.A=b")
+    assert config.workflow.kwargs == {"turns": 3, "tools": {"shell": True}}
+    assert config.actor.scheduling_spec[0].env_vars == {"A": "b"}
+    assert "workflow.kwarg.turns is neither a key" in problem(*SHORT, "workflow.kwarg.turns=3")
+
+
 def test_group_normalization_uses_the_group_size():
     norm = load(*SHORT, "group_size=4", "group_adv_norm=True").actor.adv_norm
     assert (norm.mean_level, norm.std_level, norm.group_size) == ("group", "group", 4)

@@ -126,6 +126,29 @@ def test_settings_without_effect_are_listed_in_the_notice():
         "ref.mb_spec": {"ref.mb_spec": {"n_mbs": 2, "granularity": 2}},
         "ref.scheduling_spec.0.cpu": {"ref.scheduling_spec.0.cpu": 4},
         "launcher": {"launcher": {"trainer_cpus_per_gpu": 4}},
+        "vllm.model: servers load the actor's model": {"rollout.backend": "vllm:d1", "vllm.model": "other/model"},
+        "sglang.model_path: servers": {"rollout.backend": "sglang:d1", "sglang.model_path": "other/model"},
+        "actor.optimizer_dtype: adam_8bit has 8-bit moments": {
+            "actor.optimizer_dtype": "bf16",
+            "actor.optimizer.type": "adam_8bit",
+        },
+        "cluster.n_gpus_per_node: Ray": {"scheduler.type": "ray", "cluster.n_gpus_per_node": 4},
+        "profile_steps of perf_tracer: perf_tracer.enabled is false": {
+            "perf_tracer": {"profile_steps": [1], "save_interval": 2}
+        },
+        "actor.log_agent_stats: log_agent_stats_keys lists no numbers": {"actor.log_agent_stats": True},
     }
     for name, changes in cases.items():
         assert name in notice(accepted(changes)), name
+    effective = (
+        {"rollout.backend": "vllm:d1", "vllm.model": "${actor.path}"},
+        {"actor.optimizer_dtype": "bf16", "actor.optimizer.type": "adam_bf16"},
+        {"scheduler.type": "ray", "cluster.n_gpus_per_node": 0},
+        {"perf_tracer": {"enabled": True, "profile_steps": [1], "save_interval": 2}},
+        {"actor.log_agent_stats": True, "actor.log_agent_stats_keys": ["tools"]},
+    )
+    for changes in effective:
+        assert notice(accepted(changes)) == "", changes
+    assert "log_agent_stats_keys has an empty key" in refused(
+        {"actor.log_agent_stats": True, "actor.log_agent_stats_keys": ["tools", " "]}
+    )

@@ -1,0 +1,367 @@
+"""Tables of the settings of TRL and verl, with the equivalent options of ``areno train``.
+
+There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. :mod:`areno.config.conversion` applies
+the tables; ``docs/coming-from.md`` shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from areno.config.tracking import SERVICES
+from areno.config.train_options import KL_TYPES
+from areno.errors import UsageError
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The equivalent of a setting: an option with its value, or a note if no single ``option`` is equivalent.
+
+    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, an empty text if
+    no option is needed, or None if the value has no equivalent. ``together`` marks a setting that determines options only in
+    combination with other settings. ``known`` lists the values that are converted; empty means all. ``many`` marks a list whose
+    items are converted one by one.
+    """
+
+    option: str = ""
+    note: str = ""
+    value: Callable[[Any, Settings], Any] = field(default=lambda value, _all: value)
+    together: bool = False
+    known: tuple[str, ...] = ()
+    many: bool = False
+
+
+def number(value: Any) -> float:
+    """Return a number, also of a text. Raises ValueError or TypeError otherwise."""
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    return int(float(value))
+
+
+def text_of(value: Any) -> str:
+    """The text of a value, or of the only item of a list."""
+    return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def is_on(value: Any) -> bool:
+    """Whether a setting that is a switch is on."""
+    return str(value).lower() in ("true", "1", "yes")
+
+
+def _switch(value: Any, _all: Settings) -> Any:
+    return True if is_on(value) else ""
+
+
+def _positive(value: Any, _all: Settings) -> Any:
+    return value if number(value) > 0 else ""
+
+
+def _off(value: Any, _all: Settings) -> Any:
+    return "" if is_on(value) else True
+
+
+def _above_one(value: Any, _all: Settings) -> Any:
+    return value if _whole(value) > 1 else ""
+
+
+def _no_dropout(value: Any, settings: Settings) -> Any:
+    return None if is_on(settings.get("use_peft", False)) and number(value) > 0 else ""
+
+
+def _if_on(name: str) -> Callable[[Any, Settings], Any]:
+    """Return a function that returns a setting's value if the setting ``name`` is on, and an empty text otherwise."""
+    return lambda value, settings: value if is_on(settings.get(name, False)) else ""
+
+
+def _of_gae(value: Any, settings: Settings) -> Any:
+    return value if estimator_of(settings) == "gae" else ""
+
+
+def _warmup(value: Any, _all: Settings) -> Any:
+    steps = number(value)
+    return _whole(value) if steps >= 1 else "" if steps == 0 else None
+
+
+def _optimizer(value: Any, _all: Settings) -> Any:
+    name = str(value).removeprefix("paged_")
+    if not name.startswith("adamw") or name.endswith("4bit"):
+        return None
+    return True if name.endswith("8bit") else ""
+
+
+def _service(value: Any, _all: Settings) -> Any:
+    return value if value in SERVICES else ""
+
+
+def _loss_mean(value: Any, settings: Settings) -> Any:
+    if algorithm_of(settings) != "grpo":
+        return "" if str(value) in ("token-mean", "seq-mean-token-mean") else None
+    means = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "dr_grpo"}
+    return means.get(str(value))
+
+
+def _kl_type(value: Any, settings: Settings) -> Any:
+    if not is_on(settings.get(f"{ACTOR}.use_kl_loss", False)):
+        return ""
+    if str(value) not in KL_TYPES:
+        return None
+    return value if algorithm_of(settings) == "ppo" or number(settings.get(f"{ACTOR}.kl_loss_coef", 0.001)) else ""
+
+
+def _strategy(value: Any, settings: Settings) -> Any:
+    if not str(value).startswith("fsdp"):
+        return None
+    return True if count_of(settings, "trainer.n_gpus_per_node", 8) > 1 else ""
+
+
+def count_of(settings: Settings, name: str, default: int) -> int:
+    """Return a setting that is a whole number above 0. Raises UsageError otherwise."""
+    value = settings.get(name, default)
+    with reading(name, value, "a whole number above 0"):
+        count = _whole(value)
+        if count < 1:
+            raise ValueError
+    return count
+
+
+@contextmanager
+def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]:
+    """Turn the error of a conversion into a UsageError that names the setting."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{name}={value}: expected {expected}; correct or remove the setting") from error
+
+
+_ALWAYS = "always on"
+_BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache-tokens sets the size"
+_PREPARED = "the key is always prompt; convert other rows with --dataset-loader-fn"
+
+DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+_TRACKERS = (*SERVICES, "tensorboard", "console", "none")
+
+TRL: dict[str, Rule] = {
+    "model_name_or_path": Rule("--ckpt"),
+    "dataset_name": Rule("--dataset-path"),
+    "dataset_train_split": Rule(note="the last part of a Hub dataset's reference, --dataset-path NAME:CONFIG:SPLIT"),
+    "output_dir": Rule("--run-dir"),
+    "learning_rate": Rule("--lr"),
+    "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
+    "max_steps": Rule("--max-steps", value=_positive),
+    "per_device_train_batch_size": Rule(
+        together=True, note="included in --batch-size and --mini-bs, which counts the two rows of a pair for DPO"
+    ),
+    "gradient_accumulation_steps": Rule(
+        together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
+    ),
+    "num_generations": Rule("--n-samples"),
+    "max_completion_length": Rule("--max-new-tokens"),
+    "max_length": Rule("--max-context-len"),
+    "temperature": Rule("--temperature"),
+    "top_p": Rule("--top-p"),
+    "top_k": Rule("--top-k", value=_positive),
+    "beta": Rule(together=True, note="--kl-coef, or --dpo-beta for DPO"),
+    "num_iterations": Rule("--update-epochs", value=_above_one),
+    "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
+    "epsilon_high": Rule("--clip-eps-high"),
+    "delta": Rule(note="areno bounds the loss instead of the ratio, with --grpo-dual-clip"),
+    "importance_sampling_level": Rule(together=True, note="--algo gspo for sequence, --algo grpo for token"),
+    "loss_type": Rule(
+        together=True,
+        note="--grpo-loss-mean sequence for grpo, token for dapo and bnpo, and dr_grpo for dr_grpo; --algo cispo for cispo, "
+        "--algo sapo for sapo; --dpo-loss-type for DPO",
+        known=("grpo", "dapo", "bnpo", "dr_grpo", *DPO_LOSSES),
+    ),
+    "scale_rewards": Rule(
+        "--advantage",
+        value=lambda value, _: {"none": "group_mean", "false": "group_mean", "batch": "batch"}.get(
+            str(value).lower(), ""
+        ),
+        known=("group", "true", "none", "false", "batch"),
+    ),
+    "reward_weights": Rule(note="--reward-weights NAME=WEIGHT,... for a reward function that returns named parts"),
+    "label_smoothing": Rule("--dpo-label-smoothing"),
+    "precompute_ref_log_probs": Rule(note=_ALWAYS),
+    "lr_scheduler_type": Rule(
+        "--lr-decay-style",
+        value=lambda value, _: str(value).removesuffix("_with_warmup"),
+        known=("linear", "cosine", "constant", "constant_with_warmup"),
+    ),
+    "warmup_steps": Rule("--lr-warmup-steps", value=_warmup, note="a fraction of all steps has no equivalent"),
+    "weight_decay": Rule("--weight-decay"),
+    "max_grad_norm": Rule("--grad-clip-norm"),
+    "adam_beta1": Rule("--adam-beta1"),
+    "adam_beta2": Rule("--adam-beta2"),
+    "adam_epsilon": Rule("--adam-eps"),
+    "optim": Rule("--adam-8bit", value=_optimizer, note="only AdamW has an equivalent"),
+    "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if is_on(value) else ""),
+    "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
+    "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
+    "attn_implementation": Rule(
+        note="--attn-backend flash uses FlashAttention if the device supports it; native uses PyTorch's kernels"
+    ),
+    "use_peft": Rule(together=True, note="--lora-rank above 0"),
+    "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),
+    "lora_alpha": Rule("--lora-alpha", value=_if_on("use_peft")),
+    "lora_dropout": Rule(
+        "--lora-dropout",
+        value=_if_on("use_peft"),
+        note="only for SFT and DPO, because GRPO's rollouts have no dropout, so its importance ratio would be noisy",
+    ),
+    "lora_target_modules": Rule(
+        "--lora-target-modules",
+        value=lambda value, settings: _if_on("use_peft")(
+            value if isinstance(value, str) else ",".join(value), settings
+        ),
+    ),
+    "load_in_4bit": Rule("--load-in-4bit", value=_switch),
+    "save_steps": Rule("--save-interval"),
+    "save_total_limit": Rule("--keep-checkpoints"),
+    "eval_steps": Rule("--eval-interval"),
+    "load_best_model_at_end": Rule("--keep-best", value=_switch),
+    "seed": Rule("--seed"),
+    "report_to": Rule("--track", value=_service, known=_TRACKERS, many=True),
+    "resume_from_checkpoint": Rule(note="--resume RUN_DIRECTORY"),
+    "logging_steps": Rule(note="every step is logged"),
+    "use_vllm": Rule(
+        "--rollout-backend",
+        value=lambda value, settings: (
+            "" if not is_on(value) else "vllm" if settings.get("vllm_mode") == "server" else None
+        ),
+        note="areno's own engine generates, unless --rollout-backend vllm selects vLLM servers",
+    ),
+    "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
+    "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
+    "packing": Rule(note=_ALWAYS),
+    "trust_remote_code": Rule("--trust-remote-code", value=_switch),
+    "shuffle_dataset": Rule("--no-shuffle", value=_off),
+    "mask_truncated_completions": Rule(
+        note="an experiment excludes truncated answers from training with actor.mask_no_eos_with_zero"
+    ),
+}
+
+OF_GRPO = {"lora_dropout": replace(TRL["lora_dropout"], value=_no_dropout)}
+"""Rules of TRL's table that differ for GRPO."""
+
+ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VERL: dict[str, Rule] = {
+    "actor_rollout_ref.model.path": Rule("--ckpt"),
+    "data.train_files": Rule("--dataset-path"),
+    "data.val_files": Rule("--eval-dataset-path"),
+    "data.train_batch_size": Rule("--batch-size"),
+    "data.max_prompt_length": Rule("--max-prompt-tokens"),
+    "data.max_response_length": Rule("--max-new-tokens"),
+    "data.shuffle": Rule("--no-shuffle", value=_off),
+    "data.prompt_key": Rule(note=_PREPARED),
+    "data.filter_overlong_prompts": Rule(note=_ALWAYS),
+    "algorithm.adv_estimator": Rule(
+        together=True,
+        note="--algo grpo for grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo",
+        known=("grpo", "gae", "rloo", "grpo_vectorized", "rloo_vectorized"),
+    ),
+    "algorithm.gamma": Rule("--gamma", value=_of_gae),
+    "algorithm.lam": Rule("--lam", value=_of_gae),
+    "algorithm.norm_adv_by_std_in_grpo": Rule(
+        "--advantage",
+        value=lambda value, settings: "group_mean" if not is_on(value) and estimator_of(settings) == "grpo" else "",
+    ),
+    "algorithm.use_kl_in_reward": Rule(together=True, note="--kl-reward-coef above 0"),
+    "algorithm.kl_ctrl.kl_coef": Rule(
+        "--kl-reward-coef",
+        value=_if_on("algorithm.use_kl_in_reward"),
+    ),
+    f"{ACTOR}.optim.lr": Rule("--lr"),
+    f"{ACTOR}.optim.lr_warmup_steps": Rule("--lr-warmup-steps", value=_positive),
+    f"{ACTOR}.optim.weight_decay": Rule("--weight-decay"),
+    f"{ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style", known=("constant", "cosine")),
+    f"{ACTOR}.grad_clip": Rule("--grad-clip-norm"),
+    f"{ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
+    f"{ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
+    f"{ACTOR}.policy_loss.loss_mode": Rule(
+        together=True, note="--algo gspo for gspo; vanilla needs no option", known=("vanilla", "gspo")
+    ),
+    f"{ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
+    f"{ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, --grpo-dual-clip for GRPO"),
+    f"{ACTOR}.loss_agg_mode": Rule("--grpo-loss-mean", value=_loss_mean),
+    f"{ACTOR}.use_kl_loss": Rule(
+        together=True, note="--kl-coef above 0, or --use-kl-loss for PPO, which is on by default"
+    ),
+    f"{ACTOR}.kl_loss_coef": Rule(together=True, note="--kl-coef, or --kl-loss-coef for PPO, if use_kl_loss is on"),
+    f"{ACTOR}.kl_loss_type": Rule("--kl-loss-type", value=_kl_type),
+    f"{ACTOR}.entropy_coeff": Rule(note="no equivalent: areno reports the entropy, but the loss has no entropy term"),
+    f"{ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
+    f"{ACTOR}.ppo_mini_batch_size": Rule(
+        together=True,
+        note="prompts per optimizer step: set --update-minibatches to train_batch_size divided by this value",
+    ),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
+        together=True, note="rows per pass on one GPU, whereas --mini-bs counts the rows on all GPUs"
+    ),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": Rule(
+        note="an experiment limits the tokens of a pass with actor.mb_spec.max_tokens_per_mb"
+    ),
+    f"{ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows up to the limit actor.mb_spec.max_tokens_per_mb"),
+    f"{ACTOR}.strategy": Rule(
+        "--fsdp", value=_strategy, note="for megatron, an experiment sets actor.backend, as in megatron:d2t4"
+    ),
+    f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
+    f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
+        note="an experiment divides long rows among ranks with actor.backend fsdp:dNcM"
+    ),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
+    "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),
+    "actor_rollout_ref.model.lora_rank": Rule("--lora-rank", value=_positive),
+    "actor_rollout_ref.model.lora_alpha": Rule(
+        "--lora-alpha",
+        value=lambda value, settings: (
+            _positive(settings.get("actor_rollout_ref.model.lora_rank", 0), settings) and value
+        ),
+    ),
+    f"{_ROLLOUT}.name": Rule(
+        note="areno's own engine generates, unless --rollout-backend selects vllm or sglang servers"
+    ),
+    f"{_ROLLOUT}.n": Rule("--n-samples"),
+    f"{_ROLLOUT}.temperature": Rule("--temperature"),
+    f"{_ROLLOUT}.top_p": Rule("--top-p"),
+    f"{_ROLLOUT}.top_k": Rule("--top-k", value=_positive),
+    f"{_ROLLOUT}.max_num_seqs": Rule("--max-running-prompts"),
+    f"{_ROLLOUT}.gpu_memory_utilization": Rule(note=_BY_MEMORY),
+    f"{_ROLLOUT}.tensor_model_parallel_size": Rule("--tp-size", value=_above_one),
+    f"{_ROLLOUT}.enable_chunked_prefill": Rule(note=_ALWAYS),
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": Rule("--score-micro-bs"),
+    "critic.model.path": Rule("--critic-ckpt", value=_of_gae),
+    "critic.optim.lr": Rule("--critic-lr", value=_of_gae),
+    "trainer.critic_warmup": Rule("--critic-warmup-steps", value=_of_gae),
+    "trainer.total_epochs": Rule("--epochs"),
+    "trainer.total_training_steps": Rule("--max-steps"),
+    "trainer.n_gpus_per_node": Rule("--world-size"),
+    "trainer.nnodes": Rule(note="several nodes require an experiment: areno run FILE.yaml cluster.n_nodes=N"),
+    "trainer.save_freq": Rule("--save-interval", value=_positive),
+    "trainer.test_freq": Rule("--eval-interval", value=_positive),
+    "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
+    "trainer.default_local_dir": Rule("--run-dir"),
+    "trainer.project_name": Rule("--track-project"),
+    "trainer.experiment_name": Rule(note="the run directory (--run-dir) determines the name of a run"),
+    "trainer.logger": Rule("--track", value=_service, known=_TRACKERS, many=True),
+    "trainer.resume_mode": Rule(note="--resume RUN_DIRECTORY"),
+    "custom_reward_function.path": Rule("--reward-fn-path"),
+}
+
+
+def estimator_of(settings: Settings) -> str:
+    """Return the advantage estimator of a verl configuration."""
+    return str(settings.get("algorithm.adv_estimator", "gae")).removesuffix("_vectorized")
+
+
+def algorithm_of(settings: Settings) -> str:
+    """Return the ``--algo`` of a verl configuration."""
+    if estimator_of(settings) == "gae":
+        return "ppo"
+    return "gspo" if settings.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"
