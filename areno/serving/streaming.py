@@ -79,9 +79,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, service: Service, generation: Generation, builder: ResponseBuilder, deadline: float
-    ) -> None:
+    def __init__(self, service: Service, generation: Generation, builder: ResponseBuilder, deadline: float) -> None:
         self._service, self._generation, self._builder, self._deadline = service, generation, builder, deadline
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
