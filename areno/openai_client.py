@@ -9,6 +9,7 @@ import httpx
 from areno.errors import ArenoError, UsageError
 
 _RETRIED = (429, 502, 503, 504)  # busy, or restarting behind a proxy
+_NO_LIST = (404, 405, 501)  # statuses of servers that do not list their models
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 _MAX_SHOWN = 500
 
@@ -37,22 +38,22 @@ class OpenAIClient:
     def model(self) -> str:
         """Return the model's name on the server. Raises ServerError."""
         if self._model is None:
-            try:
-                response = self._connected().get(f"{self.url}/models")
-                response.raise_for_status()
-                self._model = str(response.json()["data"][0]["id"])
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                raise ServerError(f"{type(error).__name__}: {error}") from error
+            self._model = self._listed()
         return self._model
 
     def check(self, description: str) -> None:
-        """Raise UsageError if the server does not list its models; sends no request if the model was named at creation.
+        """Raise UsageError if the server does not list its models. The message starts with ``description``.
 
-        The message starts with ``description``.
+        If the model was named at creation, a server without a list of models is accepted.
         """
         try:
-            self.model()
+            listed = self._listed()
+            self._model = self._model or listed
         except ServerError as error:
+            cause = error.__cause__
+            lists_none = isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code in _NO_LIST
+            if self._model is not None and lists_none:
+                return
             raise UsageError(
                 f"{description}: no OpenAI-compatible server answers ({error}); start the server, correct the address, or "
                 "pass a model folder"
@@ -80,6 +81,15 @@ class OpenAIClient:
             if wait_s is not None:
                 time.sleep(wait_s)
         raise ServerError(problem)
+
+    def _listed(self) -> str:
+        """Return the first model that the server lists."""
+        try:
+            response = self._connected().get(f"{self.url}/models")
+            response.raise_for_status()
+            return str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"{type(error).__name__}: {error}") from error
 
     def _connected(self) -> httpx.Client:
         if self._http is None:

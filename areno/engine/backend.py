@@ -112,8 +112,10 @@ class Backend(Generator, Protocol):
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
         """Per row, the score at the last token."""
 
-    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load the roles that are not loaded yet.
+    def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
+        """Load the roles that are not loaded yet, and trainable roles from ``checkpoint`` if it contains them.
+
+        With ``checkpoint``, call :meth:`load_state` of this checkpoint before training.
 
         Raises EngineError: a role of the same name has been loaded with a different checkpoint, kind or ``trainable``
         setting. Raises UsageError: a role cannot use its checkpoint.

@@ -76,6 +76,7 @@ class Engine:
         if config.device.type == "cpu":
             retain_freed_memory()  # after loading, so that temporary memory is not retained
         self.roles: dict[str, Role] = {ACTOR: self.actor}
+        self._resumed: dict[str, Path] = {}  # folders from which `ensure_roles` has loaded roles for `load_state`
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) and model.stage is None else None
 
@@ -259,7 +260,7 @@ class Engine:
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
-    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+    def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
         """Load the missing roles. Frozen roles with the same checkpoint and kind share weights."""
         self.wait_idle()
         automatic = self.config.kv_cache_tokens is None and self.config.device.type == "cuda"
@@ -269,7 +270,8 @@ class Engine:
         for name, spec in roles.items():
             loaded = self.roles.get(name)
             if loaded is None:
-                self.roles[name] = self._load_role(name, spec)
+                saved = None if checkpoint is None else checkpoint / name
+                self.roles[name] = self._load_role(name, spec, saved if saved is not None and saved.is_dir() else None)
             elif (loaded.path, loaded.kind, loaded.trainable) != (spec.path, spec.predicts, spec.trainable):
                 raise EngineError(
                     f"role {name!r} is already loaded from {loaded.path}; call drop_role({name!r}) to replace it"
@@ -277,7 +279,7 @@ class Engine:
         if resized is not None:
             resized.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
 
-    def _load_role(self, name: str, spec: ModelRole) -> Role:
+    def _load_role(self, name: str, spec: ModelRole, saved: Path | None) -> Role:
         config = self.config
         options = config.load_options(f"role {name!r}", spec.path)
         if spec.predicts == "reward" and not spec.trainable:
@@ -288,6 +290,9 @@ class Engine:
             if spec.optimizer_lr is not None:
                 fields["lr"] = spec.optimizer_lr
             optimizer = OptimizerOptions.of(fields, f"ModelRole({name!r}).optimizer")
+            if saved is not None:
+                self._resumed[name] = saved
+                return self._open_saved(name, spec.path, spec.predicts, optimizer, saved)
             return self._open_role(name, spec.path, spec.predicts, options, optimizer, self._new_adapter())
         if self.actor.model.adapter is not None and (spec.path, spec.predicts) == (self.path, self.actor.kind):
             return Role(name, spec.path, spec.predicts, self.actor.model, peers=config.peers, adapter_off=True)
@@ -326,6 +331,7 @@ class Engine:
         if self.role(name) is self.actor:
             raise EngineError("the actor cannot be dropped; use close() to close the trainer")
         del self.roles[name]
+        self._resumed.pop(name, None)
 
     def role(self, name: str) -> Role:
         """Look up a loaded role. Raises EngineError if no role has this name."""
@@ -414,24 +420,27 @@ class Engine:
         """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
 
         Call :meth:`ensure_roles` first, because only loaded roles are restored. The weights of trainable roles other
-        than the actor are also restored.
+        than the actor are also restored, unless :meth:`ensure_roles` has just loaded them from this checkpoint.
         """
         self._rest()
         for name, role in list(self.roles.items()):
             if role.trainable:
-                if role is not self.actor:
-                    role = self.roles[name] = self._reload(role, checkpoint / name)
+                saved = checkpoint / name
+                if role is not self.actor and self._resumed.pop(name, None) != saved:
+                    settings = role.trained_by().config
+                    role = self.roles[name] = self._open_saved(name, role.path, role.kind, settings, saved)
                 role.load_optimizer(checkpoint / STATE_FOLDER / _optimizer_folder(name))
         self._stamp_version()
 
-    def _reload(self, role: Role, folder: Path) -> Role:
-        optimizer, path, adapter = role.trained_by().config, str(folder), self._new_adapter()
+    def _open_saved(self, name: str, path: str, kind: ModelKind, optimizer: OptimizerOptions, folder: Path) -> Role:
+        """Open the trainable role of ``path`` with the weights or the adapter that a checkpoint has in ``folder``."""
+        source, adapter = str(folder), self._new_adapter()
         if adapter is not None:
-            path, adapter = role.path, replace(adapter, adapter_path=str(folder))
-        options = self.config.load_options(f"role {role.name!r}", path)
-        reloaded = self._open_role(role.name, path, role.kind, options, optimizer, adapter)
-        reloaded.path = role.path
-        return reloaded
+            source, adapter = path, replace(adapter, adapter_path=str(folder))
+        options = self.config.load_options(f"role {name!r}", source)
+        role = self._open_role(name, source, kind, options, optimizer, adapter)
+        role.path = path
+        return role
 
     def close(self) -> None:
         """Stop the rollout thread, and free the KV cache."""

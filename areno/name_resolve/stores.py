@@ -5,12 +5,14 @@ store.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -99,8 +101,9 @@ class FileStore:
     """Names as files ``{root}/{name}/ENTRY``. Folders are created when needed.
 
     A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file, and
-    without ``replace`` only one of two concurrent writers succeeds. A file contains the value and the time to live in seconds
-    as JSON. The time to live starts at the file's modification time, which :meth:`touch` renews.
+    without ``replace`` only one of two concurrent writers succeeds. A lock excludes other writers, because one of two writers
+    that find an expired value would otherwise delete the new value of the other one. A file contains the value and the time
+    to live in seconds as JSON. The time to live starts at the file's modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -108,7 +111,11 @@ class FileStore:
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """See :class:`NameStore`."""
-        target = self.root / name / _FILE
+        self.root.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            return self._write(self.root / name / _FILE, value, ttl, replace)
+
+    def _write(self, target: Path, value: str, ttl: float | None, replace: bool) -> bool:
         if target.exists() and self._value(target) is None:
             target.unlink(missing_ok=True)
         while True:
@@ -132,12 +139,15 @@ class FileStore:
     def remove(self, name: str) -> bool:
         """See :class:`NameStore`."""
         folder = self.root / name
-        live = self.read(name) is not None
-        (folder / _FILE).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # until a folder is not empty
-            while folder != self.root:
-                folder.rmdir()
-                folder = folder.parent
+        if not self.root.is_dir():
+            return False
+        with self._locked():
+            live = self.read(name) is not None
+            (folder / _FILE).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # until a folder is not empty
+                while folder != self.root:
+                    folder.rmdir()
+                    folder = folder.parent
         return live
 
     def under(self, root: str) -> list[str]:
@@ -147,10 +157,18 @@ class FileStore:
 
     def touch(self, name: str, ttl: float) -> bool:
         """See :class:`NameStore`."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), self._locked():
             os.utime(self.root / name / _FILE)
             return True
         return False
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Wait until no other thread or process of this user writes, and exclude writers."""
+        with (self.root / f".lock-{os.getuid()}").open("a") as lock:
+            with contextlib.suppress(OSError):  # some cluster file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     @functools.cached_property
     def _ahead(self) -> float:

@@ -170,17 +170,17 @@ class BatchDispatcher:
         return batch
 
     def rollout_batch(
-        self,
-        rows: Sequence[dict[str, Any]],
-        workflow: Any,
-        should_accept_fn: Accept | None = None,
-        repeats: bool = False,
+        self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
+        """Run all rows, and return accepted trajectories in row order. For errors see :meth:`run_rows`."""
+        return self.run_rows(rows, EpisodePlan(workflow, should_accept_fn)).trajectories
 
-        With ``repeats``, task ids and therefore seeds are the same in each call. Raises UsageError if restored rows still wait.
+    def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
+        """Run all rows, and return the accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
+
+        With ``repeats``, task ids are row indices, and therefore seeds are the same in each call. Raises UsageError if
+        restored rows still wait.
         """
-        plan = EpisodePlan(workflow, should_accept_fn)
         with self._changed:
             if any(task.plan is None for task in (*self._pending, *self._finished)):
                 raise UsageError(
@@ -193,14 +193,14 @@ class BatchDispatcher:
             self._pump()
         ids = {task.id for task in tasks}
 
-        def results() -> list[Trajectory] | None:
+        def results() -> Batch | None:
             for task in [task for task in self._finished if task.id in ids]:
                 self._finished.remove(task)
                 self._discard(task, stale=False, claimed=False)  # no batch uses the task, so it frees capacity
             self._pump()
             if ids & ({task.id for task in self._pending} | self._running.keys()):
                 return None
-            return [task.trajectory for task in tasks if task.trajectory is not None]
+            return Batch.of(tasks, self._version)
 
         return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
 

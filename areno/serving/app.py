@@ -118,10 +118,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue text or tokens."""
-        model = _admit(service, body)
-        job = await service.prepare(lambda: prepare_completion(service, model.engine, body), body.samples)
+        deadline, model = service.deadline(), _admit(service, body)
+        job = await service.prepare(lambda: prepare_completion(service, model.engine, body), body.samples, deadline)
         builder = CompletionResponse(job, service.config.model_name, model.texts)
-        return await respond(service, request, job, builder)
+        return await respond(service, request, job, builder, deadline)
 
 
 def _add_rewards(app: FastAPI, service: Service) -> None:
@@ -142,14 +142,14 @@ async def _chat(
     adapt: Callable[[ChatResponse], ChatResponse | ProtocolAdapter],
 ) -> Response:
     """Complete a conversation. ``adapt`` converts the response to the protocol of the endpoint."""
-    model, recorder = _admit(service, body), request.scope.get(SESSION_RECORDER)
+    deadline, model, recorder = service.deadline(), _admit(service, body), request.scope.get(SESSION_RECORDER)
     if service.recorder is not None:
         body = body.with_defaults(sampling_defaults(service.recorder.sampling))
-    prepared = await service.prepare(lambda: prepare_chat(service, model, body, recorder), body.samples)
+    prepared = await service.prepare(lambda: prepare_chat(service, model, body, recorder), body.samples, deadline)
     builder = adapt(ChatResponse(prepared, service.config.model_name, model.texts, service.metrics))
     if prepared.job.context_full:
         return respond_at_once(prepared.job, builder.without_tokens(), builder)
-    return await respond(service, request, prepared.job, builder)
+    return await respond(service, request, prepared.job, builder, deadline)
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:

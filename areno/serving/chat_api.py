@@ -204,6 +204,12 @@ class ChatResponse(SampledResponse):
         chunks = [self._chunk(message, delta, message.sample.next_unsent()) for delta in deltas]
         return [*chunks, self._last_chunk(message)] if ends else chunks
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the first message, if any."""
+        sample = self._samples[0]
+        return sample.text.stop_string if sample.finish == "stop" else None
+
     def without_tokens(self) -> list[dict[str, Any]]:
         """End every message before its first token, because the context is full. Return the chunks to stream."""
         for message in self._messages:

@@ -109,7 +109,8 @@ class MessagesResponse(ProtocolAdapter):
     """Builds the response to one request."""
 
     def _begin(self) -> Iterable[Event]:
-        yield {"type": "message_start", "message": self._message([], None, self._chat_response.prompt_tokens, 0)}
+        not_yet = {"stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": self._message([], not_yet, self._chat_response.prompt_tokens, 0)}
 
     def _open(self, index: int, kind: BlockKind) -> Iterable[Event]:
         yield {"type": "content_block_start", "index": index, "content_block": self._item(index, kind, "")}
@@ -129,10 +130,9 @@ class MessagesResponse(ProtocolAdapter):
         yield {"type": "content_block_stop", "index": index}
 
     def _end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
-        reason = _STOP_REASONS[chat["choices"][0]["finish_reason"]]
         yield {
             "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": None},
+            "delta": self._stop(chat),
             "usage": {"output_tokens": chat["usage"]["completion_tokens"]},
             **record_of(chat),
         }
@@ -150,11 +150,16 @@ class MessagesResponse(ProtocolAdapter):
 
     def _complete(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
         usage = chat["usage"]
-        reason = _STOP_REASONS[chat["choices"][0]["finish_reason"]]
-        return self._message(items, reason, usage["prompt_tokens"], usage["completion_tokens"])
+        return self._message(items, self._stop(chat), usage["prompt_tokens"], usage["completion_tokens"])
+
+    def _stop(self, chat: Mapping[str, Any]) -> dict[str, str | None]:
+        reason, text = _STOP_REASONS[chat["choices"][0]["finish_reason"]], self._chat_response.stop_string
+        if reason == "end_turn" and text is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": text}
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _message(
-        self, content: list[dict[str, Any]], stop: str | None, input_tokens: int, output_tokens: int
+        self, content: list[dict[str, Any]], stop: Mapping[str, str | None], input_tokens: int, output_tokens: int
     ) -> dict[str, Any]:
         return {
             "id": f"msg_{self._chat_response.id}",
@@ -162,7 +167,6 @@ class MessagesResponse(ProtocolAdapter):
             "role": "assistant",
             "model": self._chat_response.model,
             "content": content,
-            "stop_reason": stop,
-            "stop_sequence": None,
+            **stop,
             "usage": {"input_tokens": input_tokens, "output_tokens": output_tokens},
         }

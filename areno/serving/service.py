@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import math
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,7 @@ class ServingConfig:
     max_prompt_chars: int | None = (
         None  # maximum characters of a request; None: 16 per token of context, at least 65,536
     )
-    request_timeout_s: float | None = None  # maximum generation time of a request; None is unlimited
+    request_timeout_s: float | None = None  # maximum time until a request is answered; None is unlimited
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +153,22 @@ class Service:
             )
             raise ApiError(400, message, code="context_length_exceeded")
 
-    async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run ``work`` in a thread. Meanwhile, its samples count as queued.
+    def deadline(self) -> float:
+        """The time of the event loop until which a request that begins now must be answered."""
+        return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
+
+    async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
+        """Run ``work`` in a thread until the deadline at the latest. Meanwhile, its samples count as queued.
 
         Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout.
         """
         self.check_capacity(samples)
         self._preparing_samples += samples
+        loop = asyncio.get_running_loop()
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
         try:
-            async with asyncio.timeout(limit):
-                return await asyncio.get_running_loop().run_in_executor(self._prepare_pool, work)
+            async with asyncio.timeout_at(min(loop.time() + PREPARE_TIMEOUT_S, deadline)):
+                return await loop.run_in_executor(self._prepare_pool, work)
         except TimeoutError as error:
             message = (
                 f"preparing the request took more than {limit:g} s; send less text, fewer tools or a smaller schema"

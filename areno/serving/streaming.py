@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,18 +26,20 @@ ResponseBuilder = ChatResponse | CompletionResponse | ProtocolAdapter
 _CLIENT_CLOSED_REQUEST = 499
 
 
-async def respond(service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder) -> Response:
-    """Generate, and return a streamed or a complete response.
+async def respond(
+    service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder, deadline: float
+) -> Response:
+    """Generate, and return a streamed or a complete response. ``deadline`` is from :meth:`Service.deadline`.
 
     Raises ApiError if the queue is full, and after a shutdown, a timeout or an engine failure.
     """
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:
-        return EventStream(service, generation, builder)
+        return EventStream(service, generation, builder, deadline)
     watcher = asyncio.create_task(disconnected(request.receive))
     watcher.add_done_callback(lambda _: generation.cancel())  # ends `_collect`
     try:
-        async with tracing.atrace_session_phase("generate"), _deadline(service):
+        async with tracing.atrace_session_phase("generate"), _until(deadline, service):
             return JSONResponse(await _collect(service, generation, builder))
     except ApiError:
         if not watcher.done():
@@ -55,13 +58,13 @@ def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: R
 
 
 @contextlib.asynccontextmanager
-async def _deadline(service: Service) -> AsyncIterator[None]:
-    """Limit the duration of a request. Raises ApiError 504 after the limit."""
-    limit = service.config.request_timeout_s
+async def _until(deadline: float, service: Service) -> AsyncIterator[None]:
+    """Limit the duration of a request. Raises ApiError 504 after the deadline."""
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout_at(deadline if deadline < math.inf else None):
             yield
     except TimeoutError as error:
+        limit = service.config.request_timeout_s
         raise ApiError(504, f"the request timed out after {limit:g} s; request fewer tokens", code="timeout") from error
 
 
@@ -76,8 +79,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, generation: Generation, builder: ResponseBuilder) -> None:
-        self._service, self._generation, self._builder = service, generation, builder
+    def __init__(self, service: Service, generation: Generation, builder: ResponseBuilder, deadline: float) -> None:
+        self._service, self._generation, self._builder, self._deadline = service, generation, builder, deadline
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -98,7 +101,7 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async with tracing.atrace_session_phase("generate"), _deadline(self._service):
+            async with tracing.atrace_session_phase("generate"), _until(self._deadline, self._service):
                 yield _joined(self._builder.opening())
                 async for tokens in self._generation.tokens():
                     chunks = [chunk for batch in by_sample(tokens) for chunk in self._builder.push(*batch)]

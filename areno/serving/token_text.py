@@ -18,24 +18,24 @@ class StopStringFilter:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
-        self._done = False
+        self.matched: str | None = None  # the first stop string, once it has occurred
 
     def push(self, piece: str) -> str:
         """Add text, and return the text that cannot be part of a stop string."""
         if not self._stop:
             return piece
-        if self._done:
+        if self.matched is not None:
             return ""
         self._held += piece
-        hits = [hit for text in self._stop if (hit := self._held.find(text)) >= 0]
+        hits = {text: hit for text in self._stop if (hit := self._held.find(text)) >= 0}
         if hits:
-            self._done = True
-            return self._take(min(hits))
+            self.matched = min(hits, key=hits.__getitem__)
+            return self._take(hits[self.matched])
         return self._take(len(self._held) - longest_marker_start(self._held, self._stop))
 
     def flush(self) -> str:
         """Return the held-back text at the end of generation."""
-        return "" if self._done else self._take(len(self._held))
+        return "" if self.matched is not None else self._take(len(self._held))
 
     def _take(self, end: int) -> str:
         text, self._held = self._held[:end], self._held[end:]
@@ -52,6 +52,11 @@ class SampleText:
         self._cut = StopStringFilter(stop)
         self._stop_ids = stop_ids
         self._length = 0  # characters so far, including a stop string and held-back text
+
+    @property
+    def stop_string(self) -> str | None:
+        """The first stop string of the text, or None so far."""
+        return self._cut.matched
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
         """Add tokens. Return the text that became final, and each token's character offset. The last token flushes all text."""

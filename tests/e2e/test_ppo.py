@@ -303,12 +303,15 @@ def test_a_killed_and_resumed_run_is_bit_for_bit_identical(tmp_path, tiny_checkp
     assert_same_run(tmp_path / "whole", run, STEPS)
 
 
-def test_a_run_resumed_during_warm_up_equals_an_uninterrupted_one(tmp_path, tiny_checkpoint):
+def test_a_run_resumed_during_warm_up_equals_an_uninterrupted_one(tmp_path, tiny_checkpoint, critic_checkpoint):
     arguments = task_arguments("ppo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "whole")
+    base = shutil.copytree(critic_checkpoint, tmp_path / "base")
+    arguments = (*arguments, "--critic-ckpt", base)
     assert main([str(part) for part in (*arguments, *SHORT, "--max-steps", 5, "--keep-checkpoints", 3)]) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     for later in ("step_000004", "step_000005"):
         shutil.rmtree(tmp_path / "halves" / "checkpoints" / later)
+    (base / "model.safetensors").unlink()  # the critic is loaded from the checkpoint only
     assert main(["train", "--resume", str(tmp_path / "halves")]) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves", 5)
     assert [record["train/actor_train_skipped"] for record in metrics(tmp_path / "halves")] == [1, 1, 1, 0, 0]

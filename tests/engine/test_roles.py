@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -439,3 +440,29 @@ def test_only_models_of_the_random_checkpoint_are_random(tiny_checkpoint, other_
     with contextlib.closing(Engine(str(tmp_path / "saved"), config)) as resumed:  # as after recovery
         resumed.ensure_roles(role("ref", tiny_checkpoint))
         assert resumed.score_logprobs("ref", rows)[0] == initial
+
+
+def test_a_role_opened_from_a_checkpoint_is_restored_without_its_base(tiny_checkpoint, classifier, tmp_path):
+    base, saved = shutil.copytree(classifier, tmp_path / "base"), tmp_path / "saved"
+    config = EngineConfig(optimizer=OptimizerOptions(lr=1e-2))
+    spec = role("critic", base, trainable=True, optimizer_lr=1e-2)
+
+    def learn(engine):
+        engine.train(value_rows(), value_loss_fn, mini_bs=2, role="critic")
+        return engine.score_values("critic", ROWS)
+
+    with contextlib.closing(Engine(str(tiny_checkpoint), config)) as engine:
+        engine.ensure_roles(spec, tmp_path / "missing")  # a role that the checkpoint does not contain
+        learn(engine)
+        saved.mkdir()
+        engine.save_model(saved)
+        engine.save_state(saved)
+        values, later = engine.score_values("critic", ROWS), learn(engine)
+    (base / "model.safetensors").unlink()
+    with contextlib.closing(Engine(str(saved), config)) as resumed:
+        resumed.ensure_roles(spec, saved)
+        resumed.ensure_roles(spec)  # the same role
+        for _ in range(2):
+            resumed.load_state(saved)
+            assert resumed.score_values("critic", ROWS) == values
+            assert learn(resumed) == later

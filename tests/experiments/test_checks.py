@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import os
+import subprocess
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from areno.experiments.checks import check_inputs
 from areno.experiments.run_experiment import run_experiment, trainer_class
 from areno.experiments.trainers import experiment
 from tests.config.experiment.samples import rl
+from tests.engine.test_scalar_head import Hub
 from tests.experiments.trainer_stage import CLASSES, settings_of_kind
 
 
@@ -145,3 +151,32 @@ def test_a_dry_run_checks_rows(tmp_path, tiny_checkpoint, capsys, kind, row):
     (tmp_path / f"{kind}.jsonl").write_text(f"{row}\n", encoding="utf-8")
     assert cli(["run", str(tmp_path / "file.yaml"), "--dry-run"]) == 2
     assert "train_dataset" in capsys.readouterr().err
+
+
+OTHER_FAMILY = """
+import sys
+from pathlib import Path
+from areno.errors import UsageError
+from tests.experiments.trainer_stage import settings_of_kind, trainer_of
+try:
+    trainer_of(settings_of_kind("sft", "some/model", Path(sys.argv[1]), {"actor.model_type": "qwen3"}))
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_model_of_another_family_on_the_hub_is_refused_before_its_weights_are_downloaded(tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    handler = type("Served", (Hub,), {"folder": tmp_path / "served", "requested": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        variables["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-c", OTHER_FAMILY, str(tmp_path)]
+        environment, root = os.environ | variables, Path(__file__).parents[2]
+        result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+        server.shutdown()
+    message = "actor.model_type 'qwen3': some/model is a llama model; correct or remove model_type"
+    assert message in result.stdout, result.stderr
+    assert set(handler.requested) == {"config.json"}

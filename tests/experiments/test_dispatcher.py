@@ -23,7 +23,7 @@ from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient, ModelRequest
 from areno.rollouts.staleness import StalenessManager
-from areno.rollouts.tasks import RolloutStoppedError
+from areno.rollouts.tasks import EpisodePlan, RolloutStoppedError
 from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import RolloutWorkflow
 from tests.experiments.stage import Generation, TickEngine
@@ -392,7 +392,7 @@ def test_repeated_evaluations_have_the_same_seeds():
         engine.submit = lambda requests: seeds.extend(requests[0].seeds) or submit(requests)
         rows = list(itertools.islice(rows_of([""], [2]), 5))
         for _ in range(2):
-            dispatcher.rollout_batch(rows, Ticking(), repeats=True)
+            dispatcher.run_rows(rows, EpisodePlan(Ticking()), repeats=True)
     assert len(set(seeds)) == 5
     assert sorted(seeds[:5]) == sorted(seeds[5:])
 

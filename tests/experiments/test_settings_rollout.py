@@ -18,7 +18,7 @@ from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from areno.types import Request, SamplingParams
 from tests.config.experiment.samples import rl as example
-from tests.experiments.trainer_stage import InProcessTrainer, RolloutRun, Run, settings_of_kind
+from tests.experiments.trainer_stage import PROMPTS, InProcessTrainer, RolloutRun, Run, settings_of_kind
 from tests.support.loops import save_classifier
 
 REWARDS = "tests.experiments.plain_rewards."
@@ -283,6 +283,29 @@ def test_parts_of_a_reward_are_weighted(rl):
     for one in (*kept, *dumped):
         assert one["reward"] == pytest.approx(one["reward_parts"]["letters"] + 0.25 * one["reward_parts"]["short"])
     assert len(dumped) >= len(run.samples)  # some belong to the next step
+
+
+class _OddRows(RLVRWorkflow):
+    """Rejects the rows 0, 2, 4 and so on of an evaluation."""
+
+    async def arun_group(self, engine: Any, data: Any, samples: int) -> Any:
+        answered = await super().arun_group(engine, data, samples)
+        return answered if PROMPTS.index({"prompt": data["prompt"], "answer": data["answer"]}) % 2 else [None] * samples
+
+
+def test_evaluation_samples_have_the_number_of_their_prompt_after_a_rejection(tiny_checkpoint, tmp_path):
+    changes = {"total_train_steps": 1, "evaluator.freq_steps": 1, "valid_dataset.type": "rl"}
+    changes |= {"valid_dataset.path": "${train_dataset.path}", "valid_dataset.split": "train"}
+    config = settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)
+    reward = {"reward_fn": REWARDS + "letters"}
+    with InProcessTrainer(config) as trainer:
+        trainer.train(eval_workflow=_OddRows, eval_workflow_kwargs=reward)
+        samples = trainer.run_dir.read_eval_samples()
+    assert {sample["prompt_index"] for sample in samples} == {1, 3, 5, 7, 9, 11}
+    for sample in samples:
+        wanted = PROMPTS[sample["prompt_index"]]
+        assert wanted["prompt"] in sample["prompt"]
+        assert sample["data"]["answer"] == wanted["answer"]
 
 
 def test_a_reward_model_scores_finished_answers_in_training_and_evaluation(rl, tiny_checkpoint, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import statistics
 from functools import partial
 from typing import Any
@@ -334,6 +335,17 @@ def test_an_update_has_the_configured_number_of_optimizer_steps(tiny_checkpoint,
     with trainer_of(settings_of_kind("rl", tiny_checkpoint, tmp_path, given)) as trainer:
         trainer.train()
         assert (steps_of(trainer, "actor"), steps_of(trainer, "critic")) == (12, 16)
+
+
+def test_a_resumed_run_loads_its_critic_only_from_the_checkpoint(tiny_checkpoint, tmp_path):
+    base = shutil.copytree(tiny_checkpoint, tmp_path / "base")
+    given = {**CRITIC, "critic.path": str(base), "recover.mode": "auto", "recover.freq_steps": 1}
+    for steps in (1, 2):
+        run = settings_of_kind("rl", tiny_checkpoint, tmp_path, {**given, "total_train_steps": steps})
+        with trainer_of(run) as trainer:
+            trainer.train()
+            assert steps_of(trainer, "critic") == steps * run.critic.ppo_n_minibatches
+        (base / "model.safetensors").unlink(missing_ok=True)
 
 
 def test_value_clipping_changes_the_critic_loss(rl):

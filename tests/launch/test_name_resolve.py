@@ -5,6 +5,9 @@ etcd is a real server, if the machine has one (Debian's etcd-server); Ray is a r
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import random
 import subprocess
 import sys
 import threading
@@ -16,6 +19,7 @@ import pytest
 from areno import name_resolve
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
+from areno.name_resolve.stores import FileStore
 
 # Minimum time to live in seconds, to which etcd raises shorter ones; see its module.
 SHORTEST_TTL = {"etcd3": 2.0}
@@ -129,6 +133,40 @@ def test_only_one_of_several_concurrent_adds_succeeds(names):
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert [names.get("leader")] == won
+
+
+class _SlowStore(FileStore):
+    """Waits after it has read a file, as on a slow file server."""
+
+    def _value(self, file):
+        value = super()._value(file)
+        time.sleep(random.random() * 0.02)
+        return value
+
+
+def _claim(root, rounds, barrier, won):
+    """Add to each of several names whose values have expired, at the same time as other processes."""
+    store, claimed = _SlowStore(root), []
+    for number in range(rounds):
+        barrier.wait()
+        if store.write(f"expired/{number}", str(os.getpid()), None, replace=False):
+            claimed.append((number, str(os.getpid())))
+    won.put(claimed)
+
+
+def test_only_one_of_several_processes_takes_over_an_expired_name(tmp_path):
+    store, rounds, count = FileStore(tmp_path), 20, 4
+    for number in range(rounds):
+        store.write(f"expired/{number}", "old", 0.0, replace=False)
+    processes = multiprocessing.get_context("spawn")
+    barrier, won = processes.Barrier(count), processes.Queue()
+    started = [processes.Process(target=_claim, args=(tmp_path, rounds, barrier, won)) for _ in range(count)]
+    for process in started:
+        process.start()
+    claimed = sorted(pair for _ in started for pair in won.get(timeout=120))
+    for process in started:
+        process.join()
+    assert claimed == [(number, store.read(f"expired/{number}")) for number in range(rounds)]
 
 
 def test_the_module_has_one_repository_that_can_be_replaced(tmp_path):

@@ -187,6 +187,27 @@ def test_a_stop_string_cuts_the_content(taught):
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_of_anthropics_api_is_named(taught, stream):
+    anthropic = pytest.importorskip("anthropic")
+    cases = [
+        (200, ["xyz", "ve six"], "one two three four fi", "stop_sequence", "ve six"),
+        (200, ["xyz"], ANSWERS["count"], "end_turn", None),
+        (1, ["xyz"], "one", "max_tokens", None),
+    ]
+    with anthropic.Anthropic(base_url=taught.url, api_key="none", max_retries=0) as client:
+        for limit, stop, text, reason, matched in cases:
+            fields = {"model": "taught", "messages": [{"role": "user", "content": "count"}], "max_tokens": limit}
+            fields |= {"stop_sequences": stop, "extra_body": {"temperature": 0}}
+            if stream:
+                with client.messages.stream(**fields) as events:
+                    message = events.get_final_message()
+            else:
+                message = client.messages.create(**fields)
+            assert text.startswith(message.content[0].text) if limit == 1 else message.content[0].text == text
+            assert (message.stop_reason, message.stop_sequence) == (reason, matched)
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_any_model_makes_a_required_call(server, choice):
     other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}

@@ -82,6 +82,24 @@ def test_answers_whose_length_a_server_does_not_report_have_no_length(task, caps
     assert found == [lengths.get(text) for text in ("weather?", "count", "two calls?")]
 
 
+class Unlisted(Counting):
+    """Lists no models, as some proxies."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+
+def test_a_server_without_a_list_of_models_needs_the_name_of_one(task, capsys):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unlisted) as stub:
+        stub.lengths = {}
+        threading.Thread(target=stub.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{stub.server_port}/v1"
+        assert measured(capsys, url, "--model", "stub")["num_samples"] == 3
+        assert main(["eval", "--ckpt", url, "--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]) != 0
+        stub.shutdown()
+    assert "no OpenAI-compatible server answers (HTTPStatusError" in capsys.readouterr().err
+
+
 def test_samples_have_different_seeds_and_are_reproducible(task, server, capsys, tmp_path):
     more = (
         "--n-samples",
@@ -119,7 +137,8 @@ def test_options_that_a_server_does_not_support_are_errors(task, server, capsys,
 
 def test_an_unreachable_server_and_a_model_name_without_a_server_are_errors(task, sharp_checkpoint, capsys):
     arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
-    assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments]) != 0
-    assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers (" in capsys.readouterr().err
+    for more in ([], ["--model", "tiny"]):
+        assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments, *more]) != 0
+        assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers (" in capsys.readouterr().err
     assert main(["eval", "--ckpt", str(sharp_checkpoint), "--model", "tiny", *arguments]) != 0
     assert "--model tiny has no effect on a local model" in capsys.readouterr().err

@@ -301,6 +301,28 @@ def test_a_request_that_is_slow_to_prepare_blocks_no_other_and_times_out(engine,
         made.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_preparation_and_generation_share_the_timeout(engine, stream):
+    made, release = make_service(engine, request_timeout_s=4), threading.Event()
+
+    async def fill_the_threads():
+        await asyncio.gather(*(made.prepare(release.wait, samples=1) for _ in range(4)))
+
+    with ServerThread(made) as server, ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(asyncio.run, fill_the_threads())
+        while made._preparing_samples < 4:
+            time.sleep(0.01)
+        threading.Timer(3.0, release.set).start()
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+        began = time.monotonic()
+        answer = httpx.post(f"{server.base_url}/completions", json=body, timeout=60)
+        took = time.monotonic() - began
+        blocked.result()
+    assert answer.status_code == (200 if stream else 504)
+    assert "timed out after 4 s" in answer.text
+    assert 4 <= took < 6.5
+
+
 def test_many_threads_prepare_the_same_tokens_as_one(server, engine):
     texts = [f"{number} and then some more text " * (number % 7 + 1) for number in range(60)]
     expected = [engine.tokenizer(text)["input_ids"] for text in texts]

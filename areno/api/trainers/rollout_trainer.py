@@ -118,7 +118,7 @@ class RolloutTrainer(DatasetTrainer):
         """Load models besides the policy."""
         for role in roles:
             log_lines.role_init_start(self.logger, role.name, role.trainable, role.path)
-            self.instance.ensure_roles({role.name: role})
+            self.backend.ensure_roles({role.name: role}, self.resumed_from)
             log_lines.role_init_end(self.logger, role.name)
 
     def reference_role(self) -> ModelRole:

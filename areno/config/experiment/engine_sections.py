@@ -94,7 +94,7 @@ class TrainEngineConfig:
         inherits="actor.path",
         required=True,
     )
-    model_type: str = setting("", "Model family, such as qwen3; a model folder of another family is rejected.")
+    model_type: str = setting("", "Model family, such as qwen3; a model of another family is rejected.")
     attn_impl: str = setting(
         AUTO,
         "Attention implementation: auto, eager, sdpa or flash_attention_2. Not supported: flash_attention_3, flex_attention "

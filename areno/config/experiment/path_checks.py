@@ -44,6 +44,11 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
         model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError):
         return ""  # reported by `ckpt_problem`
+    return family_problem(engine, path, model_type)
+
+
+def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
+    """Return the problem if the model of the section ``path`` is of another family, named ``model_type``."""
     if model_type == engine.model_type:
         return ""
     return (

@@ -297,9 +297,9 @@ class EngineGroup:
 
     # -- roles and checkpoints -------------------------------------------------------------------------------------
 
-    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+    def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
         """On all ranks, load the roles that are not loaded yet."""
-        self._all("engine.ensure_roles", dict(roles))
+        self._all("engine.ensure_roles", dict(roles), checkpoint)
         self._read_limits()  # the roles may have taken memory from the KV cache
 
     def drop_role(self, name: str) -> None:

@@ -59,10 +59,13 @@ Sums = dict[str, tuple[str, Parts]]
 class _Measured:
     """Losses and statistics of passes. They stay on the device, because reading them synchronizes."""
 
+    counts_passes: bool  # count the passes that are backpropagated
     values: list[Tensor | float] = field(default_factory=list)
     passes: list[tuple[float, list[tuple[str, str, int]]]] = field(default_factory=list)
 
     def add(self, loss: Tensor, metrics: dict[str, Any], weight: float) -> None:
+        if self.counts_passes and weight and loss.requires_grad:
+            metrics = metrics | {"num_micro_batches": Count(torch.tensor(1))}
         entries, numbers = [], [loss]
         for name, value in metrics.items():
             kind, parts = parts_of(value) if isinstance(value, Statistic) else ("", [value])
@@ -210,7 +213,7 @@ class TrainStep:
             raise ValueError("reward models do not support tree training; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
-        measured, self._routing = _Measured(), RoutingCount()
+        measured, self._routing = _Measured(counts_passes=isinstance(mini_bs, MicroBatching)), RoutingCount()
         passes = list(self._passes(mine, loss_fn, mini_bs, tree))
         alike = not self.model.weights.whole  # all ranks must make the same number of passes
         missing = -self.peers.data.all_reduce_min(-len(passes)) - len(passes) if alike else 0
@@ -227,8 +230,6 @@ class TrainStep:
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * (weight * self._scale)).backward()
-                if isinstance(mini_bs, MicroBatching):
-                    metrics = metrics | {"num_micro_batches": Count(torch.tensor(1))}
             elif alike and total:
                 _backward_of_nothing(predicted)
             measured.add(loss, metrics, weight)

@@ -3,11 +3,14 @@
 import importlib.util
 import math
 import shlex
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.backend_sections import Stages
@@ -16,8 +19,10 @@ from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import Machine
 from areno.config.experiment.optimization_sections import MicroBatchSpec
 from areno.config.experiment.optimization_sections import OptimizerConfig as OptimizerSection
+from areno.config.experiment.path_checks import family_problem
 from areno.config.experiment.roles import addresses_of, server_of
 from areno.config.experiment.server_arguments import server_arguments
+from areno.config.experiment.setting_declaration import walk
 from areno.config.paths import base_of
 from areno.config.train_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
@@ -38,6 +43,19 @@ from areno.launch.launcher import Launcher
 from areno.rollouts.servers.command_line import ServerOptions, command_of, context_length_of
 
 _ROWS_PER_PASS = 8
+
+
+def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield the problems with ``model_type`` of models on the hub, of which only the configuration is downloaded."""
+    for path, _, section in walk(config):
+        if (
+            isinstance(section, TrainEngineConfig)
+            and section.model_type
+            and not Path(section.path).expanduser().exists()
+        ):
+            with suppress(OSError):  # reported when the model is loaded
+                found, _ = PretrainedConfig.get_config_dict(section.path)
+                yield family_problem(section, path, found.get("model_type", section.model_type))
 
 
 def training_layout(actor: TrainEngineConfig) -> Layout:

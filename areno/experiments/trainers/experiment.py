@@ -32,6 +32,7 @@ from areno.experiments.cluster import open_launcher
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.trainers.engines import (
     engine_config,
+    family_problems,
     machine_of,
     make_engine,
     schedule_of,
@@ -185,6 +186,7 @@ class ExperimentTrainer(TrainingLoop):
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
         """Open the engine, with the weights of a checkpoint if there is one."""
+        Problems.raise_all(family_problems(self.config))
         section = self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
         config = engine_config(section, trains=self.actor_trains, seed=self.config.seed, **options)

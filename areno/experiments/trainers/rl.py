@@ -43,7 +43,7 @@ from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.fleet.weight_transfer import WeightOptions
 from areno.rollouts.shared_engine import SharedEngine
 from areno.rollouts.staleness import StalenessManager
-from areno.rollouts.tasks import Batch
+from areno.rollouts.tasks import Batch, EpisodePlan
 from areno.rollouts.trajectory import Trajectory, reward_of, samples_of, train_sequences
 from areno.rollouts.workflows.rlvr import extract_prompt, input_ids_of
 from areno.serving.token_text import TokenTexts
@@ -164,7 +164,7 @@ class PPOTrainer(ExperimentTrainer):
         if critic is not None and critic.optimizer is not None:
             config = engines.optimizer_of(critic)
             optimizer = {field.name: getattr(config, field.name) for field in fields(config)}
-        self.engine.ensure_roles(update.roles_of(self.config, optimizer))
+        self.engine.ensure_roles(update.roles_of(self.config, optimizer), self.resumed_from)
 
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of a rollout engine."""
@@ -417,11 +417,12 @@ class PPOTrainer(ExperimentTrainer):
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
         with self.fleet.generating():
-            trajectories = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow, repeats=True)
+            batch = self.eval_dispatcher.run_rows(rows, EpisodePlan(self.eval_workflow), repeats=True)
+        trajectories = batch.trajectories
         self._score_rewards(trajectories)
         samples = [row for t in trajectories for row in samples_of(t)]
         rewards = [reward_of(row) for row in samples]
-        self._record_answers(trajectories, rows if len(rows) == len(trajectories) else ())
+        self._record_answers(batch)
         columns = {"reward": rewards, **part_columns(rewards, PARTS), "num_turns": update.turns_of(trajectories)}
         columns["seq_len"] = [float(len(row["input_ids"])) for row in samples]
         populations = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
@@ -429,11 +430,11 @@ class PPOTrainer(ExperimentTrainer):
         counts["rejected"] = float(len(rows) - len(trajectories))
         return in_scope("eval-rollout", {**summaries(populations), **counts})
 
-    def _record_answers(self, trajectories: Sequence[Trajectory], data: Sequence[Mapping[str, Any]]) -> None:
-        """Record the first answer to each of the first held-out prompts; ``data`` are their data rows, if known."""
-        rows = train_sequences(trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
+    def _record_answers(self, batch: Batch) -> None:
+        """Record the first answer to each of the first held-out prompts whose episodes were accepted."""
+        rows = train_sequences(batch.trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
         samples = EvalSamples()
-        records = reward_records(range(len(trajectories)), rows, self.engine.tokenizer, data)
+        records = reward_records(batch.task_ids, rows, self.engine.tokenizer, batch.data)
         samples.add(records, [row.reward for row in rows])
         self.run_dir.append_eval_samples(samples.records(self.state.step))
 
