@@ -291,8 +291,9 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
         return None
     if isinstance(value, str):
         value = entry.info.synonyms.get(value, value)
-    if isinstance(value, bool) and entry.kind is str:
-        value = _switch(value, entry, path)
+    if isinstance(value, bool) and entry.kind is str:  # YAML reads the choices on and off as true and false
+        switches = ("on", "online") if value else ("off", "disabled")
+        value = next((text for text in switches if text in entry.info.choices), value)
     if isinstance(value, bool) and entry.kind is not bool:
         raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is text")
     if isinstance(value, list | dict) and entry.shape == "scalar":
@@ -305,11 +306,3 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
         if entry.kind in (int, float) and (problem := entry.number_problem(item, path)):
             raise UsageError(problem)
     return list(converted) if entry.shape == "list" else converted
-
-
-def _switch(value: bool, entry: Setting, path: str) -> str:
-    """Convert a boolean to a choice, because YAML reads on and off as true and false."""
-    for text in ("on", "online") if value else ("off", "disabled"):
-        if text in entry.info.choices:
-            return text
-    raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is text")
