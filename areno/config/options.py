@@ -229,10 +229,15 @@ def name_of(spelling: str) -> str:
     return spelling.removeprefix("--").replace("-", "_")
 
 
+def did_you_mean(word: str) -> str:
+    """Return `` (did you mean WORD?)``, or "" without a word."""
+    return f" (did you mean {word}?)" if word else ""
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` with the candidate closest to ``word``, or "" if none is close."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return did_you_mean(close[0] if close else "")
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:

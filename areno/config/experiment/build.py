@@ -19,7 +19,7 @@ from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.setting_declaration import Setting, paths_of, settings_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves
-from areno.config.options import convert, nearest
+from areno.config.options import convert, did_you_mean, nearest
 from areno.config.parser import Problems
 from areno.errors import UsageError
 
@@ -109,9 +109,10 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
-    hint = f" (did you mean {near}?)" if near else ""
     better = "correct or remove the key" if near else "remove the key"
-    return f"{path} is not a setting of {root.__name__}{hint}; {better}, or declare it in your own subclass"
+    return (
+        f"{path} is not a setting of {root.__name__}{did_you_mean(near)}; {better}, or declare it in your own subclass"
+    )
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
@@ -201,8 +202,7 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
         return OmegaConf.to_container(OmegaConf.create(full), resolve=True)
     except InterpolationKeyError as error:
         target = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
-        near = nearest_path(target, [path for path, _ in leaves(full)])
-        hint = f" (did you mean {near}?)" if near else ""
+        hint = did_you_mean(nearest_path(target, [path for path, _ in leaves(full)]))
         where = next(
             (path for path, value in known.items() if not isinstance(value, dict) and f"${{{target}}}" in str(value)),
             error.full_key,

@@ -43,6 +43,7 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
     """The layout of the actor's engine; UsageError if the layers cannot be divided into the pipeline stages."""
     allocation = ModelAllocation.from_str(actor.backend, "actor")
     parallel = allocation.parallel
+    wrapped = actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap if actor.fsdp.wrap_policy is not None else None
     layout = Layout(
         parallel.data,
         parallel.tensor,
@@ -50,10 +51,6 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
         parallel.context,
         parallel.expert_ranks,
         parallel.pipeline,
-    )
-    wrapped = actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap if actor.fsdp.wrap_policy is not None else None
-    layout = replace(
-        layout,
         units=tuple(wrapped or ()),
         offloads=actor.offload
         or actor.fsdp.offload_params
