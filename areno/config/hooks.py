@@ -200,3 +200,12 @@ def named_object(spec: str, *, option: str) -> Any:
             f"{option} {spec!r}: {source} defines no {name or 'object with an empty name'}; write {source}:Name"
         )
     return getattr(module, name)
+
+
+def named_function(function: Callable[..., Any] | str, *, option: str) -> Callable[..., Any]:
+    """Return a function that is given directly or by name. Raises UsageError if it is not found, or is not callable."""
+    resolved = named_object(function, option=option) if isinstance(function, str) else function
+    if not callable(resolved):
+        shown = f" {function!r}" if isinstance(function, str) else ""
+        raise UsageError(f"{option}{shown} is a {type(resolved).__name__}; give a function, or its name")
+    return resolved

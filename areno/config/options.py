@@ -133,6 +133,19 @@ class Option:
         problem = self.bounds_problem(value)
         return problem and f"{label} {problem}, got {value}; {self.bounds_remedy}"
 
+    def value_problem(self, value: Any, label: str) -> str:
+        """Return the problem with a value, regardless of other options; empty if the value is valid, as None always is."""
+        for item in value if self.many else (value,):
+            if item is None:
+                continue
+            if self.info.choices and item not in self.info.choices:
+                return f"{label} {item!r} is unknown; choose {', '.join(self.info.choices)}"
+            if self.kind in (int, float) and (problem := self.number_problem(item, label)):
+                return problem
+            if self.many and item == "":
+                return f"{label} must not be empty; pass some text, or omit the option"
+        return ""
+
     @property
     def bounds_remedy(self) -> str:
         """Advice that states the allowed values, such as ``give a number above 0``."""
@@ -175,14 +188,7 @@ def check_options(values: Any, prefix: str = "") -> None:
     """Raise `ValueError` for the first option of a dataclass that is outside its bounds or choices; None is always allowed."""
     declaration: type = type(values)
     for entry in options_of(declaration):
-        value = getattr(values, entry.name)
-        if value is None:
-            continue
-        if entry.info.choices and value not in entry.info.choices:
-            raise ValueError(
-                f"{prefix}{entry.name} {value!r} is unknown; choose one of: {', '.join(entry.info.choices)}"
-            )
-        if entry.kind in (int, float) and (problem := entry.number_problem(value, f"{prefix}{entry.name}")):
+        if problem := entry.value_problem(getattr(values, entry.name), f"{prefix}{entry.name}"):
             raise ValueError(problem)
 
 
@@ -223,10 +229,15 @@ def name_of(spelling: str) -> str:
     return spelling.removeprefix("--").replace("-", "_")
 
 
+def did_you_mean(word: str) -> str:
+    """Return `` (did you mean WORD?)``, or "" without a word."""
+    return f" (did you mean {word}?)" if word else ""
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` with the candidate closest to ``word``, or "" if none is close."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return did_you_mean(close[0] if close else "")
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:

@@ -15,21 +15,9 @@ from areno.config.validate import validate
 from areno.errors import UsageError
 from areno.gpus import visible_gpus
 
-_CHANGEABLE = frozenset(
-    {
-        *(
-            "algo",
-            "reward_weights",
-            "reward_normalize_parts",
-            "seed",
-            "world_size",
-            "tp_size",
-            "fsdp",
-            "device",
-            "dtype",
-        ),
-        *("attn_backend", "trust_remote_code", "stall_timeout"),
-    }
+_CHANGEABLE = (
+    *("algo", "reward_weights", "reward_normalize_parts", "seed", "world_size", "tp_size", "fsdp", "device", "dtype"),
+    *("attn_backend", "trust_remote_code", "stall_timeout"),
 )
 """Options that a replay may change, besides the options of the group Train."""
 _SHAPING = (

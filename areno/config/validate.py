@@ -51,7 +51,7 @@ def _problems(options: TrainOptions, needs_data: bool) -> Iterator[str]:
     if needs_data:
         yield from _required(options, spec)
     for entry in entries:
-        yield value_problem(entry, value_of(options, entry.name))
+        yield entry.value_problem(value_of(options, entry.name), entry.flag)
     if spec is not None:
         yield from _of_algorithm(options, spec, entries)
     yield from shared_problems(options)
@@ -131,28 +131,12 @@ def value_problems(options: Any) -> Iterator[str]:
     """Yield the problems with the individual values of a dataclass of options."""
     declaration: type = type(options)
     for entry in options_of(declaration):
-        yield value_problem(entry, getattr(options, entry.name))
-
-
-def value_problem(entry: Option, value: Any) -> str:
-    """Return the problem with one option's value, regardless of other options; empty if the value is valid."""
-    items = value if entry.many else (value,)
-    for item in items:
-        if item is None or entry.kind is bool:
-            continue
-        if entry.kind is str:
-            if entry.info.choices and item not in entry.info.choices:
-                return f"{entry.flag} {item!r} is unknown; choose {', '.join(entry.info.choices)}"
-            if entry.many and not item:
-                return f"{entry.flag} must not be empty; pass some text, or omit the option"
-        elif problem := entry.number_problem(item, entry.flag):
-            return problem
-    return ""
+        yield entry.value_problem(getattr(options, entry.name), entry.flag)
 
 
 def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     """Yield the problems with the options that the algorithm declares."""
-    if any(value_problem(entry, value_of(options, entry.name)) for entry in spec.own_options()):
+    if any(entry.value_problem(value_of(options, entry.name), entry.flag) for entry in spec.own_options()):
         return
     try:
         knobs = spec.knobs(options)

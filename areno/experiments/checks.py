@@ -1,13 +1,13 @@
 """Checks, before a model is loaded, that the files, functions and packages of an experiment's configuration exist."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.generation_sections import AgentConfig
 from areno.config.experiment.path_checks import DATASETS, path_problems
 from areno.config.experiment.run_sections import LOADER
-from areno.config.hooks import named_object
+from areno.config.hooks import named_function, named_object
 from areno.config.options import nearest
 from areno.config.packages import missing_packages
 from areno.config.parser import Problems
@@ -15,8 +15,6 @@ from areno.config.tracking import SERVICES, service_problem
 from areno.errors import UsageError
 from areno.text.reasoning import list_reasoning_parsers
 from areno.text.tool_calls import list_tool_call_parsers
-
-BUILT_IN_WORKFLOWS = ("rlvr", "multi_turn")
 
 
 def check_inputs(config: BaseExperimentConfig) -> None:
@@ -42,17 +40,16 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
             yield _problem(loader, f"{name}.dataset_kwargs.{LOADER}")
     if not isinstance(config, PPOConfig):
         return
-    workflow, agent = config.workflow_section, config.rollout.agent.agent_cls_path
+    workflow, agent, reward = config.workflow_section, config.rollout.agent.agent_cls_path, config.reward_section
     if agent:
-        yield _problem(agent, "rollout.agent.agent_cls_path", callable_=False)
-    elif workflow.path not in BUILT_IN_WORKFLOWS:
-        yield _problem(workflow.path, "workflow.path", callable_=False)
-    elif config.reward_section.fn:
-        yield _problem(config.reward_section.fn, "reward.fn")
-    elif not config.reward_section.path:
+        yield _problem(agent, "rollout.agent.agent_cls_path", named_object)
+    elif not config.built_in_workflow:
+        yield _problem(workflow.path, "workflow.path", named_object)
+    elif reward.fn:
+        yield _problem(reward.fn, "reward.fn")
+    elif not reward.path:
         yield NO_REWARD
-    custom = agent or workflow.path not in BUILT_IN_WORKFLOWS
-    if custom and config.reward_section.weights and not config.reward_section.normalize_parts:
+    if not config.built_in_workflow and reward.weights and not reward.normalize_parts:
         yield (
             "reward.weights has no effect with a custom workflow, which sets rewards itself; pass weights to the "
             "AsyncReward of the workflow"
@@ -89,11 +86,9 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"stats_logger.{name}.mode={mode} {problem}; or set stats_logger.{name}.mode=disabled"
 
 
-def _problem(name: Any, option: str, *, callable_: bool = True) -> str:
+def _problem(name: Any, option: str, resolve: Callable[..., Any] = named_function) -> str:
     try:
-        value = named_object(name, option=option) if isinstance(name, str) else name
+        resolve(name, option=option)
     except UsageError as error:
         return str(error)
-    if callable_ and not callable(value):
-        return f"{option} {name!r} is a {type(value).__name__}; give a function"
     return ""

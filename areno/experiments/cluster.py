@@ -8,7 +8,7 @@ from typing import Any
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import CPU_PER_GPU, Machine
-from areno.config.experiment.roles import CLUSTERS, server_of, takes_turns
+from areno.config.experiment.roles import CLUSTERS, server_of, shares_devices, takes_turns
 from areno.config.experiment.setting_declaration import settings_of
 from areno.config.experiment.worker_sections import NameResolveConfig, SchedulingSpec
 from areno.errors import UsageError
@@ -71,8 +71,7 @@ def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
     if isinstance(config, PPOConfig) and not takes_turns(config) and not config.rollout.api_url:
         parallel = ModelAllocation.from_str(config.rollout.backend, "rollout").parallel
         together = parallel.tensor * parallel.pipeline
-        shares = "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
-        beside = "actor" if shares and parallel.data * together <= needs["actor"].workers else ""
+        beside = "actor" if shares_devices(config) and parallel.data * together <= needs["actor"].workers else ""
         spec = config.rollout.scheduling_spec[0]
         if server_of(config):  # an inference server is one process with the devices of all its ranks
             need = _need(spec, parallel.data, 1, gpus, beside)

@@ -11,7 +11,7 @@ from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
 from areno.config.experiment.machine import resolve_for_machine
-from areno.config.experiment.roles import takes_turns
+from areno.config.experiment.roles import shares_devices, takes_turns
 from areno.config.paths import base_of
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.layout import Layout
@@ -21,14 +21,12 @@ from areno.engine.plan.memory_plan import MemoryPlan, plan_sizes
 from areno.engine.plan.memory_probe import available_bytes
 from areno.engine.plan.sizes import MAX_SCORED_TOKENS, HeldRole, Sizes, fill
 from areno.engine.plan.table import plan_numbers, plan_table, verdict
-from areno.experiments.checks import BUILT_IN_WORKFLOWS
 from areno.experiments.trainers import engines
 from areno.experiments.trainers.update import REF, roles_of
 from areno.loss_fns.loss_interface import reads_entropy
 from areno.loss_fns.policy_loss import policy_loss_fn
 from areno.types import tightest
 
-_SINGLE_TURN = BUILT_IN_WORKFLOWS[0]
 _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concurrent_rollouts"
 
 
@@ -84,8 +82,7 @@ class ExperimentSizes(Sizes):
 
     @property
     def _single_turn(self) -> bool:
-        config = self.experiment
-        return config.workflow_section.path == _SINGLE_TURN and not config.rollout.agent.agent_cls_path
+        return bool(self.experiment.built_in_workflow == "rlvr")
 
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
         """See :meth:`Sizes.microbatch`."""
@@ -160,7 +157,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
         return ExperimentPlan(trains, None, titles, 0, False, share)
     parallel = ModelAllocation.from_str(config.rollout.backend).parallel
     on_cpu = engine.device.type == "cpu"
-    together = on_cpu or "colocation" in (actor.scheduling_strategy.type, config.rollout.scheduling_strategy.type)
+    together = on_cpu or shares_devices(config)
     running = _running(config, parallel.data)
     engine = engines.engine_config(actor, trains="nothing", neighbors=parallel.data, shares_device=together, **running)
     left = available - trains.of_all(trains.phases[0]) if together else available

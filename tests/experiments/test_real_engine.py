@@ -296,18 +296,14 @@ def test_training_rows_keep_groups_apart_when_a_group_lost_samples(engine):
             found = list(await super().arun_group(engine, data, samples))
             return [None, *found[1:]] if data["answer"] == "0" else found
 
-    def batch(drop: bool) -> Any:
-        workflow = resolve_workflow(
-            Losing,
-            Generation(),
-            workflow_kwargs={"reward_fn": one, "gconfig": Generation(), "tokenizer": engine.tokenizer},
-            n_samples=3,
-            drop_incomplete=drop,
-        )
-        with BatchDispatcher(EngineClient(engine), StalenessManager(consumer_batch_size=3)) as dispatcher:
-            return dispatcher.prepare_batch(iter(ROWS), workflow)
-
-    partial = batch(drop=False)
+    workflow = resolve_workflow(
+        Losing,
+        Generation(),
+        workflow_kwargs={"reward_fn": one, "gconfig": Generation(), "tokenizer": engine.tokenizer},
+        n_samples=3,
+    )
+    with BatchDispatcher(EngineClient(engine), StalenessManager(consumer_batch_size=3)) as dispatcher:
+        partial = dispatcher.prepare_batch(iter(ROWS), workflow)
     rows = train_sequences(partial.trajectories, 1)
     sizes = [sum(row.group == group for row in rows) for group in range(3)]
     assert sorted(sizes) == [2, 3, 3]
@@ -316,6 +312,3 @@ def test_training_rows_keep_groups_apart_when_a_group_lost_samples(engine):
         assert len(mine) == len(trajectory["rewards"])
         prompt = mine[0].tokens[: sum(mine[0].prompt_mask)]
         assert all(row.tokens[: len(prompt)] == prompt for row in mine)  # one prompt per group
-    whole = batch(drop=True)
-    assert [len(trajectory["rewards"]) for trajectory in whole.trajectories] == [3, 3, 3]
-    assert 0 not in whole.task_ids

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.config.experiment.generation_sections import AgentConfig
+from areno.config.hooks import named_function
 from areno.errors import RewardError, UsageError
 from areno.loss_fns.gae import discounted_returns
 from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
@@ -26,7 +27,7 @@ from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.trajectory import check_trajectory, make_trajectory, samples_of, train_sequences
 from areno.rollouts.workflows.base import RolloutWorkflow
 from areno.rollouts.workflows.multi_turn import TRY_AGAIN, MultiTurnWorkflow
-from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
+from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from areno.types import parts_of
@@ -69,8 +70,7 @@ def test_reward_functions_may_be_closures_names_files_or_coroutines(tmp_path: Pa
         "    await asyncio.sleep(0)\n    return sum(completion_ids)\n"
     )
     assert call(AsyncReward(f"{tmp_path}/mine.py:reward")) == 9.0
-    loaded = resolve_function(f"{tmp_path}/mine.py:reward", "reward_fn")
-    assert loaded is not None
+    loaded = named_function(f"{tmp_path}/mine.py:reward", option="reward_fn")
     assert call(AsyncReward(loaded)) == 9.0  # from a module that no other process could import
     assert call(AsyncReward(functools.partial(first_digit), max_workers=2), answer="7") == 302.7
 

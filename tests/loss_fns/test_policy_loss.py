@@ -278,7 +278,7 @@ def test_a_loss_with_bound_knobs_can_be_pickled():
         ({"c_clip": 1.0}, "c_clip must be above 1, got 1.0"),
         (
             {"importance_sampling_level": "turn"},
-            "importance_sampling_level 'turn' is unknown; choose one of: token, sequence",
+            "importance_sampling_level 'turn' is unknown; choose token, sequence",
         ),
         ({"prox_logp_method": "guess"}, "prox_logp_method 'guess' is unknown"),
         ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),

@@ -174,7 +174,7 @@ def test_m2po_drops_the_tokens_that_moved_most_until_the_mean_is_below_the_thres
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"level": "word"}, "level 'word' is unknown; choose one of: token, sequence"),
+        ({"level": "word"}, "level 'word' is unknown; choose token, sequence"),
         ({"action": "drop"}, "action 'drop' is unknown"),
         ({"metric": "k3"}, "metric 'k3' is unknown"),
         ({"agg": "min"}, "agg 'min' is unknown"),

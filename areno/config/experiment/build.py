@@ -19,7 +19,7 @@ from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.setting_declaration import Setting, paths_of, settings_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves
-from areno.config.options import convert, nearest
+from areno.config.options import convert, did_you_mean, nearest
 from areno.config.parser import Problems
 from areno.errors import UsageError
 
@@ -109,9 +109,10 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
-    hint = f" (did you mean {near}?)" if near else ""
     better = "correct or remove the key" if near else "remove the key"
-    return f"{path} is not a setting of {root.__name__}{hint}; {better}, or declare it in your own subclass"
+    return (
+        f"{path} is not a setting of {root.__name__}{did_you_mean(near)}; {better}, or declare it in your own subclass"
+    )
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
@@ -201,8 +202,7 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
         return OmegaConf.to_container(OmegaConf.create(full), resolve=True)
     except InterpolationKeyError as error:
         target = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
-        near = nearest_path(target, [path for path, _ in leaves(full)])
-        hint = f" (did you mean {near}?)" if near else ""
+        hint = did_you_mean(nearest_path(target, [path for path, _ in leaves(full)]))
         where = next(
             (path for path, value in known.items() if not isinstance(value, dict) and f"${{{target}}}" in str(value)),
             error.full_key,
@@ -291,8 +291,9 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
         return None
     if isinstance(value, str):
         value = entry.info.synonyms.get(value, value)
-    if isinstance(value, bool) and entry.kind is str:
-        value = _switch(value, entry, path)
+    if isinstance(value, bool) and entry.kind is str:  # YAML reads the choices on and off as true and false
+        switches = ("on", "online") if value else ("off", "disabled")
+        value = next((text for text in switches if text in entry.info.choices), value)
     if isinstance(value, bool) and entry.kind is not bool:
         raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is text")
     if isinstance(value, list | dict) and entry.shape == "scalar":
@@ -305,11 +306,3 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
         if entry.kind in (int, float) and (problem := entry.number_problem(item, path)):
             raise UsageError(problem)
     return list(converted) if entry.shape == "list" else converted
-
-
-def _switch(value: bool, entry: Setting, path: str) -> str:
-    """Convert a boolean to a choice, because YAML reads on and off as true and false."""
-    for text in ("on", "online") if value else ("off", "disabled"):
-        if text in entry.info.choices:
-            return text
-    raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is text")

@@ -171,10 +171,7 @@ def _without_rollout(config: BaseExperimentConfig) -> Iterator[str]:
         if config.actor.algorithm and config.ref.path != config.actor.path:
             yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; remove the setting"
     because = "in an experiment without rollouts; remove the setting"
-    yield from at("actor", ineffective(actor, ("weight_update_mode",), because))
-    yield from at(
-        "actor", ineffective(actor, ("temperature",), "in an experiment without rollouts; remove the setting")
-    )
+    yield from at("actor", ineffective(actor, ("weight_update_mode", "temperature"), because))
 
 
 def _policy(config: PPOConfig) -> Iterator[str]:

@@ -125,6 +125,12 @@ class PPOConfig(BaseExperimentConfig):
         return WorkflowConfig(path=value) if value and isinstance(value, str) else WorkflowConfig()
 
     @property
+    def built_in_workflow(self) -> str:
+        """``rlvr`` or ``multi_turn``; empty if an agent or the user's own workflow runs the episodes."""
+        path = self.workflow_section.path
+        return "" if self.rollout.agent.agent_cls_path or path not in ("rlvr", "multi_turn") else path
+
+    @property
     def reward_section(self) -> RewardConfig:
         """The section ``reward``. A subclass may use a string instead, which becomes the section's ``fn``."""
         value: Any = self.reward

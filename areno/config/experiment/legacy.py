@@ -16,6 +16,7 @@ from areno.config.experiment.loader import config_from, parse_cli_args
 from areno.config.experiment.setting_declaration import Setting, paths_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves, parse_override, read_yaml
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
+from areno.config.options import did_you_mean
 from areno.config.parser import Problems
 from areno.errors import UsageError
 
@@ -158,8 +159,7 @@ def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
             keys[override.path] = override.value
     for path in keys:
         if path not in LEGACY_KEYS and not _is_setting(path, settings):
-            near = nearest_path(path, [*LEGACY_KEYS, *settings])
-            hint = f" (did you mean {near}?)" if near else ""
+            hint = did_you_mean(nearest_path(path, [*LEGACY_KEYS, *settings]))
             problems.add(f"{path} is neither a key of the quickstart nor a setting of PPOConfig{hint}; see --help")
     problems.raise_if_any()
     return keys

@@ -8,7 +8,15 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.backends import sharding_requested, shards_weights, unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
-from areno.config.experiment.roles import CLUSTERS, engine_of, roles, same_layout, server_of, takes_turns
+from areno.config.experiment.roles import (
+    CLUSTERS,
+    engine_of,
+    roles,
+    same_layout,
+    server_of,
+    shares_devices,
+    takes_turns,
+)
 from areno.config.experiment.setting_declaration import settings_of, walk
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
@@ -37,11 +45,10 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     Raises:
         UsageError: a setting is impossible on this machine.
     """
-    problems = Problems()
     lines = list(_alternation(config, machine))
-    for text in (*_devices(config, machine), *_device_mismatch(config, machine), *_idle_offload(config, machine)):
-        problems.add(text)
-    problems.raise_if_any()
+    Problems.raise_all(
+        (*_devices(config, machine), *_device_mismatch(config, machine), *_idle_offload(config, machine))
+    )
     for path, entry, value in walk(config):
         if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
             lines.append(f"{path} = sdpa uses the kernels of flash_attention_2 on a GPU")
@@ -183,7 +190,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
                 if spec.cpu is None:
                     yield f"{path}.{index}", spec, "cpu", min(share, machine.threads or share)
     if isinstance(config, PPOConfig):
-        apart = config.rollout.scheduling_strategy.type == config.actor.scheduling_strategy.type == "separation"
+        apart = not shares_devices(config)
         mode = config.actor.weight_update_mode
         if mode == AUTO or (mode == "xccl" and not apart and (machine.gpus or not machine.nodes)):
             broadcast = apart if machine.gpus else machine.nodes

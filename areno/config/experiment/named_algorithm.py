@@ -10,7 +10,6 @@ from areno.config.experiment.engine_sections import DPOEngineConfig, PPOActorCon
 from areno.config.experiment.setting_declaration import changed
 from areno.config.parser import Problems, build_options, convert_values
 from areno.config.policy_loss_options import PolicyLossOptions
-from areno.config.validate import value_problem
 from areno.errors import UsageError
 
 _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_loss_type": "kl_loss_type"}
@@ -33,9 +32,10 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
     entries = {entry.name: entry for entry in declared if entry.name not in _SETTINGS}
     problems = Problems()
-    values = convert_values(actor.algorithm_options, entries, "actor.algorithm_options.{}".format, problems)
+    label = "actor.algorithm_options.{}".format
+    values = convert_values(actor.algorithm_options, entries, label, problems)
     for name, value in values.items():
-        problems.add(value_problem(entries[name], value).replace(entries[name].flag, f"actor.algorithm_options.{name}"))
+        problems.add(entries[name].value_problem(value, label(name)))
     problems.raise_if_any()
     inherited = {name: getattr(actor, setting) for name, setting in _SETTINGS.items() if hasattr(actor, setting)}
     options = build_options({**values, **inherited}, spec, explicit=frozenset(values))

@@ -17,7 +17,6 @@ _REPLACED_BACKENDS = ("archon", "megatron")  # areno's engine replaces them
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _OWN_MOMENTS = {"sgd": "sgd has no moments", "adam_8bit": "adam_8bit has 8-bit moments"}
 _SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
-_NO_AGENT = ("rlvr", "multi_turn")
 
 
 def notice(config: BaseExperimentConfig) -> str:
@@ -177,15 +176,15 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:
         yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine runs the teacher")
-    agent, workflow, reward = config.rollout.agent, config.workflow_section, config.reward
-    if isinstance(reward, RewardConfig) and (agent.agent_cls_path or workflow.path not in _NO_AGENT):
+    agent, reward = config.rollout.agent, config.reward
+    if isinstance(reward, RewardConfig) and not config.built_in_workflow:
         because = (
             "only read by the workflows rlvr and multi_turn; other workflows and agents compute rewards themselves"
         )
         yield from _changed("reward", reward, ("fn", "timeout_seconds", "max_retries", "max_workers"), because)
-    if not agent.agent_cls_path and workflow.path in _NO_AGENT:
+    if config.built_in_workflow:
         names = [path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar"]
-        because = f"only read by agents; workflow.path is {workflow.path}"
+        because = f"only read by agents; workflow.path is {config.built_in_workflow}"
         yield from _changed("rollout.agent", agent, names, because)
     elif agent.chat_template_type != "hf":
         yield (

@@ -23,6 +23,11 @@ def takes_turns(config: PPOConfig) -> bool:
     return any(strategy.type == "colocation" and not strategy.fork for strategy in strategies)
 
 
+def shares_devices(config: PPOConfig) -> bool:
+    """Whether rollout and training run on the same devices, at once or in turns."""
+    return "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
+
+
 def server_of(config: BaseExperimentConfig) -> str:
     """Return the kind of inference server, vllm or sglang; empty if there is no server or the backend is malformed."""
     if not isinstance(config, PPOConfig):

@@ -20,7 +20,7 @@ from areno.config.experiment.machine import Machine
 from areno.config.experiment.optimization_sections import MicroBatchSpec
 from areno.config.experiment.optimization_sections import OptimizerConfig as OptimizerSection
 from areno.config.experiment.path_checks import family_problem
-from areno.config.experiment.roles import addresses_of, server_of
+from areno.config.experiment.roles import addresses_of, server_of, shares_devices
 from areno.config.experiment.server_arguments import server_arguments
 from areno.config.experiment.setting_declaration import walk
 from areno.config.paths import base_of
@@ -62,6 +62,7 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
     """The layout of the actor's engine; UsageError if the layers cannot be divided into the pipeline stages."""
     allocation = ModelAllocation.from_str(actor.backend, "actor")
     parallel = allocation.parallel
+    wrapped = actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap if actor.fsdp.wrap_policy is not None else None
     layout = Layout(
         parallel.data,
         parallel.tensor,
@@ -69,10 +70,6 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
         parallel.context,
         parallel.expert_ranks,
         parallel.pipeline,
-    )
-    wrapped = actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap if actor.fsdp.wrap_policy is not None else None
-    layout = replace(
-        layout,
         units=tuple(wrapped or ()),
         offloads=actor.offload
         or actor.fsdp.offload_params
@@ -168,29 +165,23 @@ def optimizer_of(section: TrainEngineConfig) -> OptimizerOptions:
     """The optimizer of a section; its learning rate is set for each update, see :func:`schedule_of`."""
     if section.optimizer is None:
         return OptimizerOptions()
-    config = _optimizer_config(section.optimizer)
-    config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
-    config.offload |= section.offload or section.fsdp.per_layer_optim_step
+    config, loss_scale = section.optimizer, None
     if section.dtype == "float16":
-        scale = section.optimizer
-        config.loss_scale = LossScale(
-            scale.initial_loss_scale, scale.min_loss_scale, max(round(scale.loss_scale_window), 1), scale.hysteresis
+        loss_scale = LossScale(
+            config.initial_loss_scale, config.min_loss_scale, max(round(config.loss_scale_window), 1), config.hysteresis
         )
-    config.reduce_bf16 = section.grad_reduce_dtype == "bfloat16"
-    return config
-
-
-def _optimizer_config(section: OptimizerSection) -> OptimizerOptions:
     return OptimizerOptions(
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        grad_clip_norm=section.gradient_clipping,
-        sgd=section.type == "sgd",
-        adam_8bit=section.type == "adam_8bit",
-        adam_bf16=section.type == "adam_bf16",
-        offload=section.offload,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        grad_clip_norm=config.gradient_clipping,
+        sgd=config.type == "sgd",
+        adam_8bit=config.type == "adam_8bit",
+        adam_bf16=config.type == "adam_bf16" or (config.type == "adam" and section.optimizer_dtype == "bfloat16"),
+        offload=config.offload or section.offload or section.fsdp.per_layer_optim_step,
+        loss_scale=loss_scale,
+        reduce_bf16=section.grad_reduce_dtype == "bfloat16",
     )
 
 
@@ -277,8 +268,6 @@ def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
     """A device per rollout rank: those after the actor's devices, or the actor's own with ``colocation``; None on a CPU."""
     if not gpus:
         return None
-    first = ModelAllocation.from_str(config.actor.backend).world_size
-    if "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type):
-        first = 0
+    first = 0 if shares_devices(config) else ModelAllocation.from_str(config.actor.backend).world_size
     ranks = ModelAllocation.from_str(config.rollout.backend).world_size
     return [torch.device("cuda", (first + rank) % gpus) for rank in range(ranks)]

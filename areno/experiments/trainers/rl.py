@@ -17,12 +17,12 @@ import torch
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import PPOConfig
-from areno.config.experiment.roles import takes_turns
+from areno.config.experiment.roles import shares_devices, takes_turns
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, RewardError, UsageError
-from areno.experiments.checks import BUILT_IN_WORKFLOWS, parser_problems
+from areno.experiments.checks import parser_problems
 from areno.experiments.trainers import engines, update
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.row_source import RowSource, without_long
@@ -124,7 +124,7 @@ class PPOTrainer(ExperimentTrainer):
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
         """If the workflow is built in, check that the first row has a prompt."""
-        if config.rollout.agent.agent_cls_path or config.workflow_section.path not in BUILT_IN_WORKFLOWS:
+        if not config.built_in_workflow:
             return
         try:
             extract_prompt(rows[0])
@@ -171,8 +171,7 @@ class PPOTrainer(ExperimentTrainer):
         config, actor = self.config, self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options(), **self._generation_options()}
         engine = engines.engine_config(actor, seed=config.seed, **options)
-        shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
-        return actor.path, replace(engine, trains="nothing", shares_device=shared)
+        return actor.path, replace(engine, trains="nothing", shares_device=shares_devices(config))
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
         """Check the inference servers before a model is loaded, then open the engine."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from areno.api.datasets import load_training_dataset
 from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
-from areno.config.hooks import named_object
+from areno.config.hooks import named_function
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
 
@@ -24,7 +24,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
                 f"{name}.dataset_kwargs {', '.join(more)} need a loader that accepts them; set {name}.dataset_kwargs.{LOADER}"
             )
         return load_training_dataset(section.path, option=f"{name}.path", split=section.split)
-    function = named_object(loader, option=f"{name}.dataset_kwargs.{LOADER}")
+    function = named_function(loader, option=f"{name}.dataset_kwargs.{LOADER}")
     rows = function(section.path, split=section.split, **more)
     if not hasattr(rows, "__len__") or not len(rows):
         raise UsageError(f"{name}.dataset_kwargs.{LOADER} {loader} returned no rows")
@@ -64,9 +64,9 @@ class RowSource:
         self.position += 1
         return row
 
-    def batch(self, rows_in_it: int | None = None) -> list[Any]:
-        """Return the next ``rows_in_it`` rows (None: ``batch_size``); fewer at the end of an epoch."""
-        size = min(rows_in_it or self.batch_size, self._used - self.position or self.batch_size)
+    def batch(self) -> list[Any]:
+        """Return the next ``batch_size`` rows; fewer at the end of an epoch."""
+        size = min(self.batch_size, self._used - self.position or self.batch_size)
         return [next(self) for _ in range(size)]
 
     def _draw(self) -> list[int]:

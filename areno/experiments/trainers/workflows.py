@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from areno.config.experiment.experiments import PPOConfig
+from areno.config.hooks import named_function
 from areno.errors import UsageError
 from areno.experiments.checks import NO_REWARD
 from areno.rollouts.trajectory import Trajectory
 from areno.rollouts.workflows.base import RolloutWorkflow
 from areno.rollouts.workflows.multi_turn import MultiTurnWorkflow
-from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
+from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
 
@@ -62,9 +63,8 @@ def _reward_call(config: PPOConfig) -> AsyncReward | None:
 
 def filter_of(config: PPOConfig, filter_fn: Any) -> Callable[[Trajectory], bool] | None:
     """The filter ``filter_fn`` or the filter of the ``workflow`` section, combined with the bounds on success rates."""
-    accept = resolve_function(
-        filter_fn or config.workflow_section.dynamic_filter_fn or None, "workflow.dynamic_filter_fn"
-    )
+    function = filter_fn or config.workflow_section.dynamic_filter_fn
+    accept = named_function(function, option="workflow.dynamic_filter_fn") if function else None
     low, high = config.success_rate_lb, config.success_rate_ub
     if low is None and high is None:
         return accept

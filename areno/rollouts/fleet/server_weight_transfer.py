@@ -15,7 +15,7 @@ from typing import Any
 from areno.cache_folder import ScratchFolder
 from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError
-from areno.rollouts.fleet.weight_transfer import Mode, UpdateReport, WeightOptions, save_weights
+from areno.rollouts.fleet.weight_transfer import TORN, Mode, UpdateReport, WeightOptions, save_weights
 from areno.rollouts.servers.channel import ServerChannel
 from areno.rollouts.servers.command_line import ServerOptions
 from areno.rollouts.servers.replica import ServerReplica
@@ -77,9 +77,7 @@ class ServerWeightTransfer:
     def catch_up(self, replica: ServerReplica) -> float:
         """Transfer the newest weights to a server, and return the seconds taken. Raises EngineError on failure."""
         if self._torn:
-            raise EngineError(
-                "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
-            )
+            raise EngineError(TORN)
         if self._broadcast and self._channel is not None:
             return self._channel.catch_up(replica)
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0

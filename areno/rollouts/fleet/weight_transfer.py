@@ -23,6 +23,9 @@ from areno.rollouts.fleet.tensors import TensorSpec, layout
 from areno.rollouts.fleet.weight_update import BrokenChannelError, Update
 
 Mode = Literal["shm", "xccl", "disk"]
+TORN = "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
+"""Error message if a replica starts after a failed transfer."""
+
 Replicas = Mapping[int, EngineGroup]
 Answers = Mapping[int, Future[list[float]]]
 """Per replica, a future of the seconds for which each rank paused generation."""
@@ -85,6 +88,14 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
     return folder
 
 
+def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> None:
+    """Let rank 0 of a trainer send the weights that it has kept to the members of a new collective, even during training."""
+    if isinstance(engine, EngineGroup):  # `tell` does not wait for a training step to end
+        engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
+    else:
+        engine.run_on_all_ranks(weight_update.hand_over, update, where, size)
+
+
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
@@ -141,9 +152,7 @@ class WeightTransfer:
     def catch_up(self, replica: EngineGroup) -> None:
         """Transfer the newest weights to a newly started replica. Raises EngineError if the last update failed."""
         if self._torn:
-            raise EngineError(
-                "a new replica cannot get the weights, because the last weight update failed; call update_weights again"
-            )
+            raise EngineError(TORN)
         if self.newest is not None and self.newest.kept:
             self._hand_over(replica, self.newest)
         elif self.newest is not None:
@@ -154,10 +163,7 @@ class WeightTransfer:
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
-        if isinstance(self._sender, EngineGroup):  # `tell` does not wait for a training step to end
-            self._sender.workers.tell(0, "apply", weight_update.hand_over, sent, self._where, size)
-        else:
-            self._sender.run_on_all_ranks(weight_update.hand_over, sent, self._where, size)
+        send_kept(self._sender, sent, self._where, size)
         try:
             broken = replica.run_on_all_ranks(weight_update.join, self._where, sent.channel, 1, size)
             if any(broken):

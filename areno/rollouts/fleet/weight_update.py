@@ -8,7 +8,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -101,11 +101,8 @@ def send(engine: Engine, update: Update) -> str:
         for target, tensor in zip(islice(copies, len(bucket)), filled, strict=False):
             target.copy_(tensor)
         if update.channel and not broken:
-            memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
-            for target, tensor in zip(views(memory, bucket), filled, strict=True):
-                target.copy_(tensor)
             try:
-                _broadcast(update.channel, memory)
+                _send_bucket(engine, update.channel, bucket, filled)
             except BrokenChannelError as error:
                 broken = str(error)
         HEARTBEAT.tick()
@@ -116,6 +113,14 @@ def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorS
     """Yield the full tensors on data-parallel replica 0 (with FSDP on all ranks). Other ranks yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
+
+
+def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Broadcast tensors in one buffer."""
+    memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
+    for target, tensor in zip(views(memory, bucket), tensors, strict=True):
+        target.copy_(tensor)
+    _broadcast(channel, memory)
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
@@ -150,10 +155,7 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
         try:
             tensors = views(memory, update.specs)
             for bucket in _buckets(update.specs, update.bucket_bytes):
-                sent = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
-                for target, tensor in zip(views(sent, bucket), islice(tensors, len(bucket)), strict=True):
-                    target.copy_(tensor)
-                _broadcast(update.channel, sent)
+                _send_bucket(engine, update.channel, bucket, islice(tensors, len(bucket)))
             _settle(engine.config.device)
         except BrokenChannelError as error:  # the replica reports a failure too
             logger.warning("sending the kept weights failed: %s", error)

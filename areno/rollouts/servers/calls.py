@@ -1,27 +1,18 @@
 """The interface of the HTTP calls that a rollout replica makes to an inference server (vLLM or SGLang)."""
 
 import math
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import httpx
 
 from areno.errors import EngineError
-from areno.rollouts.fleet.tensors import TensorSpec
 from areno.types import RolloutSequence, SamplingParams
 
 SERVED_NAME = "policy"
 """Model name in requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
-    """Context length and weight version of a running server."""
-
-    context_length: int
-    version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +61,7 @@ class ServerCalls(Protocol):
 
     product: str
 
-    async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
+    async def describe(self, http: httpx.AsyncClient) -> int:
         """Query the context length. This is the first call after the server is healthy."""
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
@@ -87,26 +78,6 @@ class ServerCalls(Protocol):
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Log-prob of each prompt token except the first, at temperature 1."""
-
-
-@runtime_checkable
-class TransferCalls(Protocol):
-    """The HTTP calls of a product that can receive broadcast weights. ``transfers`` tells whether this server can do so."""
-
-    transfers: bool
-
-    async def world_size(self, http: httpx.AsyncClient) -> int:
-        """Number of workers of the server."""
-
-    async def join_group(
-        self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
-    ) -> None:
-        """Let the workers join a group of ``size`` members at a store. The workers have the ranks from ``first`` on."""
-
-    async def receive(
-        self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
-    ) -> None:
-        """Like :meth:`ServerCalls.load_weights`, but load weights that the group's first member broadcasts."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:

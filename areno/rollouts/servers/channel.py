@@ -18,11 +18,11 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from areno.engine.backend import Backend
-from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.rendezvous import serve_store
 from areno.errors import EngineError
 from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.tensors import TensorSpec
+from areno.rollouts.fleet.weight_transfer import send_kept
 from areno.rollouts.fleet.weight_update import PATIENCE_S, DialledStore, Update
 from areno.rollouts.servers.replica import ServerReplica
 
@@ -97,10 +97,7 @@ class ServerChannel:
             return 0.0
         size = 1 + replica.world_size()
         update, where = replace(sent, channel=f"channel-{uuid.uuid4().hex}"), self._open_store(size)
-        if isinstance(engine, EngineGroup):
-            engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
-        else:
-            engine.run_on_all_ranks(weight_update.hand_over, update, where, size)
+        send_kept(engine, update, where, size)
         replica.join_group(where, 1, size)
         return replica.receive(update)
 

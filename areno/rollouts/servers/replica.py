@@ -22,8 +22,9 @@ from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError
 from areno.rollouts.fleet.weight_update import PATIENCE_S, DialledStore, Update
-from areno.rollouts.servers.calls import SampleRequest, ServerAnswer, ServerCalls, TransferCalls
+from areno.rollouts.servers.calls import SampleRequest, ServerAnswer, ServerCalls
 from areno.rollouts.servers.process import InferenceServerProcess
+from areno.rollouts.servers.vllm_client import VllmCalls
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
@@ -110,11 +111,11 @@ class ServerReplica:
         self._thread.start()
         try:
             self._wait_healthy(startup_s)
-            served = self.call(calls.describe(self._http))
+            self.context_length = self.call(calls.describe(self._http))
         except BaseException:
             self.close()
             raise
-        self.context_length, self.kv_tokens = served.context_length, 2**62  # the server queues what does not fit
+        self.kv_tokens = 2**62  # the server queues what does not fit
         self._begin(self._watch_health())
 
     # -- generating ------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class ServerReplica:
     @property
     def transfers(self) -> bool:
         """Whether the server can receive weights by a broadcast."""
-        return isinstance(self.calls, TransferCalls) and self.calls.transfers
+        return isinstance(self.calls, VllmCalls) and self.calls.transfers
 
     def world_size(self) -> int:
         """Number of workers of the server. Raises EngineError on failure."""
@@ -258,8 +259,8 @@ class ServerReplica:
         return time.perf_counter() - began
 
     @property
-    def _transfer(self) -> TransferCalls:
-        assert isinstance(self.calls, TransferCalls)
+    def _transfer(self) -> VllmCalls:
+        assert isinstance(self.calls, VllmCalls)
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
@@ -271,20 +272,17 @@ class ServerReplica:
         Raises EngineError if the call failed. An unhealthy server is also abandoned.
         """
         try:
-            return self._probe(prompt, version)
+            if not self._adapter:
+                return prompt, self.call(self.calls.logprobs(self._http, prompt))
+            sampling = SamplingParams(max_new_tokens=_PROBE_ANSWER, ignore_eos=True)
+            sample = SampleRequest(
+                rid=f"probe-{version}", prompt=prompt, sampling=sampling, seed=version, adapter=self._adapter
+            )
+            answer = self.call(self.calls.generate(self._http, sample))
+            return [*prompt, *answer.tokens], answer.logprobs
         except EngineError as error:
             self.call(self._abandon_if_unhealthy(error))
             raise
-
-    def _probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        if not self._adapter:
-            return prompt, self.call(self.calls.logprobs(self._http, prompt))
-        sampling = SamplingParams(max_new_tokens=_PROBE_ANSWER, ignore_eos=True)
-        sample = SampleRequest(
-            rid=f"probe-{version}", prompt=prompt, sampling=sampling, seed=version, adapter=self._adapter
-        )
-        answer = self.call(self.calls.generate(self._http, sample))
-        return [*prompt, *answer.tokens], answer.logprobs
 
     # -- the server ------------------------------------------------------------------------------------------------
 

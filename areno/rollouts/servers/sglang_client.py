@@ -12,7 +12,6 @@ from areno.errors import EngineError, UsageError
 from areno.rollouts.servers.calls import (
     SampleRequest,
     ServerAnswer,
-    ServerInfo,
     get_json,
     post_json,
     sampling_of,
@@ -28,7 +27,7 @@ class SglangCalls:
 
     product = "SGLang"
 
-    async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
+    async def describe(self, http: httpx.AsyncClient) -> int:
         """Query the limits of the model. Raises UsageError if the weight version is a text, because versions are compared."""
         info = await get_json(http, "/server_info")
         version = str(info.get("weight_version", _UNSET))
@@ -36,8 +35,7 @@ class SglangCalls:
             raise UsageError(
                 f"the SGLang server at {http.base_url} has the weight version {version!r}; start it with --weight-version 0"
             )
-        limit = info.get("context_length") or info.get("max_total_num_tokens")
-        return ServerInfo(context_length=int(limit))
+        return int(info.get("context_length") or info.get("max_total_num_tokens"))
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """See :class:`ServerCalls`."""

@@ -37,8 +37,8 @@ def open_server(
         UsageError: the product is not installed.
         EngineError: the server exited, or was not healthy in time.
     """
-    extended = not has_custom_worker(options)
-    calls: ServerCalls = VllmCalls(extended=extended) if options.product == "vllm" else SglangCalls()
+    transfers = not has_custom_worker(options)
+    calls: ServerCalls = VllmCalls(transfers=transfers) if options.product == "vllm" else SglangCalls()
     vocab_size = AutoConfig.from_pretrained(base_of(path)).get_text_config().vocab_size
     server: InferenceServerProcess | ExternalServer
     if options.addresses:

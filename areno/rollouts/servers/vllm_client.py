@@ -16,7 +16,6 @@ from areno.rollouts.servers.calls import (
     SERVED_NAME,
     SampleRequest,
     ServerAnswer,
-    ServerInfo,
     get_json,
     post_json,
     sampling_of,
@@ -28,18 +27,21 @@ _PREFIX = "generate-tokens-"
 
 
 class VllmCalls:
-    """The HTTP calls of vLLM. ``extended`` tells whether the server has areno's worker extension and transfer engine."""
+    """The HTTP calls of vLLM.
+
+    ``transfers`` tells whether the server has areno's worker extension and transfer engine, and so can receive broadcasts.
+    """
 
     product = "vLLM"
 
-    def __init__(self, *, extended: bool = True) -> None:
-        self.transfers = extended
+    def __init__(self, *, transfers: bool = True) -> None:
+        self.transfers = transfers
 
-    async def describe(self, http: httpx.AsyncClient) -> ServerInfo:
+    async def describe(self, http: httpx.AsyncClient) -> int:
         """Query the context length, and set the weight version to 0."""
         models = (await get_json(http, "/v1/models"))["data"]
         await post_json(http, "/update_weight_version", {"new_version": "0"})
-        return ServerInfo(context_length=int(models[0]["max_model_len"]))
+        return int(models[0]["max_model_len"])
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """See :class:`ServerCalls`."""
@@ -78,20 +80,23 @@ class VllmCalls:
         await self._resume(http)
 
     async def world_size(self, http: httpx.AsyncClient) -> int:
-        """See :class:`TransferCalls`."""
+        """Number of workers of the server."""
         return int((await get_json(http, "/get_world_size"))["world_size"])
 
     async def join_group(
         self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
     ) -> None:
-        """See :class:`TransferCalls`."""
+        """Let the workers join a group of ``size`` members at a store. The workers have the ranks from ``first`` on."""
         group = {"host": store[0], "port": store[1], "first": first, "size": size, "patience_s": patience_s}
         await post_json(http, "/init_weight_transfer_engine", {"init_info": group})
 
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """See :class:`TransferCalls`. After a failure, the server must reload its weights before it can compute."""
+        """Like :meth:`load_weights`, but load weights that the group's first member broadcasts.
+
+        After a failure, the server must reload its weights before it can compute.
+        """
         await post_json(http, "/pause", mode="keep")
         await post_json(http, "/start_weight_update")
         weights = {

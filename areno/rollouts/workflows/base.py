@@ -74,28 +74,21 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs several samples of each data row as one group.
+    """Runs several samples of each data row as one group, which continues without samples that were rejected (None)."""
 
-    With ``drop_incomplete``, a group is rejected if any sample of the group was rejected (returned None). Without
-    ``drop_incomplete``, the group continues with the remaining samples.
-    """
-
-    def __init__(self, workflow: RolloutWorkflow, group_size: int, drop_incomplete: bool = False) -> None:
+    def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
         if group_size < 1:
             raise UsageError(f"gconfig.n_samples must be at least 1, got {group_size}")
-        self.workflow, self.group_size, self.drop_incomplete = workflow, group_size, drop_incomplete
+        self.workflow, self.group_size = workflow, group_size
 
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
         """Run all samples of a data row, and return one trajectory with their rows."""
         results = await self.workflow.arun_group(engine, data, self.group_size)
         accepted = [trajectory for result in results if (trajectory := as_trajectory(result)) is not None]
-        dropped = len(results) - len(accepted)
-        if dropped:
-            what = "dropping the group" if self.drop_incomplete or not accepted else "the group continues without them"
+        if dropped := len(results) - len(accepted):
+            what = "the group continues without them" if accepted else "dropping the group"
             logger.warning("%d of %d samples of a row were rejected; %s", dropped, len(results), what)
-        if not accepted or (self.drop_incomplete and dropped):
-            return None
-        return stack(accepted)
+        return stack(accepted) if accepted else None
 
     async def aclose(self) -> None:
         """Release the resources of the inner workflow."""

@@ -1,10 +1,9 @@
-"""Resolves workflows and functions that are given as an object, a class or a name.
+"""Resolves workflows that are given as an object, a class or a name.
 
 Names have the form ``package.module.Name`` or ``file.py:Name``.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from areno.config.experiment.generation_sections import AgentConfig
@@ -25,7 +24,6 @@ def resolve_workflow(
     agent: AgentConfig = DEFAULTS,
     model_name: str = "default",
     n_samples: int = 1,
-    drop_incomplete: bool = False,
 ) -> RolloutWorkflow:
     """Return a :class:`GroupedRolloutWorkflow`, which runs ``n_samples`` samples of each data row as a group.
 
@@ -61,16 +59,4 @@ def resolve_workflow(
                 "run(self, data, **extra)`"
             )
         workflow = AgentWorkflow(workflow, gconfig, agent, model_name)
-    return GroupedRolloutWorkflow(workflow, n_samples, drop_incomplete)
-
-
-def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
-    """Return a function that is given directly or by name, such as a filter. Returns None for None.
-
-    Raises:
-        UsageError: the value of ``option`` cannot be found, or is not callable.
-    """
-    resolved = named_object(function, option=option) if isinstance(function, str) else function
-    if resolved is not None and not callable(resolved):
-        raise UsageError(f"{option} is a {type(resolved).__name__}; give a function, or its name")
-    return resolved
+    return GroupedRolloutWorkflow(workflow, n_samples)
