@@ -24,6 +24,8 @@ LOGGED_RESULTS = 4
 _DATA_CHARS, _DATA_FIELDS = 500, 8
 _TEXT = reprlib.Repr()  # bounds nested values without formatting all of them
 _TEXT.maxstring = _TEXT.maxother = _DATA_CHARS
+PICKED_PROMPTS = 8
+"""Number of prompts of a step whose samples are recorded."""
 EVAL_PROMPTS = 8
 """Number of evaluation prompts whose first answer is recorded, so that their answers can be compared over the run."""
 MAX_TOKENS = 8192
@@ -44,7 +46,6 @@ def sample_records(
     rewards: Sequence[float],
     advantages: Sequence[float] | None = None,
     *,
-    max_prompts: int = 8,
     trajectories: Sequence[Trajectory] | None = None,
 ) -> list[dict[str, Any]]:
     """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
@@ -66,7 +67,7 @@ def sample_records(
     """
     if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
         raise ValueError(f"{len(records)} samples require as many rewards and advantages, got {len(rewards)} rewards")
-    picked = pick([record.metadata.get("prompt_index", 0) for record in records], rewards, max_prompts)
+    picked = pick([record.metadata.get("prompt_index", 0) for record in records], rewards)
     samples = [
         {
             "step": step,
@@ -90,7 +91,7 @@ def sample_records(
     return samples
 
 
-def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8) -> dict[int, list[str]]:
+def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str]]:
     """Pick the first, best and worst sample of each of the first prompts; return the reasons by position in ``prompts``.
 
     Args:
@@ -101,7 +102,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8)
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(i)
     picked: dict[int, list[str]] = {}
-    for members in list(groups.values())[:max_prompts]:
+    for members in list(groups.values())[:PICKED_PROMPTS]:
         best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
         for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
             picked.setdefault(i, []).append(why)

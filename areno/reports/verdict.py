@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from areno.reports.ending import Ending, ending_of
@@ -113,15 +112,12 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
     if trend is None:
         return None
     value, step = progress.best(trend)
-    rate, present = evidence.rate_at(step), evidence.advice.number("--lr")
-    lower = 0.3 * min(rate or math.inf, present or math.inf)
     return RunProblem(
         "collapse",
         f"The {progress.name} was best ({short(value)}) around step {step} and is now {short(trend.last)}; no "
         "other recorded data explains the decline.",
         f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate, "
-        f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}"
-        + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
+        f"{evidence.lower_rate(step, 0.3)}" + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
         evidence.spread(),
     )
 

@@ -49,6 +49,7 @@ from areno.observability.samples import (
     row_segments,
     sample_records,
 )
+from areno.observability.scalars import summary_statistics
 from areno.observability.screen import ShownSample
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import describe_record
@@ -314,12 +315,9 @@ class RolloutTrainer(DatasetTrainer):
         cut_mass = sum(s.sequence.cut_mass for s in samples) / len(samples)
         if not math.isnan(cut_mass):  # NaN: unknown
             stats["sampling_cut_mass"] = cut_mass
-        stats |= self._drawn_stats
-        return stats | (
-            summary_statistics("reward_model_raw_reward", [s.reward for s in samples])
-            if self.config.reward_ckpt
-            else {}
-        )
+        if self.config.reward_ckpt:
+            stats |= summary_statistics("reward_model_raw_reward", [s.reward for s in samples])
+        return stats | self._drawn_stats
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
         """Set the rewards, and drop samples without a reward or without a token to train on."""
@@ -455,9 +453,3 @@ class RolloutTrainer(DatasetTrainer):
                 *(config.update_minibatches, prompts, self.state.step),
             )
         return self.update_statistics(self.objective.updates(rows, self.state.step))
-
-
-def summary_statistics(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return ``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of one or more values."""
-    array = np.asarray(values, dtype=np.float64)
-    return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "min", "max")}

@@ -9,7 +9,7 @@ import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from areno.api.evaluation import EVALUATION_STREAM, evaluation_sampling
@@ -39,16 +39,6 @@ from areno.types import PromptBatch, PromptItem, Request, RolloutResult, Rollout
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
 """Configuration class with the default server arguments of each product."""
 
-_SAVED_FIELDS = (
-    "resp_tokens",
-    "resp_logprobs",
-    "finish_reason",
-    "text",
-    "versions",
-    "cut_mass",
-    "temperature",
-    "routed_experts",
-)
 _NO_LIMIT = 2**31
 
 
@@ -228,8 +218,8 @@ class SampleSource:
 
 
 def _plain(sequence: RolloutSequence) -> dict[str, Any]:
-    fields = {name: getattr(sequence, name) for name in _SAVED_FIELDS}
-    return fields | {"resp_logprobs": list(sequence.resp_logprobs)}
+    values = {field.name: getattr(sequence, field.name) for field in fields(sequence)}
+    return values | {"resp_logprobs": list(sequence.resp_logprobs)}
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
