@@ -213,9 +213,8 @@ class _EvalTotals:
     lengths: list[int | None] = field(default_factory=list)
     truncated: int = 0
     rewards: list[float] = field(default_factory=list)
-    outcomes: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # per prompt: the number of scored answers, and of those with a reward above 0
+    # per prompt: the number of scored answers, and of those with a reward above 0
+    outcomes: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, batch: PromptBatch, answers: Sequence[Sample | None], scores: Sequence[float | None]) -> None:
         """Add one batch. Answers are in prompt order. ``scores`` has one entry per answer that is not None."""

@@ -74,15 +74,9 @@ def sample_records(
             "prompt_index": records[i].metadata.get("prompt_index", 0),
             "sample_index": records[i].metadata.get("sample_index", 0),
             "picked": picked[i],
-            "reward": rewards[i],
-            **({"reward_parts": dict(parts)} if (parts := parts_of(rewards[i])) else {}),
             "advantage": None if advantages is None else advantages[i],
-            "finish_reason": records[i].metadata.get("finish_reason"),
-            "response_len": len(records[i].tokens),
             "logprob_mean": _logprob_mean(records[i]),
-            "prompt": bounded(records[i].prompt),
-            "completion": bounded(records[i].completion),
-            **_data(records[i]),
+            **_rewarded(records[i], rewards[i]),
             **({"messages": records[i].messages} if "turns" in records[i].metadata else {}),
         }
         for i in sorted(picked)
@@ -243,16 +237,7 @@ class EvalSamples:
             index = int(record.metadata.get("prompt_index", 0))
             if index in self._samples or len(self._samples) == EVAL_PROMPTS or record.metadata.get("sample_index", 0):
                 continue
-            self._samples[index] = {
-                "prompt_index": index,
-                "reward": reward,
-                **({"reward_parts": dict(parts)} if reward is not None and (parts := parts_of(reward)) else {}),
-                "finish_reason": record.metadata.get("finish_reason"),
-                "response_len": len(record.tokens),
-                "prompt": bounded(record.prompt),
-                "completion": bounded(record.completion),
-                **_data(record),
-            }
+            self._samples[index] = {"prompt_index": index, **_rewarded(record, reward)}
 
     def records(self, step: int) -> list[dict[str, Any]]:
         """The records of an evaluation after ``step`` completed steps."""
@@ -340,6 +325,20 @@ def _logprob_mean(record: RewardRecord) -> float | None:
     mask = record.loss_mask or [True] * len(record.logprobs)
     trained = [logprob for logprob, trainable in zip(record.logprobs, mask, strict=True) if trainable]
     return sum(trained) / len(trained) if trained else None
+
+
+def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
+    """The entries of a sample that describe its answer and its reward."""
+    parts = parts_of(reward)
+    return {
+        "reward": reward,
+        **({"reward_parts": dict(parts)} if parts else {}),
+        "finish_reason": record.metadata.get("finish_reason"),
+        "response_len": len(record.tokens),
+        "prompt": bounded(record.prompt),
+        "completion": bounded(record.completion),
+        **_data(record),
+    }
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:

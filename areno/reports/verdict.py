@@ -71,10 +71,8 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
     explained = {name for key in keys for name in _EXPLAINED.get(key, ())}
     problems = [problem for problem in problems if problem.key not in explained]
     result = replace(result, state=_decided(result.state, {problem.key for problem in problems}))
-    if extra := _unexplained(evidence, result, problems):
-        problems.append(replace(extra, remedy=evidence.advice.text(extra.remedy)))
-    if overlap := contaminated(evidence):
-        problems.append(replace(overlap, remedy=evidence.advice.text(overlap.remedy)))
+    extra = (_unexplained(evidence, result, problems), contaminated(evidence))
+    problems += [replace(each, remedy=evidence.advice.text(each.remedy)) for each in extra if each is not None]
     if any(problem.key == "solved" for problem in problems) and result.state == "no":
         result = replace(result, text=f"{result.text} It was solved from the start.")
     return Verdict(result, ending_of(run, evidence.advice), tuple(problems))
