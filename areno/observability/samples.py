@@ -271,10 +271,9 @@ def log_completions(
     *,
     prompt_tokens: Sequence[Sequence[int]],
     decode: Decode,
-    limit: int,
 ) -> None:
-    """Log the first ``limit`` samples, one per line."""
-    for record, tokens in list(zip(records, prompt_tokens, strict=True))[:limit]:
+    """Log samples, one per line."""
+    for record, tokens in zip(records, prompt_tokens, strict=True):
         logger.info(
             "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r completion=%r "
             "prompt_tokens=%s response_tokens=%s",

@@ -293,7 +293,6 @@ class RolloutTrainer(DatasetTrainer):
             [sample.record for sample in samples],
             prompt_tokens=[sample.item.input_tokens for sample in samples],
             decode=decode,
-            limit=len(samples),
         )
 
     def _rollout_stats(self, samples: list[Sample], drawn: list[Sample], timings: dict[str, float]) -> dict[str, float]:
