@@ -64,7 +64,7 @@ _ACTS_IN = {
     "advantages": r"algo|advantage|norm|kl_|reward|discount|gamma|lam|gae|overlong|mask_no_eos|whiten|bootstrap|n_samples",
     "evaluation": r"eval|valid",
 }
-# Facts without effect on training.
+# Properties of the environment without effect on training.
 _NO_CAUSE = ("host", "memory_bytes", "data.held_out_examples", "data.held_out_prompts")
 _UNSET = "-"
 _LARGE = 2**26  # bytes of a file above which contents are not compared
