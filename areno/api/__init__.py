@@ -5,7 +5,7 @@
 - ``replay``: ``areno replay`` for runs of ``areno train``.
 - ``agentic``: agents; ``datasets`` and ``dataset_files``: rows from paths and hub references.
 - ``evaluation``: evaluates a policy on held-out prompts; ``server_evaluation``: evaluates a model on a server.
-- ``rewards``: the reward runner of a run; ``records``: what reward functions receive.
+- ``rewards``: the reward runner of a run; ``records``: samples, and what reward functions receive.
 - ``arguments``: checks the arguments of the SDK.
 """
 

@@ -6,6 +6,7 @@ stale. Errors say which row is malformed.
 
 from __future__ import annotations
 
+import bisect
 import csv
 import json
 import re
@@ -55,9 +56,7 @@ def _read_saved(folder: Path, option: str, split: str) -> Dataset:
     try:
         loaded = load_from_disk(str(folder))
     except Exception as error:  # damaged files raise errors of many types
-        raise DataError(
-            f"{folder}: this save_to_disk folder is damaged: {_first_line(error)}; save it again"
-        ) from error
+        raise DataError(f"{folder}: this save_to_disk folder is damaged: {first_line(error)}; save it again") from error
     if not isinstance(loaded, DatasetDict):
         return loaded
     if split not in loaded:
@@ -126,21 +125,14 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
                 remedy = "use one type within a list, integers of at most 64 bits, and valid Unicode text"
             raise DataError(
                 f"{path}, {locate(chunk[position][0])}: key `{key}` is {_shown(values[position])}, {problem} "
-                f"({_first_line(error)}); {remedy}"
+                f"({first_line(error)}); {remedy}"
             ) from error
     return pa.table(columns)
 
 
 def _first_misfit(values: list[Any]) -> int:
     """Return the index of the first value that Arrow rejects."""
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        if _can_be_stored(values[: middle + 1]):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect.bisect_left(range(len(values)), True, key=lambda index: not _can_be_stored(values[: index + 1]))
 
 
 def _can_be_stored(values: list[Any]) -> bool:
@@ -216,7 +208,7 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         return pq.ParquetFile(path).read()
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
 
 
 def _read_arrow(path: Path) -> pa.Table:
@@ -230,7 +222,7 @@ def _read_arrow(path: Path) -> pa.Table:
                 file.seek(0)
                 return pa.ipc.open_stream(file).read_all()
     except pa.ArrowException as error:
-        raise DataError(f"{path}: neither an Arrow file nor an Arrow stream: {_first_line(error)}") from error
+        raise DataError(f"{path}: neither an Arrow file nor an Arrow stream: {first_line(error)}") from error
 
 
 def _concatenate(tables: list[pa.Table], places: list[str]) -> pa.Table:
@@ -241,7 +233,7 @@ def _concatenate(tables: list[pa.Table], places: list[str]) -> pa.Table:
         try:
             joined = pa.concat_tables([joined, table], promote_options="permissive")
         except pa.ArrowException as error:
-            raise DataError(f"{place}: columns do not match those of {places[0]}: {_first_line(error)}") from error
+            raise DataError(f"{place}: columns do not match those of {places[0]}: {first_line(error)}") from error
     return joined
 
 
@@ -252,10 +244,11 @@ def _to_dataset(table: pa.Table, path: Path) -> Dataset:
         # A random fingerprint: computing one would hash the whole table.
         return Dataset(table, fingerprint=uuid.uuid4().hex)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise DataError(f"{path}: a column has an unsupported type: {_first_line(error)}") from error
+        raise DataError(f"{path}: a column has an unsupported type: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; the name of its class if there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

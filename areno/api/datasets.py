@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.api.dataset_files import read_file, read_folder
+from areno.api.dataset_files import first_line, read_file, read_folder
 from areno.config.paths import looks_like_path
 from areno.config.splits import TRAIN
 from areno.errors import ArenoError, UsageError
@@ -190,9 +190,8 @@ def _load_from_hub(label: str, name: str, config: str | None, split: str) -> Dat
                 raise
             return load_dataset(name, "main", split=split)
     except Exception as error:  # network, hub and builders fail in many ways
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"{label}: the dataset {name} could not be loaded from the hub: {reason}\n"
+            f"{label}: the dataset {name} could not be loaded from the hub: {first_line(error)}\n"
             "Check the name, configuration and split (repo:config:split) and the network (HF_HUB_OFFLINE must be unset "
             "for a first download; a private dataset needs `hf auth login`), or pass a local file."
         ) from error

@@ -13,33 +13,18 @@ from functools import partial
 from typing import Any
 
 from areno.api.datasets import iter_prompt_batches
-from areno.api.records import reward_record
+from areno.api.records import Sample
 from areno.api.sampler import Sampler
 from areno.config.all_train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import RewardError
-from areno.types import PARTS, PromptBatch, RewardRecord, RolloutSequence, SamplingParams, part_columns, tightest
+from areno.types import PARTS, PromptBatch, RewardRecord, SamplingParams, part_columns, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
 """Takes records and the token ids of their prompts and responses. Returns rewards, with None for a failed reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class EvalAnswer:
-    """One answer: the record for a reward function, the token ids for a reward model, and the generated sequence."""
-
-    record: RewardRecord
-    tokens: list[int]
-    sequence: RolloutSequence
-
-    @property
-    def length(self) -> int | None:
-        """Number of tokens of the answer. A server that returns no tokens may report this number; otherwise it is None."""
-        length: int | None = self.record.metadata.get("response_len", len(self.sequence.resp_tokens))
-        return length
-
-
-AnswerSource = Callable[[PromptBatch, Sequence[int]], list[EvalAnswer | None]]
+AnswerSource = Callable[[PromptBatch, Sequence[int]], list[Sample | None]]
 """Takes a batch and its prompts' indices in the evaluation. Returns answers in prompt order; missing answers are None."""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
@@ -174,7 +159,7 @@ def _completions(
     n_samples: int,
     max_running: int,
     seed: int,
-) -> list[EvalAnswer | None]:
+) -> list[Sample | None]:
     seeds = [
         [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)] for prompt in prompts
     ]
@@ -185,7 +170,7 @@ def _completions(
     finally:
         trainer.end_rollout_session()
     return [
-        EvalAnswer(reward_record(item, prompt, sample, sequence), [*item.input_tokens, *sequence.resp_tokens], sequence)
+        Sample.of_completion(item, prompt, sample, sequence)
         for item, prompt, result in zip(batch.items, prompts, results, strict=True)
         for sample, sequence in enumerate(result.sequences)
     ]
@@ -228,16 +213,16 @@ class _EvalTotals:
     lengths: list[int | None] = field(default_factory=list)
     truncated: int = 0
     rewards: list[float] = field(default_factory=list)
-    outcomes: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # per prompt: the number of scored answers, and of those with a reward above 0
+    # per prompt: the number of scored answers, and of those with a reward above 0
+    outcomes: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, batch: PromptBatch, answers: Sequence[EvalAnswer | None], scores: Sequence[float | None]) -> None:
+    def add(self, batch: PromptBatch, answers: Sequence[Sample | None], scores: Sequence[float | None]) -> None:
         """Add one batch. Answers are in prompt order. ``scores`` has one entry per answer that is not None."""
         self.num_prompts += len(batch.items)
         self.skipped_long += batch.skipped_long
         present = [answer for answer in answers if answer is not None]
-        self.lengths += [answer.length for answer in present]
+        # A server that returns no tokens may report their number; otherwise the length is None.
+        self.lengths += [each.record.metadata.get("response_len", len(each.sequence.resp_tokens)) for each in present]
         self.truncated += sum(answer.sequence.finish_reason == "length" for answer in present)
         remaining = iter(scores)
         aligned = [None if answer is None else next(remaining) for answer in answers]

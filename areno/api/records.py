@@ -1,8 +1,44 @@
-"""Builds the records that reward functions receive, for training and evaluation."""
+"""Samples (completions, agent runs or workflow rows), and the records of samples that reward functions receive."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutResult, RolloutSequence, SamplingParams
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, completion_row
+from areno.types import (
+    PromptItem,
+    RewardEvent,
+    RewardRecord,
+    RolloutResult,
+    RolloutSequence,
+    SamplingParams,
+)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion, agent run, or workflow row, in training or in an evaluation."""
+
+    item: PromptItem
+    prompt_index: int
+    sample_index: int
+    sequence: RolloutSequence  # all generated tokens
+    record: RewardRecord  # input of a reward function
+    tokens: list[int]  # input of a reward model: prompt and response, or the last conversation of an agent
+    rows: list[TrajectoryRow]  # rows to train on
+    turn_rewards: Sequence[float] = ()  # rewards per turn from an agent's environment
+    reward: float = 0.0
+    advantage: float = 0.0
+
+    @classmethod
+    def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
+        """Create the sample of a completion. A completion without tokens has no row."""
+        record = reward_record(item, prompt_index, sample_index, sequence)
+        row = completion_row(item.input_tokens, sequence)
+        rows = [row] if sequence.resp_tokens else []
+        return cls(item, prompt_index, sample_index, sequence, record, row.tokens, rows)
 
 
 def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingParams) -> list[RolloutResult]:

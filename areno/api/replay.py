@@ -125,7 +125,7 @@ def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[
             torch.manual_seed(config.seed)
             bases = (ReplayTrainer, spec.resolve_trainer_cls())
             kind = type("Replaying", bases, {"replay": replay, "keeps": keeps})
-            loop = make_loop(config, trainer, [], None, kind)
+            loop = make_loop(config, trainer, [], kind)
             loop.resumed_from, loop.report.display = replay.checkpoint, ProgressDisplay()
             run_loop(config, loop, run_dir, start)
         finally:

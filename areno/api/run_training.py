@@ -51,7 +51,6 @@ _RUNTIME = (
 def run_training(
     options: TrainOptions,
     *,
-    reward_fn: Callable[..., Any] | None = None,
     loader_fn: Callable[..., Any] | None = None,
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
@@ -60,8 +59,6 @@ def run_training(
 
     Args:
         options: validated and resolved options.
-        reward_fn: reward function, called in this process. If ``options.reward_fn_path`` is set, worker processes run
-            the function of that file instead.
         loader_fn: dataset loader.
         progress: progress display; None selects a display for the terminal or pipe.
         console_level: minimum level of console log lines; None takes ``--log-level``. ``log.txt`` has all levels.
@@ -71,7 +68,7 @@ def run_training(
     with locked_run(options), setup_logging(run_dir, level=level):
         try:
             with report_at_end(run_dir), recorded_status(run_dir):
-                _train(options, run_dir, reward_fn, loader_fn, progress)
+                _train(options, run_dir, loader_fn, progress)
         except StopRequested as stop:
             logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)
             return 128 + stop.signum
@@ -81,7 +78,6 @@ def run_training(
 def _train(
     options: TrainOptions,
     run_dir: RunDirectory,
-    reward_fn: Callable[..., Any] | None,
     loader_fn: Callable[..., Any] | None,
     progress: ProgressDisplay | None,
 ) -> None:
@@ -101,7 +97,7 @@ def _train(
             options = _tuned(options, trainer, len(dataset))
             check_length(options, len(dataset))
         torch.manual_seed(options.seed)  # for dropout
-        loop = make_loop(options, trainer, dataset, reward_fn)
+        loop = make_loop(options, trainer, dataset)
         loop.eval_rows, loop.resumed_from = held_out, checkpoint
         if progress is not None:
             loop.report.display = progress
@@ -174,7 +170,6 @@ def _trained_on(options: TrainOptions, held_out: str, has_loader: bool) -> bool:
 def run_evaluation(
     options: TrainOptions,
     *,
-    reward_fn: Callable[..., Any] | None = None,
     loader_fn: Callable[..., Any] | None = None,
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
@@ -183,7 +178,6 @@ def run_evaluation(
 
     Args:
         options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
-        reward_fn: as for :func:`run_training`.
         loader_fn: as for :func:`run_training`.
         on_start: called with the number of rows once the model is loaded.
         on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
@@ -192,7 +186,7 @@ def run_evaluation(
     options = replace(options, eval_dataset_path=options.dataset_path)
     with make_trainer(options, trains="nothing") as trainer:
         trainer.init()
-        loop = cast(RolloutTrainer, make_loop(options, trainer, rows, reward_fn))
+        loop = cast(RolloutTrainer, make_loop(options, trainer, rows))
         try:
             loop.load_models()
             loop.prepare()
@@ -203,14 +197,12 @@ def run_evaluation(
             loop.cleanup()
 
 
-def make_loop(
-    options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any, kind: type | None = None
-) -> DatasetTrainer:
+def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type | None = None) -> DatasetTrainer:
     """Create the trainer of the algorithm, or a trainer of class ``kind``, on an SDK trainer."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()
-    return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
+    return make(options, instance=trainer, dataset=dataset, reward_fn=None, loss_fn=loss_fn)
 
 
 def run_loop(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:

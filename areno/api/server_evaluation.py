@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from areno.api.datasets import first_rows, load_training_dataset
-from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, OnScored, eval_batch_size, evaluation_sampling, measure
-from areno.api.records import reward_record
+from areno.api.evaluation import EVALUATION_STREAM, OnScored, eval_batch_size, evaluation_sampling, measure
+from areno.api.records import Sample
 from areno.api.rewards import reward_runner
 from areno.config.all_train_options import TrainOptions
 from areno.config.splits import TEST
@@ -96,7 +96,7 @@ class _ServerAnswers:
         if sampling.stop:
             self._body["stop"] = sampling.stop
 
-    def answers(self, pool: ThreadPoolExecutor, batch: PromptBatch, prompts: Sequence[int]) -> list[EvalAnswer | None]:
+    def answers(self, pool: ThreadPoolExecutor, batch: PromptBatch, prompts: Sequence[int]) -> list[Sample | None]:
         requests = [
             (item, prompt, sample)
             for item, prompt in zip(batch.items, prompts, strict=True)
@@ -104,7 +104,7 @@ class _ServerAnswers:
         ]
         return list(pool.map(lambda request: self._answer(*request), requests))
 
-    def _answer(self, item: PromptItem, prompt: int, sample: int) -> EvalAnswer:
+    def _answer(self, item: PromptItem, prompt: int, sample: int) -> Sample:
         content = item.record["prompt"]
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         seed = derive_seed(self._seed, EVALUATION_STREAM, prompt, sample) % _SEEDS
@@ -116,7 +116,6 @@ class _ServerAnswers:
         except (ServerError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(f"--ckpt {self._client.url} does not answer prompt {prompt}: {error!s}") from error
         reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
-        sequence = RolloutSequence([], [], reason, text)
-        record = reward_record(item, prompt, sample, sequence)
-        record.metadata["response_len"] = length
-        return EvalAnswer(record, [], sequence)
+        answer = Sample.of_completion(item, prompt, sample, RolloutSequence([], [], reason, text))
+        answer.record.metadata["response_len"] = length
+        return answer

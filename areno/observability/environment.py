@@ -39,8 +39,7 @@ def environment() -> dict[str, Any]:
         "cpu": processor(),
         "cores": usable_cores(),
         "memory_bytes": total_bytes(),
-        "gpus": _gpus(),
-        **_gpu_memory(),
+        **_gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "recorded": time.time(),
     }
@@ -61,20 +60,13 @@ def processor() -> str:
     return f"{name} ({', '.join(labels)})" if labels else name
 
 
-def _gpus() -> list[str]:
+def _gpus() -> dict[str, Any]:
+    """Names of the GPUs, and the memory size of the GPU with the least memory, which is absent without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def _gpu_memory() -> dict[str, int]:
-    """Memory size of the GPU with the least memory; empty without a GPU."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return {}
-    devices = range(torch.cuda.device_count())
-    return {"gpu_memory_bytes": min(torch.cuda.get_device_properties(index).total_memory for index in devices)}
+        return {"gpus": []}
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {"gpus": [gpu.name for gpu in gpus], "gpu_memory_bytes": min(gpu.total_memory for gpu in gpus)}
 
 
 def _version(name: str) -> str | None:

@@ -9,30 +9,20 @@ gets its own track, and later tasks reuse the free tracks.
 """
 
 import asyncio
-import functools
 import heapq
-import inspect
 import json
 import os
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-    suppress,
-)
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from areno.errors import ArenoError
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks have numbers above this number, which exceeds every thread id of the operating system."""
@@ -68,11 +58,6 @@ def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str)
         ) from error
 
 
-def trace_path(logs: Path, role: str, rank: int) -> Path:
-    """Trace file of a role and rank."""
-    return logs / "perf_tracer" / role / f"traces-r{rank}.jsonl"
-
-
 class PerfTracer:
     """Collects events and appends them to a file; a disabled tracer does nothing.
 
@@ -91,7 +76,7 @@ class PerfTracer:
         profile_steps: Sequence[int] | None = None,
     ) -> None:
         self.enabled = enabled
-        self.path = trace_path(Path(logs), role, rank)
+        self.path = Path(logs) / "perf_tracer" / role / f"traces-r{rank}.jsonl"
         self._save_interval = max(save_interval, 1)
         self._profile_steps = frozenset(profile_steps or ())
         self._common: dict[str, Any] = {"rank": rank, "role": role}
@@ -206,37 +191,6 @@ class PerfTracer:
             track = _FIRST_TASK_TRACK + self._task_tracks
         self._metadata("thread_name", track, {"name": f"task {self._task_tracks}"})
         return track
-
-
-def traced(function: Function, name: str | None, category: str, tracer: Callable[[], PerfTracer]) -> Function:
-    """Wrap ``function`` so that the current ``tracer()`` records each call."""
-    scope = name or function.__qualname__
-    return wrapped(
-        function, lambda: tracer().trace_scope(scope, category), lambda: tracer().atrace_scope(scope, category)
-    )
-
-
-def wrapped(
-    function: Function,
-    scope: Callable[[], AbstractContextManager[None]],
-    async_scope: Callable[[], AbstractAsyncContextManager[None]],
-) -> Function:
-    """Wrap ``function`` so that each call runs inside a new ``scope``, or ``async_scope`` for a coroutine function."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-            async with async_scope():
-                return await function(*args, **kwargs)
-
-        return asynchronous  # type: ignore[return-value]
-
-    @functools.wraps(function)
-    def synchronous(*args: Any, **kwargs: Any) -> Any:
-        with scope():
-            return function(*args, **kwargs)
-
-    return synchronous  # type: ignore[return-value]
 
 
 @contextmanager

@@ -24,6 +24,8 @@ LOGGED_RESULTS = 4
 _DATA_CHARS, _DATA_FIELDS = 500, 8
 _TEXT = reprlib.Repr()  # bounds nested values without formatting all of them
 _TEXT.maxstring = _TEXT.maxother = _DATA_CHARS
+PICKED_PROMPTS = 8
+"""Number of prompts of a step whose samples are recorded."""
 EVAL_PROMPTS = 8
 """Number of evaluation prompts whose first answer is recorded, so that their answers can be compared over the run."""
 MAX_TOKENS = 8192
@@ -44,7 +46,6 @@ def sample_records(
     rewards: Sequence[float],
     advantages: Sequence[float] | None = None,
     *,
-    max_prompts: int = 8,
     trajectories: Sequence[Trajectory] | None = None,
 ) -> list[dict[str, Any]]:
     """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
@@ -66,22 +67,16 @@ def sample_records(
     """
     if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
         raise ValueError(f"{len(records)} samples require as many rewards and advantages, got {len(rewards)} rewards")
-    picked = pick([record.metadata.get("prompt_index", 0) for record in records], rewards, max_prompts)
+    picked = pick([record.metadata.get("prompt_index", 0) for record in records], rewards)
     samples = [
         {
             "step": step,
             "prompt_index": records[i].metadata.get("prompt_index", 0),
             "sample_index": records[i].metadata.get("sample_index", 0),
             "picked": picked[i],
-            "reward": rewards[i],
-            **({"reward_parts": dict(parts)} if (parts := parts_of(rewards[i])) else {}),
             "advantage": None if advantages is None else advantages[i],
-            "finish_reason": records[i].metadata.get("finish_reason"),
-            "response_len": len(records[i].tokens),
             "logprob_mean": _logprob_mean(records[i]),
-            "prompt": bounded(records[i].prompt),
-            "completion": bounded(records[i].completion),
-            **_data(records[i]),
+            **_rewarded(records[i], rewards[i]),
             **({"messages": records[i].messages} if "turns" in records[i].metadata else {}),
         }
         for i in sorted(picked)
@@ -90,7 +85,7 @@ def sample_records(
     return samples
 
 
-def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8) -> dict[int, list[str]]:
+def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str]]:
     """Pick the first, best and worst sample of each of the first prompts; return the reasons by position in ``prompts``.
 
     Args:
@@ -101,7 +96,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float], max_prompts: int = 8)
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(i)
     picked: dict[int, list[str]] = {}
-    for members in list(groups.values())[:max_prompts]:
+    for members in list(groups.values())[:PICKED_PROMPTS]:
         best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
         for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
             picked.setdefault(i, []).append(why)
@@ -242,16 +237,7 @@ class EvalSamples:
             index = int(record.metadata.get("prompt_index", 0))
             if index in self._samples or len(self._samples) == EVAL_PROMPTS or record.metadata.get("sample_index", 0):
                 continue
-            self._samples[index] = {
-                "prompt_index": index,
-                "reward": reward,
-                **({"reward_parts": dict(parts)} if reward is not None and (parts := parts_of(reward)) else {}),
-                "finish_reason": record.metadata.get("finish_reason"),
-                "response_len": len(record.tokens),
-                "prompt": bounded(record.prompt),
-                "completion": bounded(record.completion),
-                **_data(record),
-            }
+            self._samples[index] = {"prompt_index": index, **_rewarded(record, reward)}
 
     def records(self, step: int) -> list[dict[str, Any]]:
         """The records of an evaluation after ``step`` completed steps."""
@@ -285,10 +271,9 @@ def log_completions(
     *,
     prompt_tokens: Sequence[Sequence[int]],
     decode: Decode,
-    limit: int,
 ) -> None:
-    """Log the first ``limit`` samples, one per line."""
-    for record, tokens in list(zip(records, prompt_tokens, strict=True))[:limit]:
+    """Log samples, one per line."""
+    for record, tokens in zip(records, prompt_tokens, strict=True):
         logger.info(
             "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r completion=%r "
             "prompt_tokens=%s response_tokens=%s",
@@ -339,6 +324,20 @@ def _logprob_mean(record: RewardRecord) -> float | None:
     mask = record.loss_mask or [True] * len(record.logprobs)
     trained = [logprob for logprob, trainable in zip(record.logprobs, mask, strict=True) if trainable]
     return sum(trained) / len(trained) if trained else None
+
+
+def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
+    """The entries of a sample that describe its answer and its reward."""
+    parts = parts_of(reward)
+    return {
+        "reward": reward,
+        **({"reward_parts": dict(parts)} if parts else {}),
+        "finish_reason": record.metadata.get("finish_reason"),
+        "response_len": len(record.tokens),
+        "prompt": bounded(record.prompt),
+        "completion": bounded(record.completion),
+        **_data(record),
+    }
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:

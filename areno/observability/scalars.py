@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from areno.types import PARTS, TrainSequence, part_columns
 
@@ -76,9 +76,15 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
     if rewards is None or len(rewards) == 0:
         return {}
     values = np.asarray(rewards, dtype=np.float64)
-    scalars = {f"rollout/rewards_{name}": float(getattr(values, name)()) for name in ("mean", "std", "max", "min")}
     parts = {name: float(np.mean(part)) for name, part in part_columns(rewards, f"rollout/{PARTS}").items()}
-    return {**scalars, "rollout/accuracy": float((values > 0).mean()), **parts}
+    accuracy = {"rollout/accuracy": float((values > 0).mean())}
+    return summary_statistics("rollout/rewards", values) | accuracy | parts
+
+
+def summary_statistics(name: str, values: ArrayLike) -> dict[str, float]:
+    """Return ``<name>_mean``, ``_std`` (population), ``_max`` and ``_min`` of one or more values."""
+    array = np.asarray(values, dtype=np.float64)
+    return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "max", "min")}
 
 
 def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:

@@ -9,8 +9,8 @@ and its child tasks can access the session without a parameter.
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -121,12 +121,6 @@ class SessionTracer:
         finally:
             with self._lock:
                 session.phases.setdefault(phase, []).append({"start_ts": start, "end_ts": self._now()})
-
-    @asynccontextmanager
-    async def atrace_session_phase(self, phase: str) -> AsyncIterator[None]:
-        """:meth:`trace_session_phase` for asynchronous blocks."""
-        with self.trace_session_phase(phase):
-            yield
 
     def trace_session_event(self, name: str, count: int = 1) -> None:
         """Increment a counter of the current session, if any."""

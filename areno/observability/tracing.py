@@ -3,13 +3,16 @@
 Both tracers are disabled until ``configure`` replaces them.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from functools import partial
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
-from areno.observability.perf_tracer import Args, Category, Function, PerfTracer, traced, wrapped
+from areno.observability.perf_tracer import Args, Category, PerfTracer
 from areno.observability.session_tracer import SessionTracer
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _perf = PerfTracer(".", enabled=False)
 _sessions = SessionTracer(".", enabled=False)
@@ -39,19 +42,29 @@ def session_tracer() -> SessionTracer:
     return _sessions
 
 
-def trace_scope(name: str, category: str = Category.MISC, args: Args = None) -> AbstractContextManager[None]:
+@contextmanager
+def trace_scope(name: str, category: str = Category.MISC, args: Args = None) -> Iterator[None]:
     """:meth:`PerfTracer.trace_scope` of the process's tracer."""
-    return _perf.trace_scope(name, category, args)
+    with _perf.trace_scope(name, category, args):
+        yield
 
 
-def atrace_scope(name: str, category: str = Category.MISC, args: Args = None) -> AbstractAsyncContextManager[None]:
+@asynccontextmanager
+async def atrace_scope(name: str, category: str = Category.MISC, args: Args = None) -> AsyncIterator[None]:
     """:meth:`PerfTracer.atrace_scope` of the process's tracer."""
-    return _perf.atrace_scope(name, category, args)
+    async with _perf.atrace_scope(name, category, args):
+        yield
 
 
 def trace_perf(name: str | None = None, category: str = Category.MISC) -> Callable[[Function], Function]:
     """Decorator that records each call with the process's tracer at the time of the call."""
-    return partial(traced, name=name, category=category, tracer=perf_tracer)
+
+    def decorate(function: Function) -> Function:
+        scope: Any = atrace_scope if inspect.iscoroutinefunction(function) else trace_scope
+        decorated: Function = scope(name or function.__qualname__, category)(function)
+        return decorated
+
+    return decorate
 
 
 def instant(name: str, category: str = Category.MISC, args: Args = None) -> None:
@@ -66,17 +79,27 @@ def session_context(task_id: int) -> AbstractContextManager[int]:
 
 def trace_session(phase: str) -> Callable[[Function], Function]:
     """Decorator that records each call as a phase of the current session."""
-    return partial(wrapped, scope=partial(trace_session_phase, phase), async_scope=partial(atrace_session_phase, phase))
+
+    def decorate(function: Function) -> Function:
+        scope: Any = atrace_session_phase if inspect.iscoroutinefunction(function) else trace_session_phase
+        decorated: Function = scope(phase)(function)
+        return decorated
+
+    return decorate
 
 
-def trace_session_phase(phase: str) -> AbstractContextManager[None]:
+@contextmanager
+def trace_session_phase(phase: str) -> Iterator[None]:
     """:meth:`SessionTracer.trace_session_phase` of the process's tracer."""
-    return _sessions.trace_session_phase(phase)
+    with _sessions.trace_session_phase(phase):
+        yield
 
 
-def atrace_session_phase(phase: str) -> AbstractAsyncContextManager[None]:
-    """:meth:`SessionTracer.atrace_session_phase` of the process's tracer."""
-    return _sessions.atrace_session_phase(phase)
+@asynccontextmanager
+async def atrace_session_phase(phase: str) -> AsyncIterator[None]:
+    """:func:`trace_session_phase` for asynchronous blocks."""
+    with _sessions.trace_session_phase(phase):
+        yield
 
 
 def trace_session_event(name: str, count: int = 1) -> None:

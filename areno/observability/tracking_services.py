@@ -13,11 +13,12 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areno.config.yaml_io import flat
 from areno.errors import UsageError
 from areno.observability.tensorboard import EventWriter
 
@@ -306,7 +307,8 @@ def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> Tra
             client.update_run(earlier[0].info.run_id, status="RUNNING")
             return _MLflowRun(client, earlier[0].info.run_id, mlflow.entities.Metric)
         opened = client.create_run(number, run_name=section.name or run.trial, tags={"areno.run_id": tag})
-        params = [mlflow.entities.Param(_mlflow_name(key), str(value)) for key, value in _leaves(run.config)]
+        settings = [(name, value) for name, value in flat(run.config) if value is not None]
+        params = [mlflow.entities.Param(_mlflow_name(name), str(value)) for name, value in settings]
         for start in range(0, len(params), 100):  # a server accepts no more at once
             client.log_batch(opened.info.run_id, params=params[start : start + 100])
         return _MLflowRun(client, opened.info.run_id, mlflow.entities.Metric)
@@ -320,12 +322,3 @@ def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> Tra
 def _mlflow_name(name: str) -> str:
     """Replace characters that MLflow does not accept in the names of metrics and parameters."""
     return re.sub(r"[^\w./: -]", "_", name)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested settings; unset settings are omitted."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield f"{prefix}{name}", value

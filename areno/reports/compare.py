@@ -22,34 +22,17 @@ from areno.reports.divergence import Divergence, common_steps, divergence, part_
 from areno.reports.run_data import RunData, describe
 
 CURVES = (
-    *(
-        "reward",
-        "eval_reward",
-        "eval_loss",
-        "loss",
-        "grad_norm",
-        "entropy",
-        "logprob_gap",
-        "response_length",
-        "truncated",
-    ),
-    *("learning_rate", "tokens_per_second", "step_seconds"),
+    *("reward", "eval_reward", "eval_loss", "loss", "grad_norm", "entropy", "logprob_gap", "response_length"),
+    *("truncated", "learning_rate", "tokens_per_second", "step_seconds"),
 )
 """Curves that are compared: names in ``KEYS``."""
 
+# Options whose setting takes the same values; the other options in SETTINGS only serve the same purpose.
 _SAME_MEANING = (
     *("eval_dataset_path", "reward_fn_path", "batch_size", "epochs", "max_steps", "n_samples", "max_new_tokens"),
-    *(
-        "temperature",
-        "top_p",
-        "lr",
-        "grad_clip_norm",
-        "update_epochs",
-        "update_minibatches",
-        "kl_reward_coef",
-        "kl_coef",
-    ),
-)  # options whose setting takes the same values; the other options in SETTINGS only serve the same purpose
+    *("temperature", "top_p", "lr", "grad_clip_norm", "update_epochs", "update_minibatches", "kl_reward_coef"),
+    "kl_coef",
+)
 COUNTERPARTS = {name: SETTINGS[flag_of(name)] for name in _SAME_MEANING} | {
     "seed": "seed",
     "ckpt": "actor.path",
@@ -81,12 +64,8 @@ _ACTS_IN = {
     "advantages": r"algo|advantage|norm|kl_|reward|discount|gamma|lam|gae|overlong|mask_no_eos|whiten|bootstrap|n_samples",
     "evaluation": r"eval|valid",
 }
-_NO_CAUSE = (
-    "host",
-    "memory_bytes",
-    "data.held_out_examples",
-    "data.held_out_prompts",
-)  # facts without effect on training
+# Properties of the environment without effect on training.
+_NO_CAUSE = ("host", "memory_bytes", "data.held_out_examples", "data.held_out_prompts")
 _UNSET = "-"
 _LARGE = 2**26  # bytes of a file above which contents are not compared
 

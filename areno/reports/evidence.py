@@ -107,6 +107,11 @@ class Evidence:
         steps, rates = finite(self.run.series("learning_rate"))
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
+    def lower_rate(self, step: int | None, factor: float) -> str:
+        """The option for ``factor`` times the learning rate in a step, or times the option's value if it is lower."""
+        lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
+        return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
+
     @cached_property
     def tied(self) -> tuple[float, Indices]:
         """Fraction of the last steps' prompts whose answers all have the same reward, and samples of such prompts."""
@@ -120,7 +125,7 @@ class Evidence:
         """IDs of evenly spaced samples of the last steps."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
-    def ids(self, indices: Sequence[int]) -> tuple[str, ...]:
+    def ids(self, indices: Sequence[int] | Indices) -> tuple[str, ...]:
         """IDs of the first ``SHOWN`` samples of ``indices``."""
         return self.samples.ids(indices[:SHOWN])
 

@@ -17,6 +17,7 @@ from areno.observability.health import LOGPROB_GAP_LIMIT, gap_remedy
 from areno.reports.evidence import TIED, Evidence, RunProblem, late_mean
 from areno.reports.overfitting import against_evaluation, memorized, overfitted
 from areno.reports.reward_problems import equal_rewards, tied_groups, truncated
+from areno.reports.run_samples import Indices
 from areno.reports.svg import short
 from areno.reports.trends import finite, window
 
@@ -124,15 +125,13 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
     trend = evidence.trend("response_length")
     if trend is None or not trend.falls or trend.last >= trend.first * (0.5 if trend.last <= 1.5 else LENGTH_COLLAPSE):
         return None
-    late = evidence.samples.late
-    shortest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
     return RunProblem(
         "length_collapse",
         f"The mean length of the answers is {short(trend.last)} tokens in the last steps; it was {short(trend.first)} in the "
         "first steps.",
         "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
-        evidence.ids([int(index) for index in shortest]),
+        evidence.ids(_late_by_length(evidence)),
     )
 
 
@@ -145,16 +144,20 @@ def _length_explosion(evidence: Evidence) -> RunProblem | None:
         or evidence.progress.up(held_out)
     ):
         return None
-    late = evidence.samples.late
-    longest = late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")][::-1]
     return RunProblem(
         "length_explosion",
         f"The answers grew from {short(trend.first)} to {short(trend.last)} tokens, and no evaluation shows that "
         "longer answers help.",
         "Read the longest answers. If they are padded, subtract a length penalty from the reward, and add "
         f"{evidence.advice.kl}.",
-        evidence.ids([int(index) for index in longest]),
+        evidence.ids(_late_by_length(evidence)[::-1]),
     )
+
+
+def _late_by_length(evidence: Evidence) -> Indices:
+    """The samples of the last steps, the shortest first."""
+    late = evidence.samples.late
+    return late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
 
 
 def _entropy(evidence: Evidence) -> RunProblem | None:

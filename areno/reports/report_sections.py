@@ -106,18 +106,12 @@ def curves(run: RunData) -> Iterator[Chart]:
         )
     if parts := _lines(run.reward_parts()):
         yield _chart("Parts of the reward", "", parts)
-    yield from _evaluations(run)
-    for title, key in _SINGLE:
-        if name := run.metric_of(key):
-            yield _chart(title, name, [_line(name, run.series(key))])
-
-
-def _evaluations(run: RunData) -> Iterator[Chart]:
     share = "share of rewards above 0" if run.metric_of("eval_reward") else "share of pairs ranked correctly"
     for title, key in (
         ("Evaluation: reward", "eval_reward"),
         (f"Evaluation: {share}", "eval_accuracy"),
         ("Evaluation: loss", "eval_loss"),
+        *_SINGLE,
     ):
         if name := run.metric_of(key):
             yield _chart(title, name, [_line(name, run.series(key))])

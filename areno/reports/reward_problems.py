@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from areno.reports.evidence import SHOWN, TIED, Evidence, RunProblem, late_mean
+from areno.reports.evidence import TIED, Evidence, RunProblem, late_mean
 from areno.reports.run_samples import completions, distinct_share
 from areno.reports.svg import short
 from areno.reports.trends import CLEAR, window
@@ -70,13 +70,12 @@ def _collapsed(evidence: Evidence, value: str) -> RunProblem:
     if when and rate is not None:
         warming = f", during the warm-up to {short(final)}" if final and rate < 0.99 * final else ""
         when += f", at a learning rate of {short(rate)}{warming}"
-    lower = min(rate or math.inf, final or math.inf) * BELOW_BREAK
     return RunProblem(
         "collapsed",
         f"In the last steps, nearly all rewards are {value}, although the first rewards were better: the model lost its "
         f"ability.{when + '.' if when else ''}",
         "Start again from the initial model or an earlier checkpoint with a much lower learning rate, "
-        f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}.",
+        f"{evidence.lower_rate(step, BELOW_BREAK)}.",
         evidence.spread(),
     )
 
@@ -121,7 +120,7 @@ def tied_groups(evidence: Evidence) -> RunProblem | None:
         "tied_groups",
         f"{seen}, so there is no learning signal: {cause}.",
         "Use harder problems." if evidence.solved else easier,
-        evidence.ids([int(index) for index in indices[::-1]]),
+        evidence.ids(indices[::-1]),
     )
 
 
@@ -178,4 +177,4 @@ def _limit(evidence: Evidence) -> str:
 
 def _cut_answers(evidence: Evidence) -> tuple[str, ...]:
     samples = evidence.samples
-    return evidence.ids([int(index) for index in samples.flagged("truncated", samples.late)[::-1][:SHOWN]])
+    return evidence.ids(samples.flagged("truncated", samples.late)[::-1])

@@ -59,10 +59,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
 """Quantities of a run, each with its metric names; the first recorded name is used."""
-REWARD_PARTS = (f"rollout/{PARTS}",)
-"""Prefix of the means of reward parts."""
-PHASES = ("time/", "timeperf/")
-"""Prefixes of the metrics with the seconds of a step's phases."""
 MAX_RUNS = 1000
 """Number of run directories after which a search stops."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if libyaml is installed
@@ -152,11 +148,11 @@ class RunData:
 
     def reward_parts(self) -> dict[str, Series]:
         """Means of the reward's parts by name."""
-        return self._with_prefix(REWARD_PARTS)
+        return self._with_prefix(f"rollout/{PARTS}")
 
     def phases(self) -> dict[str, Series]:
         """Seconds of each phase of a step by name."""
-        return self._with_prefix(PHASES)
+        return self._with_prefix("time/", "timeperf/")
 
     def log_tail(self) -> list[str]:
         """The last complete lines of the log."""
@@ -166,10 +162,9 @@ class RunData:
         except OSError:
             return []
 
-    def _with_prefix(self, prefixes: tuple[str, ...]) -> dict[str, Series]:
-        names = (
-            name for name in self.metrics.names if not name.endswith(("/min", "/max"))
-        )  # experiments record minimum and maximum too
+    def _with_prefix(self, *prefixes: str) -> dict[str, Series]:
+        # Experiments record minimum and maximum too.
+        names = (name for name in self.metrics.names if not name.endswith(("/min", "/max")))
         matches = ((name, prefix) for name in names for prefix in prefixes if name.startswith(prefix))
         return {name.removeprefix(prefix).removesuffix("/avg"): self.metrics[name] for name, prefix in matches}
 

@@ -35,7 +35,7 @@ def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -
 
 def memory_sentence(run: RunData) -> str:
     """The run's peak memory, compared with the machine's memory; empty if memory was not recorded."""
-    peak, left, gpu = (_values(run, name) for name in (PEAK, AVAILABLE, PEAK_GPU))
+    peak, left, gpu = (finite(run.metrics[name])[1].tolist() for name in (PEAK, AVAILABLE, PEAK_GPU))
     parts = []
     if peak:
         total = as_float(run.environment.get("memory_bytes")) / GIB
@@ -50,10 +50,6 @@ def memory_sentence(run: RunData) -> str:
             f"tensors took at most {max(gpu):.1f} GiB" + (f" of {size:.1f} GiB" if size > 0 else "") + " on a GPU"
         )
     return f"Memory: {'; '.join(parts)}." if parts else ""
-
-
-def _values(run: RunData, name: str) -> list[float]:
-    return [float(value) for value in finite(run.metrics[name])[1]] if name in run.metrics else []
 
 
 def saved_sentence(run: RunData) -> str:

@@ -98,7 +98,7 @@ class RunSamples:
         """The record of a sample."""
         return self._run.sample(self.entries[index])
 
-    def ids(self, indices: Iterable[int]) -> tuple[str, ...]:
+    def ids(self, indices: Iterable[int] | Indices) -> tuple[str, ...]:
         """IDs of samples."""
         return tuple(sample_id(self.entries[index]) for index in indices)
 

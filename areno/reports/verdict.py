@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from areno.reports.ending import Ending, ending_of
@@ -72,10 +71,8 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
     explained = {name for key in keys for name in _EXPLAINED.get(key, ())}
     problems = [problem for problem in problems if problem.key not in explained]
     result = replace(result, state=_decided(result.state, {problem.key for problem in problems}))
-    if extra := _unexplained(evidence, result, problems):
-        problems.append(replace(extra, remedy=evidence.advice.text(extra.remedy)))
-    if overlap := contaminated(evidence):
-        problems.append(replace(overlap, remedy=evidence.advice.text(overlap.remedy)))
+    extra = (_unexplained(evidence, result, problems), contaminated(evidence))
+    problems += [replace(each, remedy=evidence.advice.text(each.remedy)) for each in extra if each is not None]
     if any(problem.key == "solved" for problem in problems) and result.state == "no":
         result = replace(result, text=f"{result.text} It was solved from the start.")
     return Verdict(result, ending_of(run, evidence.advice), tuple(problems))
@@ -113,15 +110,12 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
     if trend is None:
         return None
     value, step = progress.best(trend)
-    rate, present = evidence.rate_at(step), evidence.advice.number("--lr")
-    lower = 0.3 * min(rate or math.inf, present or math.inf)
     return RunProblem(
         "collapse",
         f"The {progress.name} was best ({short(value)}) around step {step} and is now {short(trend.last)}; no "
         "other recorded data explains the decline.",
         f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate, "
-        f"{evidence.advice.changed('--lr', lower) if lower < math.inf else '--lr'}"
-        + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
+        f"{evidence.lower_rate(step, 0.3)}" + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
         evidence.spread(),
     )
 

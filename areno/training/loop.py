@@ -58,9 +58,8 @@ class TrainingLoop(ABC):
     logger: logging.Logger
     best_metric: str = "loss"  # metric of :meth:`measure` that decides which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = (
-        False  # whether evaluations may lack ``best_metric``; those without it are never the best
-    )
+    # whether evaluations may lack ``best_metric``; those without it are never the best
+    best_may_be_missing: bool = False
     stop: StopController
     saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models saved in addition to checkpoints; the first is the actor
     saver: Saver | None = None  # saves the models of ``saved_roles``; None: no models are saved

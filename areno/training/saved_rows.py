@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
     }
     arrays |= {name: np.array(part, np.float64) for name, part in part_columns(rewards, PARTS).items()}
     arrays |= {name: np.array([getattr(row, name) for row in rows], kind) for name, kind in _PER_ROW.items()}
-    for names, convert in ((_FLAGS, _flags), (_INTEGERS, _integers), (_NUMBERS, _numbers)):
+    flags, integers = (partial(np.array, dtype=kind) for kind in (np.bool_, np.int32))
+    for names, convert in ((_FLAGS, flags), (_INTEGERS, integers), (_NUMBERS, _numbers)):
         for name in names:
             lists = [getattr(row, name) for row in rows]
             if name == "loss_mask":
@@ -56,14 +58,6 @@ def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
     if any(row.routed_experts is not None for row in rows):
         arrays[_ROUTED] = _routed(rows)
     return arrays
-
-
-def _flags(values: list[bool]) -> NDArray[Any]:
-    return np.array(values, np.bool_)
-
-
-def _integers(values: list[int]) -> NDArray[Any]:
-    return np.array(values, np.int32)
 
 
 def _numbers(values: list[float]) -> NDArray[Any]:

@@ -17,12 +17,6 @@ def no_expert(record: RoutingRecord) -> int:
     return int(np.iinfo(record.dtype).max)
 
 
-def of_length(record: RoutingRecord, tokens: int) -> RoutingRecord:
-    """Extend a record of a row's first tokens to all ``tokens`` tokens of the row."""
-    missing = np.full((tokens - len(record), *record.shape[1:]), no_expert(record), record.dtype)
-    return np.concatenate([record, missing])
-
-
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
     """Join the records of successive requests, each of which extends the previous request, into a record of ``tokens``
     tokens.
@@ -35,4 +29,7 @@ def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingReco
         if part is not None and len(part) > known:
             pieces.append(part[known:])
             known = len(part)
-    return of_length(np.concatenate(pieces), tokens) if pieces else None
+    if not pieces:
+        return None
+    missing = np.full((tokens - known, *pieces[0].shape[1:]), no_expert(pieces[0]), pieces[0].dtype)
+    return np.concatenate([*pieces, missing])

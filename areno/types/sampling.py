@@ -196,9 +196,8 @@ class GeneratedToken:
     finish: FinishReason | None  # why the sample ends with this token; None if it continues
     forced: bool = False  # whether a grammar allowed no other token
     cut_mass: float = 0.0  # probability of the tokens removed by top-k, top-p, min-p and a grammar
-    routed_experts: RoutingRecord | None = field(
-        default=None, compare=False
-    )  # record of the whole sample, set only for its last token
+    # record of the whole sample, set only for its last token
+    routed_experts: RoutingRecord | None = field(default=None, compare=False)
 
 
 class TokenConstraint(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 from areno.errors import UsageError
 from areno.observability import tracing
-from areno.observability.perf_tracer import PerfTracer, traced
+from areno.observability.perf_tracer import PerfTracer
 from areno.tools.perf_trace_converter import convert
 
 CATEGORIES = {"compute", "comm", "io", "sync", "scheduler", "instr", "misc"}
@@ -67,7 +66,7 @@ def check_format(trace):
 
 
 def test_scopes_instants_and_decorators_become_documented_events(tracer, tmp_path):
-    @functools.partial(traced, name="train", category="compute", tracer=lambda: tracer)
+    @tracer.trace_scope("train", "compute")
     def train():
         time.sleep(0.002)
         return 5
@@ -97,7 +96,7 @@ def test_a_scope_that_raises_is_recorded_too(tracer):
 
 
 def test_scopes_of_asyncio_tasks_overlap_in_time_but_not_on_a_track(tracer):
-    @functools.partial(traced, name="inner", category="misc", tracer=lambda: tracer)
+    @tracer.atrace_scope("inner")
     async def inner():
         await asyncio.sleep(0.002)
 

@@ -61,7 +61,7 @@ def test_a_session_has_the_documented_fields(tracer, tmp_path):
 
 def test_sessions_of_concurrent_tasks_do_not_mix_and_include_their_subtasks(tracer):
     async def generate(times):
-        async with tracer.atrace_session_phase("generate"):
+        with tracer.trace_session_phase("generate"):
             await asyncio.sleep(0)
             tracer.trace_session_event("turns", times)
 

@@ -14,6 +14,7 @@ from areno.api.agentic.collect import AgentRunner, CollectedSamples
 from areno.api.agentic.data import AgentBatch
 from areno.api.agentic.lint import lint_chat_template
 from areno.api.agentic.samples import AgentSample, fill_context_logprobs
+from areno.api.records import Sample
 from areno.api.trainers.samples import too_many_failures
 from areno.config.all_train_options import TrainOptions
 from areno.config.hooks import AGENT_HOOK, load_hook
@@ -48,7 +49,7 @@ class AgentRollouts:
 
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
-    ) -> tuple[list[AgentSample], dict[str, float]]:
+    ) -> tuple[list[Sample], dict[str, float]]:
         """Run ``n_samples`` tasks per prompt. Returns the usable samples, and statistics."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         log_lines.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
@@ -72,7 +73,7 @@ class AgentRollouts:
             )
         fill_context_logprobs(self._instance, usable, config.score_micro_bs)
         self._log_batch(usable)
-        return usable, self._stats(collected, usable)
+        return [_sample(sample, batch) for sample in usable], self._stats(collected, usable)
 
     def _check_failures(self, collected: CollectedSamples, total: int) -> None:
         errors = collected.errors
@@ -119,6 +120,12 @@ class AgentRollouts:
             "agent_forks": float(forks.total()),
             "agent_turns_mean": sum(len(sample.turns) for sample in usable) / max(len(usable), 1),
         }
+
+
+def _sample(sample: AgentSample, batch: PromptBatch) -> Sample:
+    item = batch.items[sample.item.prompt_index]
+    tokens = sample.rows[-1].tokens if sample.rows else [*sample.item.input_tokens]
+    return Sample(item, *sample.item.place, sample.sequence, sample.record, tokens, sample.rows, sample.turn_rewards)
 
 
 def _described(sample: AgentSample) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from areno.api.records import Sample
 from areno.api.trainers.rollout_trainer import RolloutTrainer
-from areno.api.trainers.samples import Sample
 from areno.config.advantages import AdvantageFn, get_advantage
 from areno.config.hooks import ADVANTAGE_HOOK, load_hook, user_frame
 from areno.errors import UsageError

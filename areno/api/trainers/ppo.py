@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from areno.api.trainers.base import optimizer_settings
-from areno.api.trainers.rollout_trainer import RolloutTrainer, summary_statistics
+from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.loss_fns import whiten
 from areno.loss_fns.shaping import RewardShaping, trained_values
 from areno.observability import log_lines
+from areno.observability.scalars import summary_statistics
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import Prepared
 from areno.types import ModelRole, TrainSequence
@@ -63,21 +64,20 @@ class PPODatasetTrainer(RolloutTrainer):
         """Add the critic's statistics over the trained tokens. Explained variance is omitted if all returns are equal."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
-        stats = {
-            "critic_value_forward_time_s": self._seconds["critic"],
-            **summary_statistics("old_logprob", trained_values(rows, "logprobs")),
-            **summary_statistics("critic_value", values),
-            **summary_statistics("return", returns),
-            **summary_statistics("gae_advantage", prepared.unnormalized),
+        populations = {
+            "old_logprob": trained_values(rows, "logprobs"),
+            "critic_value": values,
+            "return": returns,
+            "gae_advantage": prepared.unnormalized,
+            "normalized_advantage": trained_values(rows, "advantages"),
         }
+        stats = super().row_statistics(prepared) | {"critic_value_forward_time_s": self._seconds["critic"]}
+        for name, population in populations.items():
+            stats |= summary_statistics(name, population)
         variance = float(np.var(returns))
         if variance > 0:
             stats["critic_explained_variance"] = 1.0 - float(np.var(np.subtract(returns, values))) / variance
-        return (
-            super().row_statistics(prepared)
-            | stats
-            | summary_statistics("normalized_advantage", trained_values(rows, "advantages"))
-        )
+        return stats
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         config = self.config

@@ -21,16 +21,16 @@ from areno.api.datasets import iter_prompt_batches, prompt_limit
 from areno.api.evaluation import (
     EVALUATION_STREAM,
     AnswerSource,
-    EvalAnswer,
     OnScored,
     evaluate_prompts,
     evaluation_sampling,
     rollout_sampling,
 )
+from areno.api.records import Sample
 from areno.api.rewards import reward_runner
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DatasetTrainer
-from areno.api.trainers.samples import REWARD, Sample, rows_of
+from areno.api.trainers.samples import REWARD, rows_of
 from areno.api.trainers.source import SampleSource
 from areno.config.reward_weights import part_weights
 from areno.engine.backend import ACTOR
@@ -49,6 +49,7 @@ from areno.observability.samples import (
     row_segments,
     sample_records,
 )
+from areno.observability.scalars import summary_statistics
 from areno.observability.screen import ShownSample
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import describe_record
@@ -275,8 +276,7 @@ class RolloutTrainer(DatasetTrainer):
             samples, self._drawn_stats = self._source.draw(batch, step)
         else:
             seed = derive_seed(config.seed, step)
-            drawn, self._drawn_stats = self._agents.draw(batch, config.n_samples, self.sampling, seed)
-            samples = [Sample.of_agent(sample, batch) for sample in drawn]
+            samples, self._drawn_stats = self._agents.draw(batch, config.n_samples, self.sampling, seed)
         log_lines.rollout_end(self.logger, epoch, step, self.role)
         if self._log_limit:
             self._log_samples(samples[: self._log_limit])
@@ -293,7 +293,6 @@ class RolloutTrainer(DatasetTrainer):
             [sample.record for sample in samples],
             prompt_tokens=[sample.item.input_tokens for sample in samples],
             decode=decode,
-            limit=len(samples),
         )
 
     def _rollout_stats(self, samples: list[Sample], drawn: list[Sample], timings: dict[str, float]) -> dict[str, float]:
@@ -315,12 +314,9 @@ class RolloutTrainer(DatasetTrainer):
         cut_mass = sum(s.sequence.cut_mass for s in samples) / len(samples)
         if not math.isnan(cut_mass):  # NaN: unknown
             stats["sampling_cut_mass"] = cut_mass
-        stats |= self._drawn_stats
-        return stats | (
-            summary_statistics("reward_model_raw_reward", [s.reward for s in samples])
-            if self.config.reward_ckpt
-            else {}
-        )
+        if self.config.reward_ckpt:
+            stats |= summary_statistics("reward_model_raw_reward", [s.reward for s in samples])
+        return stats | self._drawn_stats
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
         """Set the rewards, and drop samples without a reward or without a token to train on."""
@@ -393,16 +389,14 @@ class RolloutTrainer(DatasetTrainer):
             return partial(self._agent_answers, self._agents)
         return None if self.config.workflow is None else self._source.answers
 
-    def _agent_answers(
-        self, agents: AgentRollouts, batch: PromptBatch, prompts: Sequence[int]
-    ) -> list[EvalAnswer | None]:
+    def _agent_answers(self, agents: AgentRollouts, batch: PromptBatch, prompts: Sequence[int]) -> list[Sample | None]:
         config = self.config
         seed = derive_seed(config.seed, EVALUATION_STREAM, prompts[0])
         drawn, _ = agents.draw(batch, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
-        answers: list[EvalAnswer | None] = [None] * (len(prompts) * config.eval_n_samples)
-        for sample in (Sample.of_agent(each, batch) for each in drawn):
+        answers: list[Sample | None] = [None] * (len(prompts) * config.eval_n_samples)
+        for sample in drawn:
             sample.record.metadata["prompt_index"] = prompts[sample.prompt_index]
-            answers[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample.answer
+            answers[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
@@ -458,9 +452,3 @@ class RolloutTrainer(DatasetTrainer):
                 *(config.update_minibatches, prompts, self.state.step),
             )
         return self.update_statistics(self.objective.updates(rows, self.state.step))
-
-
-def summary_statistics(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return ``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of one or more values."""
-    array = np.asarray(values, dtype=np.float64)
-    return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "min", "max")}

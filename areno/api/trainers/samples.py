@@ -1,19 +1,15 @@
-"""Samples: completions, agent runs or workflow rows, before they become training rows."""
+"""The samples of a step: failures, rows of a workflow as samples, and the training rows of each sample."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from areno.api.agentic.samples import AgentSample
-from areno.api.evaluation import EvalAnswer
-from areno.api.records import reward_record
-from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, completion_row
+from areno.api.records import Sample, reward_record
 from areno.rollouts.trajectory import reward_of, trajectory_row
-from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
+from areno.types import PromptItem, RolloutSequence, TrainSequence
 
 REWARD = "reward"
 """Metadata key of the reward in a workflow's record."""
@@ -29,46 +25,6 @@ def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
     if failed > most * total:
         return f"{failed} of {total} {unit}, more than --agent-max-failures {most:g} allows"
     return ""
-
-
-@dataclass(slots=True)
-class Sample:
-    """One completion, agent run, or workflow row."""
-
-    item: PromptItem
-    prompt_index: int
-    sample_index: int
-    sequence: RolloutSequence  # all generated tokens
-    record: RewardRecord  # input of a reward function
-    tokens: list[int]  # input of a reward model: prompt and response, or the last conversation of an agent
-    rows: list[TrajectoryRow]  # rows to train on
-    turn_rewards: Sequence[float] = ()  # rewards per turn from an agent's environment
-    reward: float = 0.0
-    advantage: float = 0.0
-
-    @classmethod
-    def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
-        """Create the sample of a completion. A completion without tokens has no row."""
-        record, row = (
-            reward_record(item, prompt_index, sample_index, sequence),
-            completion_row(item.input_tokens, sequence),
-        )
-        return cls(
-            item, prompt_index, sample_index, sequence, record, row.tokens, [row] if sequence.resp_tokens else []
-        )
-
-    @classmethod
-    def of_agent(cls, sample: AgentSample, batch: PromptBatch) -> Sample:
-        """Create the sample of an agent's run for a prompt of a batch."""
-        item = batch.items[sample.item.prompt_index]
-        tokens = sample.rows[-1].tokens if sample.rows else [*sample.item.input_tokens]
-        indices = sample.item.prompt_index, sample.item.sample_index
-        return cls(item, *indices, sample.sequence, sample.record, tokens, sample.rows, sample.turn_rewards)
-
-    @property
-    def answer(self) -> EvalAnswer:
-        """The sample as an answer of an evaluation."""
-        return EvalAnswer(self.record, self.tokens, self.sequence)
 
 
 def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:

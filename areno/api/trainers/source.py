@@ -9,13 +9,13 @@ import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from areno.api.evaluation import EVALUATION_STREAM, EvalAnswer, evaluation_sampling
-from areno.api.records import with_texts
+from areno.api.evaluation import EVALUATION_STREAM, evaluation_sampling
+from areno.api.records import Sample, with_texts
 from areno.api.trainer import Trainer
-from areno.api.trainers.samples import Sample, too_many_failures, workflow_sample
+from areno.api.trainers.samples import too_many_failures, workflow_sample
 from areno.config.all_train_options import TrainOptions
 from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.generation_sections import GenerationHyperparameters
@@ -39,16 +39,6 @@ from areno.types import PromptBatch, PromptItem, Request, RolloutResult, Rollout
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
 """Configuration class with the default server arguments of each product."""
 
-_SAVED_FIELDS = (
-    "resp_tokens",
-    "resp_logprobs",
-    "finish_reason",
-    "text",
-    "versions",
-    "cut_mass",
-    "temperature",
-    "routed_experts",
-)
 _NO_LIMIT = 2**31
 
 
@@ -180,7 +170,7 @@ class SampleSource:
             ) from errors[0]
         return groups
 
-    def answers(self, batch: PromptBatch, prompts: Sequence[int]) -> list[EvalAnswer | None]:
+    def answers(self, batch: PromptBatch, prompts: Sequence[int]) -> list[Sample | None]:
         """Return the workflow's answers to held-out prompts; see :data:`areno.api.evaluation.AnswerSource`."""
         config, tokenizer = self._config, self._engine.tokenizer
         session = self._instance.rollout_session(
@@ -193,10 +183,10 @@ class SampleSource:
                 for number, item in zip(prompts, batch.items, strict=True)
             ]
             groups = self._outcomes(futures)
-        answers: list[EvalAnswer | None] = []
+        answers: list[Sample | None] = []
         for number, item, group in zip(prompts, batch.items, groups, strict=True):
             for index, rows in enumerate(group or [[]] * config.eval_n_samples):
-                answers.append(workflow_sample(tokenizer, item, number, index, rows[-1]).answer if rows else None)
+                answers.append(workflow_sample(tokenizer, item, number, index, rows[-1]) if rows else None)
         return answers
 
     def export_state(self) -> Any:
@@ -228,8 +218,8 @@ class SampleSource:
 
 
 def _plain(sequence: RolloutSequence) -> dict[str, Any]:
-    fields = {name: getattr(sequence, name) for name in _SAVED_FIELDS}
-    return fields | {"resp_logprobs": list(sequence.resp_logprobs)}
+    values = {field.name: getattr(sequence, field.name) for field in fields(sequence)}
+    return values | {"resp_logprobs": list(sequence.resp_logprobs)}
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:

@@ -44,9 +44,8 @@ class PolicySettings:
     shaping: RewardShaping  # how rewards become advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
     scores: Sequence[tuple[str, str]] = ()  # roles that score log-probs, each with the column for the log-probs
-    scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(
-        default_factory=dict
-    )  # scoring functions of roles on external servers
+    # scoring functions of roles on external servers
+    scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(default_factory=dict)
     critic: str | None = None  # role that scores values; None for no critic
     reward_path: str | None = None  # path of the reward model, for messages
     recomputes: bool = False  # whether scored ``prox_logprobs`` replace the log-probs of the rollout
