@@ -9,22 +9,12 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Forward = Callable[..., Tensor]
-
-
-class RecurrentPlan(Protocol):
-    """A plan that can run a recurrent layer over its tokens."""
-
-    def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run ``forward`` over hidden [T, C]. Returns [T, C]."""
-        ...
-
+from areno.engine.model.attention import AttentionPlan, Forward
 
 # Extra rows after the slots. Decode steps use them for padding, so that padding does not change the state of a sequence.
 SCRATCH = 8
@@ -160,7 +150,7 @@ def wrap_recurrent_layers(model: nn.Module) -> int:
 def _wrap(module: nn.Module) -> None:
     original: Forward = module.forward
 
-    def forward(hidden_states: Tensor, *args: Any, areno: RecurrentPlan | None = None, **kwargs: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *args: Any, areno: AttentionPlan | None = None, **kwargs: Any) -> Tensor:
         if areno is None:
             return original(hidden_states, *args, **kwargs)
         return areno.run_recurrent(module, original, hidden_states[0])[None]
