@@ -137,14 +137,10 @@ def is_recurrent(module: nn.Module) -> bool:
     return type(module).__name__.endswith("GatedDeltaNet") and hasattr(module, "layer_idx")
 
 
-def wrap_recurrent_layers(model: nn.Module) -> int:
-    """Make every gated delta net follow the attention plan, and return the number of these layers."""
-    wrapped = 0
-    for module in model.modules():
-        if is_recurrent(module):
-            _wrap(module)
-            wrapped += 1
-    return wrapped
+def wrap_recurrent_layers(model: nn.Module) -> None:
+    """Make every gated delta net follow the attention plan."""
+    for module in filter(is_recurrent, model.modules()):
+        _wrap(module)
 
 
 def _wrap(module: nn.Module) -> None:
