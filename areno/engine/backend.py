@@ -15,6 +15,7 @@ from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 if TYPE_CHECKING:
     from areno.engine.engine_config import EngineConfig
     from areno.engine.rollout.load import EngineLoad
+    from areno.engine.scoring import Scored, TokenRows
     from areno.engine.train.microbatch import MicroBatching
     from areno.loss_fns.loss_interface import LossFn
     from areno.types.routing import RoutingRecord
@@ -93,10 +94,21 @@ class Backend(Generator, Protocol):
     ) -> dict[str, float]:
         """Compute loss and statistics of a trainable role without updating it."""
 
+    def score(
+        self,
+        what: Scored,
+        role: str,
+        rows: TokenRows,
+        micro_bs: int,
+        temperatures: float | Sequence[float] = 1.0,
+        routed: Sequence[RoutingRecord | None] | None = None,
+    ) -> list[Any]:
+        """Wait until generation has finished, then score rows with a role; see :func:`areno.engine.scoring.score`."""
+
     def score_logprobs(
         self,
         role: str,
-        rows: Sequence[Sequence[int]],
+        rows: TokenRows,
         temperatures: float | Sequence[float] = 1.0,
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
@@ -105,12 +117,15 @@ class Backend(Generator, Protocol):
 
         ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`). Pass it only for the actor.
         """
+        return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
-    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
+    def score_values(self, role: str, rows: TokenRows, micro_bs: int = 8) -> list[list[float]]:
         """Per row, the critic's value after each token."""
+        return self.score("values", role, rows, micro_bs)
 
-    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
+    def score_rewards(self, role: str, rows: TokenRows, micro_bs: int = 8) -> list[float]:
         """Per row, the score at the last token."""
+        return self.score("rewards", role, rows, micro_bs)
 
     def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
         """Load the roles that are not loaded yet, and trainable roles from ``checkpoint`` if it contains them.

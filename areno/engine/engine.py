@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
 from areno.config.paths import base_of, tokenizer_of
-from areno.engine.backend import ACTOR
+from areno.engine.backend import ACTOR, Backend
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import use_deterministic_algorithms, use_device
 from areno.engine.engine_config import EngineConfig
@@ -53,17 +51,17 @@ _OPTIMIZER_FOLDER = "optimizer"
 _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed memory to the system
 
 
-class Engine:
+class Engine(Backend):
     """The models of a run on one device. If ``path`` is an adapter, the adapter is merged into its base model."""
 
-    def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(self, path: str, config: EngineConfig) -> None:
         self.path, self.config = path, config
         use_device(config.device)
         if config.deterministic:
             use_deterministic_algorithms()
         if config.device.type == "cpu":
             CPU_THREADS.begin()
-        self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
+        self.tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         if config.return_routed_experts:
             refuse_without_experts(path, config.trust_remote_code)
@@ -342,25 +340,6 @@ class Engine:
             )
         return self.roles[name]
 
-    def score_logprobs(
-        self,
-        role: str,
-        rows: Sequence[Sequence[int]],
-        temperatures: float | Sequence[float] = 1.0,
-        micro_bs: int = 8,
-        routed: Sequence[RoutingRecord | None] | None = None,
-    ) -> list[list[float]]:
-        """See :meth:`Backend.score_logprobs`."""
-        return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
-
-    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Per row, the critic's value after each token."""
-        return self.score("values", role, rows, micro_bs)
-
-    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Per row, the score at the last token."""
-        return self.score("rewards", role, rows, micro_bs)
-
     def score(
         self,
         what: Scored,
@@ -370,7 +349,7 @@ class Engine:
         temperatures: float | Sequence[float] = 1.0,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
-        """Wait until generation has finished, then score rows with a role; see :func:`areno.engine.scoring.score`."""
+        """See :meth:`Backend.score`."""
         self.wait_idle()
         return self.role(role).score(what, rows, micro_bs, temperatures, routed)
 

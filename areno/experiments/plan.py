@@ -1,7 +1,7 @@
 """Plans the memory of an experiment (the training engine and each rollout replica) without loading a model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig
@@ -93,7 +93,7 @@ class ExperimentSizes(Sizes):
             rows = max(rows // section.ppo_n_minibatches, 1)
         batching = engines.micro_batching(section.mb_spec, together)
         rows = -(-rows // (batching.granularity * self.layout.dp_size)) * batching.granularity
-        bins = batching.split([longest] * rows)
+        bins = replace(batching, tree=False).bins([range(longest)] * rows)  # the rows may have no common prefix
         largest, most = max(map(len, bins)), batching.max_tokens_per_mb
         if most is None:
             return [longest] * largest, len(bins)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers as tf
 
-from areno.engine.model.loading import prepare, prepare_value_model
+from areno.engine.model.loading import prepare, prepare_as
+from areno.engine.model.value_model import ValueModel
 from areno.engine.train import step as step_module
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
@@ -79,7 +80,7 @@ def stock(kind):
 
 
 def make_step(kind, checkpointing=True):
-    model = prepare(stock(kind)) if kind == "policy" else prepare_value_model(stock(kind))
+    model = prepare(stock(kind)) if kind == "policy" else prepare_as(ValueModel, stock(kind))
     optimizer = MasterAdamW(model.parameters(), OptimizerOptions(**SETTINGS))
     return TrainStep(model, optimizer, checkpointing, kind=kind)
 

@@ -25,6 +25,10 @@ QUICK = settings(max_examples=examples(100), deadline=None, derandomize=True, da
 algorithms = st.sampled_from(["ffd", "kk"])
 
 
+def rows_of(lengths):
+    return [[0] * length for length in lengths]
+
+
 @QUICK
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=30),
@@ -36,7 +40,7 @@ algorithms = st.sampled_from(["ffd", "kk"])
 def test_bins_hold_every_row_once_within_the_budget_and_in_the_number_asked_for(
     lengths, most, least, divisor, algorithm
 ):
-    bins = MicroBatching(least, 1, most, divisor, algorithm).split(lengths)
+    bins = MicroBatching(least, 1, most, divisor, algorithm).bins(rows_of(lengths))
     assert sorted(index for bin_ in bins for index in bin_) == list(range(len(lengths)))
     assert all(bin_ == sorted(bin_) and bin_ for bin_ in bins)
     assert [bin_[0] for bin_ in bins] == sorted(bin_[0] for bin_ in bins)
@@ -50,20 +54,20 @@ def test_bins_hold_every_row_once_within_the_budget_and_in_the_number_asked_for(
 @QUICK
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), most=st.integers(60, 200))
 def test_first_fit_leaves_no_two_bins_that_would_fit_into_one(lengths, most):
-    sums = [sum(lengths[i] for i in bin_) for bin_ in MicroBatching(max_tokens_per_mb=most).split(lengths)]
+    sums = [sum(lengths[i] for i in bin_) for bin_ in MicroBatching(max_tokens_per_mb=most).bins(rows_of(lengths))]
     assert all(left + right > most for left, right in itertools.combinations(sums, 2))
 
 
 def test_first_fit_decreasing_by_hand():
     # 7 opens a bin, 5 a second, 4 joins the second, 3 the first, 1 the second.
-    assert MicroBatching(max_tokens_per_mb=10).split([1, 5, 4, 3, 7]) == [[0, 1, 2], [3, 4]]
+    assert MicroBatching(max_tokens_per_mb=10).bins(rows_of([1, 5, 4, 3, 7])) == [[0, 1, 2], [3, 4]]
 
 
 def test_differencing_balances_better_than_the_greedy_order():
     lengths = [8, 7, 6, 5, 4]
-    kk = [sum(lengths[i] for i in bin_) for bin_ in MicroBatching(2, packing_algorithm="kk").split(lengths)]
+    kk = [sum(lengths[i] for i in bin_) for bin_ in MicroBatching(2, packing_algorithm="kk").bins(rows_of(lengths))]
     assert max(kk) - min(kk) <= 2
-    greedy = [sum(lengths[i] for i in bin_) for bin_ in MicroBatching(2).split(lengths)]
+    greedy = [sum(lengths[i] for i in bin_) for bin_ in MicroBatching(2).bins(rows_of(lengths))]
     assert sorted(greedy) == [13, 17]
 
 
@@ -71,7 +75,7 @@ def test_differencing_balances_better_than_the_greedy_order():
 @given(pairs=st.lists(st.integers(1, 40), min_size=1, max_size=12), algorithm=algorithms)
 def test_rows_of_a_block_stay_together(pairs, algorithm):
     lengths = [n for n in pairs for _ in range(2)]
-    for bin_ in MicroBatching(1, 2, 50, 1, algorithm).split(lengths):
+    for bin_ in MicroBatching(1, 2, 50, 1, algorithm).bins(rows_of(lengths)):
         assert all(bin_[i] % 2 == 0 and bin_[i + 1] == bin_[i] + 1 for i in range(0, len(bin_), 2))
 
 
@@ -92,7 +96,7 @@ def test_bad_specifications_are_named(options, text):
 
 def test_rows_that_do_not_fill_their_blocks_are_refused():
     with pytest.raises(ValueError, match="granularity 2 does not divide the number of rows, 3"):
-        MicroBatching(granularity=2).split([1, 2, 3])
+        MicroBatching(granularity=2).bins(rows_of([1, 2, 3]))
 
 
 # -- training on bins --------------------------------------------------------------------------------------------------

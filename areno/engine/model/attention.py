@@ -8,6 +8,7 @@ Shapes: T tokens per call, H query heads, K key/value heads, head size D.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from areno.engine.model.routing import Routing
+
+Forward = Callable[..., Tensor]
+"""The ``forward`` method of a layer."""
 
 # Name of each backend's function in transformers: fused kernels where available, or explicit scores.
 IMPLEMENTATIONS = {"flash": "areno", "native": "areno_native"}
@@ -37,10 +41,15 @@ class LayerAttention:
 class AttentionPlan(Protocol):
     """Determines which tokens of a forward pass attend to each other. All layers of a pass share one plan."""
 
+    position_ids: Tensor  # position of each token [T]
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [T, H, D] over k, v [T, K, D] and over the plan's cached tokens. Returns [T, H, Dv]."""
+        ...
+
+    def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
+        """Run the ``forward`` of a recurrent layer over hidden [T, C]. Returns [T, C]."""
         ...
 
 

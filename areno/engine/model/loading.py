@@ -6,7 +6,7 @@ model's attention window, the validation is repeated with a narrow window.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,7 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
             stage = _stage_of(config, path, options)
             module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
         module = _complete(module, path, options)
-        return prepare(module, path, options.attn_backend, stage, validates=options.peers.reads)
+        return prepare_as(CausalLM, module, path, options.attn_backend, stage, validates=options.peers.reads)
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
@@ -105,7 +105,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
         if stage is None or stage.last:
             install_head(module, head)
         module = _complete(module, path, options)
-        return prepare_value_model(module, path, options.attn_backend, stage, validates=options.peers.reads)
+        return prepare_as(ValueModel, module, path, options.attn_backend, stage, validates=options.peers.reads)
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
@@ -151,67 +151,42 @@ def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedMo
     return ValueModel(module) if classifier else CausalLM(module)
 
 
-def prepare(
+def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
+    """Wrap a loaded causal LM; see :func:`prepare_as`."""
+    return prepare_as(CausalLM, module, name, attn_backend)
+
+
+def prepare_as(
+    kind: type[M],
     module: nn.Module,
     name: str = "model",
     attn_backend: str = "flash",
     stage: StageLayers | None = None,
     *,
     validates: bool = True,
-) -> CausalLM:
-    """Wrap a loaded causal LM or pipeline stage so that attention follows a plan; disable dropout, and validate the result.
+) -> M:
+    """Wrap a loaded model or pipeline stage so that attention follows a plan; disable dropout, and validate the result.
 
-    ``validates`` is False if another rank reads and validates the weights.
+    The validation compares areno's results with those of ``transformers``: the logits of a policy, or the hidden states of
+    another model or of a stage without the output layer. ``validates`` is False if another rank reads and validates the
+    weights.
     """
     _repair_generation_config(module)
-    if stage is not None and not stage.last:
-        return _prepared(module, name, attn_backend, stage, validates, wrap=CausalLM, ours=lambda _, hidden: hidden)
-    return _prepared(
-        module,
-        name,
-        attn_backend,
-        stage,
-        validates,
-        wrap=CausalLM,
-        stock=lambda inputs: module(**inputs, use_cache=False).logits,
-        ours=lambda model, hidden: model.own_logits(hidden),
-    )
-
-
-def prepare_value_model(
-    module: nn.Module,
-    name: str = "model",
-    attn_backend: str = "flash",
-    stage: StageLayers | None = None,
-    *,
-    validates: bool = True,
-) -> ValueModel:
-    """Wrap a loaded classifier as in :func:`prepare`. The validation compares hidden states."""
-    return _prepared(module, name, attn_backend, stage, validates, wrap=ValueModel, ours=lambda _, hidden: hidden)
-
-
-def _prepared(
-    module: nn.Module,
-    name: str,
-    attn_backend: str,
-    stage: StageLayers | None,
-    validates: bool,
-    *,
-    wrap: Callable[[nn.Module], M],
-    ours: Callable[[M, Tensor], Tensor],
-    stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
-) -> M:
-    """Wrap a model. If ``validates``, check that areno's results agree with those of ``transformers``.
-
-    ``ours`` computes areno's results from hidden states. ``stock`` computes the expected results from the inputs of the
-    unwrapped model; None uses the hidden states of the model's body.
-    """
-    if not validates:
-        return _wrapped(module, name, attn_backend, stage, wrap)
-    body: Any = model_body(module)
-    stock = stock or (lambda inputs: body(**inputs, use_cache=False).last_hidden_state)
     _disable_dropout(module)
     module.eval()
+    if not validates:
+        return _wrapped(kind, module, name, attn_backend, stage)
+    body: Any = model_body(module)
+    compares_logits = kind is CausalLM and (stage is None or stage.last)
+
+    def stock(inputs: dict[str, Tensor]) -> Tensor:
+        if compares_logits:
+            return module(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        return body(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def ours(model: PackedModel, hidden: Tensor) -> Tensor:
+        return model.own_logits(hidden) if isinstance(model, CausalLM) and compares_logits else hidden
+
     probe, window = probe_inputs(module, stage), limiting_window(module.config)
     expected, choices = run_individually(stock, probe)
     if not expected.isfinite().all():
@@ -219,7 +194,7 @@ def _prepared(
     if window is not None:
         with narrow_windows(module):
             in_window = run_individually(stock, probe)
-    model = _wrapped(module, name, attn_backend, stage, wrap)
+    model = _wrapped(kind, module, name, attn_backend, stage)
     if stage is not None:
         refuse_changed_input(module, stage, name, PackedPlan([PROBE_LENGTHS[0]], model.device))
     unsupported = "a layer ignores the attention plan; this architecture is not supported"
@@ -234,15 +209,11 @@ def _prepared(
     return model
 
 
-def _wrapped(
-    module: nn.Module, name: str, attn_backend: str, stage: StageLayers | None, wrap: Callable[[nn.Module], M]
-) -> M:
-    _disable_dropout(module)
-    module.eval()
+def _wrapped(kind: type[M], module: nn.Module, name: str, attn_backend: str, stage: StageLayers | None) -> M:
     wrap_recurrent_layers(module)
     use_fast_products(module)
     _use_areno_attention(module, name, attn_backend)
-    model = wrap(module)
+    model = kind(module)
     model.stage = stage
     return model
 

@@ -6,7 +6,7 @@ short sequences expensive. With a variable-length kernel on a GPU, there is no p
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.device import upload
-from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
+from areno.engine.model.attention import Forward, LayerAttention, scaled_dot_product, window_mask
 from areno.engine.model.routing import Routing
 from areno.engine.model.varlen import find_kernel
 
@@ -178,7 +178,7 @@ class PackedPlan:
             outputs.append(group.unpad(out.transpose(1, 2)))
         return self.join(outputs)
 
-    def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """Run a stateful layer over hidden [T, C] with one padded row per sequence."""
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 

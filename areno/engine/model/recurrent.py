@@ -9,22 +9,12 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Forward = Callable[..., Tensor]
-
-
-class RecurrentPlan(Protocol):
-    """A plan that can run a recurrent layer over its tokens."""
-
-    def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run ``forward`` over hidden [T, C]. Returns [T, C]."""
-        ...
-
+from areno.engine.model.attention import AttentionPlan, Forward
 
 # Extra rows after the slots. Decode steps use them for padding, so that padding does not change the state of a sequence.
 SCRATCH = 8
@@ -147,20 +137,16 @@ def is_recurrent(module: nn.Module) -> bool:
     return type(module).__name__.endswith("GatedDeltaNet") and hasattr(module, "layer_idx")
 
 
-def wrap_recurrent_layers(model: nn.Module) -> int:
-    """Make every gated delta net follow the attention plan, and return the number of these layers."""
-    wrapped = 0
-    for module in model.modules():
-        if is_recurrent(module):
-            _wrap(module)
-            wrapped += 1
-    return wrapped
+def wrap_recurrent_layers(model: nn.Module) -> None:
+    """Make every gated delta net follow the attention plan."""
+    for module in filter(is_recurrent, model.modules()):
+        _wrap(module)
 
 
 def _wrap(module: nn.Module) -> None:
     original: Forward = module.forward
 
-    def forward(hidden_states: Tensor, *args: Any, areno: RecurrentPlan | None = None, **kwargs: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *args: Any, areno: AttentionPlan | None = None, **kwargs: Any) -> Tensor:
         if areno is None:
             return original(hidden_states, *args, **kwargs)
         return areno.run_recurrent(module, original, hidden_states[0])[None]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from areno.engine.model.adapter import NAME, Adapter
-from areno.engine.parallel.parts import local, shard_of, unsharded
+from areno.engine.parallel.parts import local, shard_of
 from areno.engine.parallel.sharding import style_of
 from areno.errors import UsageError
 
@@ -34,7 +34,6 @@ class ShardedAdapter(Adapter):
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         super().__init__(wrapped, may_merge=may_merge)
-        self._trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
         self._partial: set[int] = set()
         for name, layer, style in _sharded_layers(wrapped.get_base_model(), self._layers):
             _refuse_other_layers(name, layer, style)
@@ -60,11 +59,6 @@ class ShardedAdapter(Adapter):
         """This rank's shard of weight plus adapter; see :meth:`Adapter.sum_of`."""
         first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
-
-    def state(self) -> dict[str, Tensor]:
-        """See :meth:`Adapter.state`."""
-        named = self._wrapped.named_parameters()
-        return {name: unsharded(local(p.detach()), p) for name, p in named if name in self._trained}
 
 
 @contextmanager

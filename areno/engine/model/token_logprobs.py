@@ -46,9 +46,9 @@ def token_logprobs(
     Returns:
         Log-probs [N] in fp32, and entropies [N] (an empty tensor if not requested).
     """
-    if share is None:
-        return _TokenLogprobs.apply(logits, tokens, temperatures, entropy)
-    return _SharedTokenLogprobs.apply(logits, tokens, temperatures, entropy, share)
+    width = logits.shape[-1]
+    share = share or VocabularyShare(0, width, width, width, Channel())
+    return _TokenLogprobs.apply(logits, tokens, temperatures, entropy, share)
 
 
 def logit_bounds(logits: Tensor, share: VocabularyShare | None = None) -> Tensor:
@@ -67,33 +67,9 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row. Saves the probabilities if the entropy needs them, otherwise the scaled logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        scaled = scale_logits(logits, temperatures)
-        normalizer = scaled.logsumexp(-1)
-        saved, spread = scaled, normalizer.new_zeros(0)
-        if entropy:
-            saved = (scaled - normalizer[:, None]).exp_()
-            spread = normalizer - _mean(saved, scaled)
-        ctx.save_for_backward(saved, normalizer, tokens, temperatures)
-        ctx.dtype, ctx.keeps_probabilities = logits.dtype, entropy
-        ctx.mark_non_differentiable(spread)
-        return scaled.gather(-1, tokens[:, None])[:, 0] - normalizer, spread
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor, _: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        saved, normalizer, tokens, temperatures = ctx.saved_tensors
-        weight = (grad / temperatures)[:, None]
-        gradient = saved * -weight if ctx.keeps_probabilities else (saved - normalizer[:, None]).exp_().mul_(-weight)
-        return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
-
-
-class _SharedTokenLogprobs(torch.autograd.Function):
-    """:class:`_TokenLogprobs` from this rank's slice of each row. All ranks make the same calls and get the same results."""
+    """Log-softmax at one index per row, from this rank's slice of each row. All ranks make the same calls and get the same
+    results. Saves the slice's probabilities if the entropy needs them, otherwise the scaled logits.
+    """
 
     @staticmethod
     def forward(
@@ -104,11 +80,14 @@ class _SharedTokenLogprobs(torch.autograd.Function):
         inside = (tokens >= share.start) & (tokens < share.start + share.width)
         column = torch.where(inside, tokens - share.start, 0)[:, None]
         picked = torch.where(inside, scaled.gather(-1, column)[:, 0], 0.0)
-        mean = _mean((scaled - own[:, None]).exp_(), scaled) if entropy else torch.zeros_like(own)
+        saved, mean = scaled, torch.zeros_like(own)
+        if entropy:
+            saved = (scaled - own[:, None]).exp_()
+            mean = (saved * scaled).nan_to_num_(nan=0.0).sum(-1)  # tokens masked with -inf do not contribute
         owns, picks, means = _of_all(torch.stack([own, picked, mean]), share.channel).unbind(1)
         normalizer = owns.logsumexp(0)
-        ctx.save_for_backward(scaled, normalizer, column, temperatures, inside)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(saved, own, normalizer, column, temperatures, inside)
+        ctx.dtype, ctx.keeps_probabilities = logits.dtype, entropy
         weights = (owns - normalizer).exp()
         spread = normalizer - (weights * means).sum(0) if entropy else normalizer.new_zeros(0)
         ctx.mark_non_differentiable(spread)
@@ -118,15 +97,13 @@ class _SharedTokenLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
-        scaled, normalizer, column, temperatures, inside = ctx.saved_tensors
+        saved, own, normalizer, column, temperatures, inside = ctx.saved_tensors
         weight = (grad / temperatures)[:, None]
-        gradient = (scaled - normalizer[:, None]).exp_().mul_(-weight)
+        if ctx.keeps_probabilities:
+            gradient = saved * (-weight * (own - normalizer).exp()[:, None])
+        else:
+            gradient = (saved - normalizer[:, None]).exp_().mul_(-weight)
         return gradient.scatter_add_(-1, column, weight * inside[:, None]).to(ctx.dtype), None, None, None, None
-
-
-def _mean(probabilities: Tensor, scaled: Tensor) -> Tensor:
-    """Mean logit [N] under probabilities [N, V]; tokens masked with -inf do not contribute."""
-    return (probabilities * scaled).nan_to_num_(nan=0.0).sum(-1)
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:

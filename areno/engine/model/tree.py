@@ -9,11 +9,12 @@ computed only for these new tokens, over the full sequence.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from areno.engine.model.attention import Forward
 from areno.engine.model.packing import PackedPlan
 from areno.errors import EngineError
 
@@ -60,7 +61,7 @@ class TreePlan(PackedPlan):
                 nodes += len(path) - shared
         super().__init__(lengths, device, prefixes)
 
-    def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """Raise EngineError, because a token of a tree can have several successors, but a recurrent layer supports only one."""
         raise EngineError(
             "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"

@@ -17,14 +17,13 @@ gradients.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from areno.engine.model.attention import LayerAttention
+from areno.engine.model.attention import Forward, LayerAttention
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.routing import Replay, Routing
 from areno.engine.parallel.channels import Channel
@@ -124,7 +123,7 @@ class ContextPlan:
         attended = self._padded(self.whole.attend(layer, q, k, v))
         return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
-    def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """Run a recurrent layer over the gathered ``hidden`` [n, C] of all ranks; return this rank's slice of the output."""
         gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
         return self.own(self.whole.run_recurrent(module, forward, gathered))

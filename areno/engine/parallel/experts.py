@@ -11,7 +11,6 @@ no tokens are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from areno.engine.model.attention import Forward
 from areno.engine.parallel.channels import Channel
 from areno.errors import UnsupportedModelError, UsageError
-
-Forward = Callable[..., Tensor]
 
 
 class _Route(torch.autograd.Function):

@@ -28,7 +28,7 @@ from areno.engine.parallel.rendezvous import FolderRendezvous, NamedRendezvous, 
 from areno.engine.parallel.server import EngineServer, LoopFailure, RequestResult, TokenEvent
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
-from areno.engine.scoring import temperature_per_row
+from areno.engine.scoring import Scored, TokenRows, temperature_per_row
 from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
 from areno.loss_fns.loss_interface import LossFn
@@ -46,7 +46,7 @@ class _Pending:
     future: Future[RolloutResult] = field(default_factory=Future)
 
 
-class EngineGroup:
+class EngineGroup(Backend):
     """An engine on several ranks; see the module docstring.
 
     Args:
@@ -61,9 +61,10 @@ class EngineGroup:
         EngineError: a rank failed.
     """
 
-    context_length: int | None
-    vocab_size: int
-    kv_tokens: int
+    # Read from rank 0; see :class:`Backend`.
+    context_length: int | None = None
+    vocab_size = 0
+    kv_tokens = 0
 
     def __init__(
         self,
@@ -260,38 +261,21 @@ class EngineGroup:
         parts = self.workers.call("engine.take_token_records")
         return {number: record for part in parts for number, record in part.items()}
 
-    def score_logprobs(
+    def score(
         self,
+        what: Scored,
         role: str,
-        rows: Sequence[Sequence[int]],
-        temperatures: float | Sequence[float] = 1.0,
-        micro_bs: int = 8,
-        routed: Sequence[RoutingRecord | None] | None = None,
-    ) -> list[list[float]]:
-        """See :meth:`Backend.score_logprobs`."""
-        return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures), routed)
-
-    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
-        """Return, per row, the critic's value after each token."""
-        return self._score("values", role, rows, micro_bs)
-
-    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
-        """Return, per row, the score at the last token."""
-        return self._score("rewards", role, rows, micro_bs)
-
-    def _score(
-        self,
-        kind: str,
-        role: str,
-        rows: Sequence[Sequence[int]],
+        rows: TokenRows,
         micro_bs: int,
-        temperatures: Sequence[float] | None = None,
+        temperatures: float | Sequence[float] = 1.0,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
+        """See :meth:`Backend.score`."""
+        per_row = temperature_per_row(rows, temperatures)
         for index, row in enumerate(rows):
             if not row:
                 raise ValueError(f"row {index} is empty; a row must have at least one token to be scored")
-        parts = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures, routed)
+        parts = self._all("score", what, role, list(map(list, rows)), micro_bs, per_row, routed)
         by_row = dict(entry for part in parts for entry in part)
         return [by_row[index] for index in range(len(rows))]
 

@@ -35,14 +35,8 @@ class Microbatch(Protocol):
         """This rank's token ids [T]."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> AttentionPlan:
         """Attention plan of the tokens."""
-
-
-class Plan(AttentionPlan, Protocol):
-    """An attention plan with position ids."""
-
-    position_ids: Tensor
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]

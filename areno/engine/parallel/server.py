@@ -121,13 +121,13 @@ class EngineServer:
         role: str,
         rows: TokenRows,
         micro_bs: int,
-        temperatures: Sequence[float] | None,
+        temperatures: Sequence[float],
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
         """Score this rank's rows. Return pairs (row index, result), or an empty list if another rank returns the results."""
         self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
-        own = 1.0 if temperatures is None else [temperatures[index] for index in mine]
+        own = [temperatures[index] for index in mine]
         records = None if routed is None else [routed[index] for index in mine]
         scores = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own, records)
         return list(zip(mine, scores, strict=True)) if self.peers.decides and self.peers.predicts else []

@@ -31,7 +31,16 @@ from areno.errors import ArenoError, UsageError
 _GIB = 2**30
 _SHOWN = 8
 _MOMENTS = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2, "sgd": 0}
-_RATES = {"tflops": 1e12, "node_bandwidth": 1e9, "network_bandwidth": 1e9}
+_NUMBERS: dict[str, tuple[Any, float, str]] = {
+    "--device-memory": (float, 80, "GiB per device"),
+    "--per-node": (int, 8, "devices per node, which limits tensor and context parallelism"),
+    "--tokens": (int, 16384, "tokens per microbatch"),
+    "--microbatches": (int, 64, "microbatches per step, over all replicas"),
+    "--tflops": (float, 400, "achieved TFLOP/s per device"),
+    "--node-bandwidth": (float, 200, "GB/s per device within a node"),
+    "--network-bandwidth": (float, 20, "GB/s per device between nodes"),
+}
+"""Type, default and help text of each option that takes a number."""
 _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries and the allocator's cache
 
 
@@ -82,22 +91,8 @@ def run(argv: Sequence[str]) -> int:
         "--ckpt", required=True, help="model folder or hub id; without --try, only the configuration is read"
     )
     parser.add_argument("--devices", type=int, required=True, help="number of devices")
-    parser.add_argument("--device-memory", type=float, default=80, help="GiB per device (default 80)")
-    parser.add_argument(
-        "--per-node",
-        type=int,
-        default=8,
-        help="devices per node, which limits tensor and context parallelism (default 8)",
-    )
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens per microbatch (default 16384)")
-    parser.add_argument(
-        "--microbatches", type=int, default=64, help="microbatches per step, over all replicas (default 64)"
-    )
-    parser.add_argument("--tflops", type=float, default=400, help="achieved TFLOP/s per device (default 400)")
-    parser.add_argument("--node-bandwidth", type=float, default=200, help="GB/s per device within a node (default 200)")
-    parser.add_argument(
-        "--network-bandwidth", type=float, default=20, help="GB/s per device between nodes (default 20)"
-    )
+    for flag, (kind, default, text) in _NUMBERS.items():
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default {default})")
     parser.add_argument("--optimizer", choices=list(_MOMENTS), default="adam", help="optimizer.type (default adam)")
     parser.add_argument(
         "--dtype",
@@ -117,9 +112,10 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.tried < 0:
         raise UsageError(f"--try {options.tried}: give the number of layouts to measure, or omit --try")
-    for name in (*("devices", "device_memory", "per_node", "tokens", "microbatches"), *_RATES):
-        if not 0 < getattr(options, name) < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use a finite number above 0")
+    for flag in ("--devices", *_NUMBERS):
+        number = getattr(options, flag.removeprefix("--").replace("-", "_"))
+        if not 0 < number < math.inf:
+            raise UsageError(f"{flag} {number}: use a finite number above 0")
     try:
         model = ModelSizes.of(read_config(options.ckpt, option="--ckpt"))
     except (AttributeError, ValueError) as error:
@@ -127,8 +123,8 @@ def run(argv: Sequence[str]) -> int:
     compute = 2 if options.dtype == "bfloat16" else 4
     step = Training(options.tokens, options.microbatches, compute, _MOMENTS[options.optimizer])
     memory = int(options.device_memory * _GIB * _USABLE)
-    operations, node, network = (rate * getattr(options, name) for name, rate in _RATES.items())
-    machines = Machines(operations, node, network, options.per_node)
+    node, network = 1e9 * options.node_bandwidth, 1e9 * options.network_bandwidth
+    machines = Machines(1e12 * options.tflops, node, network, options.per_node)
     fits = fits_of(model, options.devices, memory, step, machines)
     best = sorted(fits, key=lambda fit: fit.seconds)[:_SHOWN]
     if options.tried:

@@ -80,7 +80,13 @@ class PrefixStore:
         """Drop the least recently used entry; return False if the store is empty."""
         if not self._entries:
             return False
-        self._drop(next(iter(self._entries)))
+        key, (tokens, _) = self._entries.popitem(last=False)
+        self.tokens -= len(tokens)
+        for _, block in _blocks(tokens):
+            keys = self._index[block]
+            keys.remove(key)
+            if not keys:
+                del self._index[block]
         return True
 
     def clear(self) -> None:
@@ -88,15 +94,6 @@ class PrefixStore:
         self._entries.clear()
         self._index.clear()
         self.tokens = 0
-
-    def _drop(self, key: int) -> None:
-        tokens, _ = self._entries.pop(key)
-        self.tokens -= len(tokens)
-        for _, block in _blocks(tokens):
-            keys = self._index[block]
-            keys.remove(key)
-            if not keys:
-                del self._index[block]
 
 
 def _blocks(tokens: Sequence[int]) -> list[tuple[int, int]]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from areno.engine.model.attention import LayerAttention, scaled_dot_product
+from areno.engine.model.attention import Forward, LayerAttention, scaled_dot_product
 from areno.engine.model.packing import PackedPlan
-from areno.engine.model.recurrent import Forward, SlotStates
+from areno.engine.model.recurrent import SlotStates
 from areno.engine.model.routing import Recording, Routers, Routing
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
 

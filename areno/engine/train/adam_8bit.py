@@ -20,6 +20,7 @@ Rounding uses no random numbers, so a run that resumes in the same layout is bit
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -120,11 +121,11 @@ class Quantised:
         self.codes[first:last] = codes.index_select(0, upper.view(-1)).view(-1, BLOCK)
 
 
-class Adam8bit(torch.optim.Optimizer):
-    """Replacement for :class:`torch.optim.AdamW`, with 8-bit moments. Updates weights, fp32 masters, or flat shards of either.
+class LowPrecisionAdam(torch.optim.Optimizer, ABC):
+    """Replacement for :class:`torch.optim.AdamW`. Updates weights, fp32 masters, or flat shards of either.
 
     ``params`` are contiguous fp32 tensors or groups of tensors. A group's ``quantised`` determines whether its moments
-    have 8 bits. If it is None or missing, the size of each tensor decides.
+    have 8 bits (:class:`Adam8bit` only). If it is None or missing, the size of each tensor decides.
     """
 
     def __init__(
@@ -144,10 +145,22 @@ class Adam8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, self.moments_of(parameter, group["quantised"]))
+                    self._update(parameter, parameter.grad, group, self.moments_of(parameter, group["quantised"]))
 
-    def moments_of(self, parameter: nn.Parameter, quantised: bool | None) -> dict[str, Any]:
+    @abstractmethod
+    def moments_of(self, parameter: nn.Parameter, quantised: bool | None = None) -> dict[str, Any]:
         """Return a tensor's optimizer state: step count and both moments, which are zero before the first step."""
+
+    @abstractmethod
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Update a tensor and its state."""
+
+
+class Adam8bit(LowPrecisionAdam):
+    """AdamW with 8-bit moments."""
+
+    def moments_of(self, parameter: nn.Parameter, quantised: bool | None = None) -> dict[str, Any]:
+        """See :meth:`LowPrecisionAdam.moments_of`."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -159,15 +172,14 @@ class Adam8bit(torch.optim.Optimizer):
                     state[f"{name}_codes"], state[f"{name}_scales"] = moment.codes, moment.scales
         return state
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
-        assert parameter.grad is not None
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state["step"] += 1
         if "mean" in state:
-            move(parameter, parameter.grad, state["mean"], state["square"], group, state["step"])
+            move(parameter, gradient, state["mean"], state["square"], group, state["step"])
             return
         mean = Quantised(state["mean_codes"], state["mean_scales"], True)
         root = Quantised(state["root_codes"], state["root_scales"], False)
-        weights, gradient = parameter.view(-1), parameter.grad.reshape(-1)
+        weights, gradient = parameter.view(-1), gradient.reshape(-1)
         size = _chunk(parameter.device)
         for begin in range(0, weights.numel(), size):
             own = slice(begin, min(begin + size, weights.numel()))
@@ -178,15 +190,6 @@ class Adam8bit(torch.optim.Optimizer):
             move(weights[own], gradient[own], m.view(-1)[:count], v[:count], group, state["step"])
             mean.write(first, last, m)
             root.write(first, last, v.sqrt_().view(-1, BLOCK))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict()``. PyTorch's method would convert the codes to floating point."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.state.clear()
-        for index, saved in state_dict["state"].items():
-            parameter = parameters[index]
-            moved = {name: v.to(parameter.device) if isinstance(v, Tensor) else v for name, v in saved.items()}
-            self.state[parameter] = moved
 
 
 def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:

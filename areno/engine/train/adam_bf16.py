@@ -7,42 +7,23 @@ The weights or masters are not rounded to bf16, because an update of a thousandt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from areno.engine.train.adam_8bit import move
+from areno.engine.train.adam_8bit import LowPrecisionAdam, move
 
 _CHUNK = 1 << 20  # numbers converted to fp32 at a time
 WORKING_BYTES = 28 * _CHUNK
 _HASH = (0x1B873593, 0x4CF5AD43, 0x3C6EF372)  # odd or arbitrary constants below 2^31
 
 
-class AdamBf16(torch.optim.Optimizer):
-    """AdamW with bf16 moments for contiguous fp32 tensors. Its state has the same keys as :class:`torch.optim.AdamW`."""
+class AdamBf16(LowPrecisionAdam):
+    """AdamW with bf16 moments. Its state has the same keys as :class:`torch.optim.AdamW`."""
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every tensor that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, self.moments_of(parameter))
-
-    def moments_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return a tensor's optimizer state: step count and both moments, which are zero before the first step."""
+    def moments_of(self, parameter: nn.Parameter, quantised: bool | None = None) -> dict[str, Any]:
+        """See :meth:`LowPrecisionAdam.moments_of`."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             zeros = (torch.zeros_like(parameter, dtype=torch.bfloat16) for _ in range(2))
@@ -58,14 +39,6 @@ class AdamBf16(torch.optim.Optimizer):
             move(w, g, m, v, group, int(state["step"]))
             mean.copy_(m)
             square.copy_(_rounded(v, int(state["step"])))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict()``. PyTorch's method would convert the moments to fp32."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.state.clear()
-        for index, saved in state_dict["state"].items():
-            home = parameters[index].device
-            self.state[parameters[index]] = {name: value.to(home) for name, value in saved.items()}
 
 
 def _rounded(values: Tensor, step: int) -> Tensor:

@@ -77,10 +77,10 @@ def pack_rows(
         "packed_tokens": upload(tokens[actions], device),
         "rewards": upload(torch.tensor([row.reward for row in rows]), device),
     }
-    for key, name, dtype in _STREAMS:
+    for name, dtype in _STREAMS.items():
         stream = _stream(rows, name, actions, dtype)
         if stream is not None:
-            data[key] = upload(stream, device)
+            data[f"packed_{name}"] = upload(stream, device)
     return PackedBatch(
         tokens=upload(fed, device),
         plan=plan,
@@ -92,17 +92,9 @@ def pack_rows(
     )
 
 
-_STREAMS = (
-    ("packed_logprobs", "logprobs", torch.float32),
-    ("packed_advantages", "advantages", torch.float32),
-    ("packed_ref_logprobs", "ref_logprobs", torch.float32),
-    ("packed_values", "values", torch.float32),
-    ("packed_returns", "returns", torch.float32),
-    ("packed_prox_logprobs", "prox_logprobs", torch.float32),
-    ("packed_teacher_logprobs", "teacher_logprobs", torch.float32),
-    ("packed_versions", "versions", torch.int64),
-    ("packed_keep", "keep", torch.bool),
-)
+_NUMBERS = ("logprobs", "advantages", "ref_logprobs", "values", "returns", "prox_logprobs", "teacher_logprobs")
+# The per-token lists of rows, and their dtypes. The list ``name`` has the key ``packed_<name>``.
+_STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "keep": torch.bool}
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -116,7 +108,7 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
     """Raise ValueError unless all rows have the same per-token lists, because training would use zeros for missing lists."""
-    for _, name, _ in _STREAMS:
+    for name in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
             raise ValueError(

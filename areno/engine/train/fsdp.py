@@ -182,8 +182,5 @@ class FullyShardedAdamW(Optimizer):
             if self._rounded:
                 share.copy_(saved.read(master_key(name), index))
             if name in saved.head["counts"]:
-                self._adam.state[share] = {
-                    key: value.to(share.device) if isinstance(value, Tensor) else value
-                    for key, value in saved_moments(saved, name, parameter, index, self.config).items()
-                }
+                self._adam.state[share] = saved_moments(saved, name, parameter, index, self.config, share.device)
         self._publish()

@@ -50,15 +50,18 @@ class MicroBatching:
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide rows into microbatches of row indices; see :meth:`split`."""
-        if not self.tree:
-            return self.split([len(row) for row in rows])
+        """Ascending row indices of each non-empty microbatch. Microbatches are in the order of their first rows."""
         self.check(len(rows))
-        blocks = [list(range(start, start + self.granularity)) for start in range(0, len(rows), self.granularity)]
+        blocks = [range(start, start + self.granularity) for start in range(0, len(rows), self.granularity)]
         weights = [sum(len(rows[row]) for row in block) for block in blocks]
-        bins = self._most_shared(rows, blocks, weights)
-        bins = _split_to(bins, weights, min(self._wanted(len(bins)), len(blocks)))
-        return sorted([row for block in sorted(bin_) for row in blocks[block]] for bin_ in bins)
+        if self.packing_algorithm == "kk":
+            bins = self._balanced(weights)
+        elif self.max_tokens_per_mb is None and not self.tree:
+            bins = _lightest_first(weights, min(self._wanted(1), len(weights)))
+        else:
+            bins = self._most_shared(rows, blocks, weights) if self.tree else self._first_fit(weights)
+            bins = _split_to(bins, weights, min(self._wanted(len(bins)), len(weights)))
+        return sorted([row for block in sorted(bin_) for row in blocks[block]] for bin_ in bins if bin_)
 
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
@@ -79,34 +82,22 @@ class MicroBatching:
                 trees[place].add(rows[row])
         return bins
 
-    def split(self, lengths: Weights) -> list[list[int]]:
-        """Ascending row indices of each non-empty microbatch. Microbatches are in the order of their first rows."""
-        self.check(len(lengths))
-        blocks = range(0, len(lengths), self.granularity)
-        weights = [sum(lengths[start : start + self.granularity]) for start in blocks]
-        bins = (self._first_fit if self.packing_algorithm == "ffd" else self._balanced)(weights)
-        return sorted(
-            [blocks[i] + row for i in sorted(bin_) for row in range(self.granularity)] for bin_ in bins if bin_
-        )
-
     def _wanted(self, bins: int) -> int:
         """The larger of ``bins`` and ``n_mbs``, rounded up to a multiple of ``n_mbs_divisor``."""
         return -(-max(bins, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
     def _first_fit(self, weights: Weights) -> list[list[int]]:
-        order = sorted(range(len(weights)), key=lambda i: -weights[i])
-        if self.max_tokens_per_mb is None:
-            return _lightest_first(weights, order, min(self._wanted(1), len(weights)))
+        assert self.max_tokens_per_mb is not None
         bins: list[list[int]] = []
         room: list[int] = []
-        for item in order:
+        for item in _heaviest_first(weights):
             place = next((b for b, free in enumerate(room) if weights[item] <= free), len(bins))
             if place == len(bins):
                 bins.append([])
                 room.append(self.max_tokens_per_mb)
             bins[place].append(item)
             room[place] -= weights[item]
-        return _split_to(bins, weights, min(self._wanted(len(bins)), len(weights)))
+        return bins
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
         """Divide by differencing. Increase the number of bins by ``n_mbs_divisor`` until all bins fit the budget."""
@@ -122,11 +113,15 @@ class MicroBatching:
         return [[i] for i in range(len(weights))]
 
 
-def _lightest_first(weights: Weights, order: Sequence[int], count: int) -> list[list[int]]:
-    """Assign each item, in ``order``, to the bin that is currently lightest."""
+def _heaviest_first(weights: Weights) -> list[int]:
+    return sorted(range(len(weights)), key=lambda i: -weights[i])
+
+
+def _lightest_first(weights: Weights, count: int) -> list[list[int]]:
+    """Assign each item, heaviest first, to the bin that is currently lightest."""
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
-    for item in order:
+    for item in _heaviest_first(weights):
         place = sums.index(min(sums))
         bins[place].append(item)
         sums[place] += weights[item]

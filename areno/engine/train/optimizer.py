@@ -127,13 +127,11 @@ def make_adam(
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
     """Allocate zero moments for every tensor of an optimizer created by :func:`make_adam`."""
+    if isinstance(adam, torch.optim.SGD):
+        return
     for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
-        if isinstance(adam, torch.optim.SGD):
-            return
-        if isinstance(adam, adam_8bit.Adam8bit):
+        if isinstance(adam, adam_8bit.LowPrecisionAdam):
             adam.moments_of(parameter, quantised)
-        elif isinstance(adam, adam_bf16.AdamBf16):
-            adam.moments_of(parameter)
         elif not adam.state[parameter]:
             # Writes zeros, because the memory of zeros_like is allocated only on first write.
             moments = {name: torch.empty_like(parameter).zero_() for name in MOMENTS}
@@ -357,15 +355,13 @@ class MasterAdamW(Optimizer):
     def load_state(self, saved: SavedState) -> None:
         """Load an optimizer state saved in any layout."""
         self._take_head(saved.head, self._names, self._has_masters)
-        counts, adam = saved.head["counts"], {}
-        for index, (name, parameter, master) in enumerate(
-            zip(self._names, self._parameters, self._masters, strict=True)
-        ):
-            if name in counts:
-                adam[index] = saved_moments(saved, name, master, full_index(master.shape), self.config)
+        self._adam.state.clear()
+        for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
+            index = full_index(master.shape)
+            if name in saved.head["counts"]:
+                self._adam.state[master] = saved_moments(saved, name, master, index, self.config, master.device)
             if parameter is not master:
-                master.data.copy_(saved.read_full(master_key(name)))
-        self._adam.load_state_dict({"state": adam, "param_groups": self._adam.state_dict()["param_groups"]})
+                master.data.copy_(saved.read(master_key(name), index))
 
 
 def moment_key(name: str, kind: str) -> str:
@@ -379,13 +375,14 @@ def master_key(name: str) -> str:
 
 
 def saved_moments(
-    saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions
+    saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions, device: torch.device
 ) -> dict[str, Any]:
-    """Load the optimizer state of a parameter's shard. ``index`` selects the shard."""
+    """Load the optimizer state of a parameter's shard to a device. ``index`` selects the shard."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
-        return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
-    mean, second = low_moments(saved, name, parameter, index)
+        moments = {kind: saved.read(moment_key(name, kind), index).to(device) for kind in MOMENTS}
+        return {"step": torch.tensor(float(count), device=device), **moments}
+    mean, second = (moment.to(device) for moment in low_moments(saved, name, parameter, index))
     return adam_8bit.state_of(count, mean, second, adam_8bit.is_quantised(parameter.numel()))
 
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from areno.engine.model.attention import LayerAttention
-from areno.engine.model.recurrent import SCRATCH, Forward
+from areno.engine.model.attention import Forward, LayerAttention
+from areno.engine.model.recurrent import SCRATCH
 from areno.engine.model.varlen import find_kernel
 from areno.engine.rollout.paged.backends import paged_attention
 from areno.engine.rollout.paged.paged_kv_cache import PagedCache
