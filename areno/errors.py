@@ -63,6 +63,11 @@ def exit_code(error: BaseException) -> int:
     return 130 if interrupted else 2 if isinstance(error, UsageError) else 1
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its class if there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or one of its causes is a failed allocation on a CPU or a GPU."""
     while error is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.config.splits import TRAIN, saved_splits, split_files
-from areno.errors import DataError, UsageError
+from areno.errors import DataError, UsageError, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -245,11 +245,6 @@ def _to_dataset(table: pa.Table, path: Path) -> Dataset:
         return Dataset(table, fingerprint=uuid.uuid4().hex)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise DataError(f"{path}: a column has an unsupported type: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; the name of its class if there is no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _shown(value: Any) -> str:

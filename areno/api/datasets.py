@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.api.dataset_files import first_line, read_file, read_folder
+from areno.api.dataset_files import read_file, read_folder
 from areno.config.paths import looks_like_path
 from areno.config.splits import TRAIN
-from areno.errors import ArenoError, UsageError
+from areno.errors import ArenoError, UsageError, first_line
 from areno.rewards.worker import describe_error, source_file
 from areno.text.chat import encode_rendered
 from areno.text.data_rows import named_row, render_prompt, text_or_messages

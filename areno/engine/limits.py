@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from areno.config.paths import base_of, tokenizer_of
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError, UsageError, first_line
 from areno.types import Request, tightest
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
@@ -61,9 +61,8 @@ def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> A
     try:
         return AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "folder" if Path(path).expanduser().exists() else "hub id"
-        raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
+        raise UsageError(f"{option} {path}: this {where} could not be loaded: {first_line(error)}") from error
 
 
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:

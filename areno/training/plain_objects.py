@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from areno.errors import CheckpointError, DamagedCheckpointError, UsageError
+from areno.errors import CheckpointError, DamagedCheckpointError, UsageError, first_line
 
 _DTYPES = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
 # Further types that occur in rows from JSON, Parquet, Arrow or a loader; all are plain values.
@@ -65,7 +65,7 @@ def load(file: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise DamagedCheckpointError(f"{file} is damaged ({str(error).splitlines()[0]})") from error
+        raise DamagedCheckpointError(f"{file} is damaged ({first_line(error)})") from error
 
 
 def _refusal(types: str) -> str:

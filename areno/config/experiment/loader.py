@@ -25,7 +25,7 @@ from areno.config.experiment.setting_declaration import settings_of
 from areno.config.experiment.tree import Tree, apply_override, leaves, parse_override, read_yaml
 from areno.config.options import nearest
 from areno.config.parser import Problems
-from areno.errors import UsageError
+from areno.errors import UsageError, first_line
 
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
@@ -108,9 +108,8 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
         try:
             kind = OmegaConf.select(OmegaConf.create(tree), "train_dataset.type")
         except OmegaConfBaseException as error:
-            text = str(error).splitlines()[0]
             raise UsageError(
-                f"train_dataset.type {kind or dataset} cannot be resolved: {text}; write the type itself"
+                f"train_dataset.type {kind or dataset} cannot be resolved: {first_line(error)}; write the type itself"
             ) from None
     if not isinstance(kind, str) or kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")

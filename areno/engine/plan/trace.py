@@ -39,7 +39,7 @@ from areno.engine.train.outputs import ModelKind
 from areno.engine.train.recompute import recompute_layers
 from areno.engine.train.sharded import ZeroAdamW
 from areno.engine.train.step import TrainStep
-from areno.errors import UsageError
+from areno.errors import UsageError, first_line
 from areno.types import SamplingParams
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class ShapeOf:
             kind = type(self.model.module).__name__
             raise UsageError(
                 f"{self._path}: the code of {kind} depends on tensor values, so its memory cannot be planned; the run "
-                f"may still work ({str(error).splitlines()[0][:200]})"
+                f"may still work ({first_line(error)[:200]})"
             ) from error
 
     @_once

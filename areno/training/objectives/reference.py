@@ -30,7 +30,7 @@ from torch import Tensor
 from areno.cache_folder import cache_folder
 from areno.config.paths import base_of
 from areno.engine.backend import ACTOR, Backend
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError, UsageError, first_line
 from areno.observability import log_lines
 from areno.training.objectives.base import Examples
 from areno.types import ModelRole, TrainSequence
@@ -200,9 +200,8 @@ def _commit(repo: str) -> str:
     try:
         config = cached_file(repo, "config.json")
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"the reference model {repo} was not found: {reason}; set --ref-ckpt (or --ckpt) to an existing folder "
+            f"the reference model {repo} was not found: {first_line(error)}; set --ref-ckpt (or --ckpt) to an existing folder "
             "or a reachable repo id"
         ) from error
     return Path(str(config)).parent.name

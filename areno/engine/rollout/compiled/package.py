@@ -10,7 +10,7 @@ from areno.cache_folder import planted_problem
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
-from areno.errors import EngineError
+from areno.errors import EngineError, first_line
 
 # Rounding differs in the last bits; a wrong step differs by orders of magnitude more.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -41,9 +41,7 @@ class StepPackage:
             self._bind()
         except (RuntimeError, TypeError, OSError, AttributeError) as error:
             path.unlink(missing_ok=True)  # the next run rebuilds it
-            raise EngineError(
-                f"{path} could not be loaded and has been removed: {str(error).splitlines()[0]}"
-            ) from error
+            raise EngineError(f"{path} could not be loaded and has been removed: {first_line(error)}") from error
         self._validate()
 
     def __call__(self, *inputs: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
