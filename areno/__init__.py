@@ -12,8 +12,9 @@ from typing import Any
 # With this value (a spin of about 40 ms), a training step on two cores takes 28 ms; with a spin of 0.5 ms it takes 42 ms.
 # If another process is busy, the step takes 100 ms (spin of 40 ms), 115 ms (0.5 ms) or 400 ms (13 ms, GNU OpenMP's default).
 # OpenMP reads the variable when torch is loaded. A value that the user has set is kept.
+DEFAULT_SPINCOUNT = "1000000"
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
+    os.environ.setdefault("GOMP_SPINCOUNT", DEFAULT_SPINCOUNT)
 
 __version__ = "0.1.0"
 

@@ -87,7 +87,7 @@ def as_reward(value: Any) -> PartValues:
     if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
         raise RewardError(
             f"returned parts named {list(value)!r:.80}; use at least one part, and names of letters, digits, `_`, `.` and `-` "
-            "that do not start with a digit"
+            "that start with a letter or `_`"
         )
     return {name: _as_number(part, f" as the part {name}") for name, part in value.items()}
 

@@ -15,8 +15,9 @@ from areno.experiments.run_experiment import guarded
 
 
 def not_all_equal(trajectory: dict) -> bool:
-    """Reject groups whose rewards are all equal, because there is nothing to learn from such groups."""
-    return float(trajectory["rewards"].std()) > 0
+    """Reject groups of several answers with equal rewards, because there is nothing to learn from such groups."""
+    rewards = trajectory["rewards"]
+    return len(rewards) == 1 or bool(rewards.min() < rewards.max())
 
 
 def main(argv: list[str]) -> None:

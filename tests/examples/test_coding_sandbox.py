@@ -117,6 +117,40 @@ print("done")
     assert run(box, program).output == "done\n"
 
 
+def test_landlock_refuses_changes_of_metadata_and_of_other_processes(tmp_path):
+    """Landlock itself does not, and without root the command has the user id of the other files and processes."""
+    try:
+        box = Sandbox("landlock")
+    except NoSandboxError as error:
+        pytest.skip(str(error))
+    other = tmp_path / "other"
+    other.write_text("x")
+    other.chmod(0o600)
+    before = other.stat()
+    program = f"""
+import os, resource
+changes = {{
+    "chmod": lambda p: os.chmod(p, 0o777), "chmod at": lambda p: os.chmod(p, 0o777, dir_fd=os.open(".", os.O_PATH)),
+    "fchmod": lambda p: os.fchmod(os.open(p, os.O_RDONLY), 0o777), "chown": lambda p: os.chown(p, os.getuid(), -1),
+    "lchown": lambda p: os.lchown(p, os.getuid(), -1), "utime": lambda p: os.utime(p, (1, 1)),
+    "setxattr": lambda p: os.setxattr(p, "user.a", b"1"), "removexattr": lambda p: os.removexattr(p, "user.a"),
+    "priority": lambda _: os.setpriority(os.PRIO_USER, 0, 1), "scheduler": lambda _: os.sched_setaffinity(0, {{0}}),
+    "limits": lambda _: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)),
+}}
+for name, change in changes.items():
+    for place in ("own", {str(other)!r}):
+        try:
+            change(place)
+            print("CHANGED", name, place)
+        except PermissionError:
+            pass
+print(resource.getrlimit(resource.RLIMIT_CORE), resource.prlimit(0, resource.RLIMIT_CORE))
+"""
+    assert run(box, program, {"own": ""}).output == "(0, 0) (0, 0)\n"
+    after = other.stat()
+    assert (after.st_mode, after.st_mtime, after.st_ctime) == (before.st_mode, before.st_mtime, before.st_ctime)
+
+
 def test_the_callers_environment_variables_are_hidden(box, monkeypatch):
     monkeypatch.setenv("ARENO_TEST_SECRET", "SECRET")
     assert "SECRET" not in run(box, "import os; print(dict(os.environ))").output

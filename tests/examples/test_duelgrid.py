@@ -66,6 +66,8 @@ def test_a_turn_moves_at_most_three_tiles():
         (duel(u=(4, 0)), do("RANGED_ATTACK", "RANGED_ATTACK")),  # costs four energy
         (duel(), do("JUMP")),
         (duel(), [{}]),
+        (duel(), [{"action": []}]),
+        (duel(), [{"action": "MOVE", "direction": []}]),
     ],
 )
 def test_an_illegal_action_ends_the_turn(game, action):

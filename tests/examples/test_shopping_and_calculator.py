@@ -9,11 +9,13 @@ from itertools import combinations
 import pytest
 
 from areno.api.agentic.demonstrations import calls, says
+from areno.api.agentic.tools import ToolError
 from tests.examples import scripted
 
 for name in ("shopping", "calculator"):
     sys.path.insert(0, str(scripted.FOLDER / name))
 
+from calculator import Calculator  # noqa: E402
 from calculator import draw_record as draw_problem  # noqa: E402
 from shopping import CATALOG, TASKS  # noqa: E402
 from shopping import draw_record as draw_task  # noqa: E402
@@ -53,6 +55,16 @@ ADD = calls(("calculate", {"left": 2, "operator": "+", "right": 3}))
 )
 def test_only_the_last_answer_counts(answers, expected):
     assert reward("calculator", PROBLEM, *answers) == expected
+
+
+@pytest.mark.parametrize("left", [10**12 - 1, 1 - 10**12])
+def test_numbers_have_at_most_twelve_digits(left):
+    assert Calculator.operate(left, "+", 0) == left
+    further = left + (1 if left > 0 else -1)
+    with pytest.raises(ToolError, match="numbers may have 12 digits at most"):
+        Calculator.operate(further, "+", 0)
+    with pytest.raises(ToolError, match="numbers may have 12 digits at most"):
+        Calculator.operate(0, "-", further)
 
 
 def test_only_the_cheapest_kit_fits_the_budget():

@@ -7,6 +7,7 @@ long tests use the file unchanged.
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_a_file_begins_with_its_topic_and_its_command(name: str) -> None:
     assert special.startswith("# ")
     assert command.startswith(f"# areno run examples/experiments/{name}.yaml")
     assert not rest.startswith("#")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [([0.5, 0.5], False), ([0.0, 0.0], False), ([0.5, 0.25], True), ([0.0, 1.0, 1.0], True), ([0.5], True)],
+)
+def test_the_filter_of_the_program_rejects_groups_of_equal_rewards(
+    monkeypatch: pytest.MonkeyPatch, rewards: list[float], kept: bool
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    program = runpy.run_path(str(EXAMPLES / "train.py"))
+    assert program["not_all_equal"]({"rewards": torch.tensor(rewards)}) is kept
 
 
 @pytest.fixture(scope="module")

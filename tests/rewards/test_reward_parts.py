@@ -56,6 +56,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
         (["{'my part': 1}"], "", ["returned parts named ['my part']; use at least one part"]),
+        (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-` that start with a letter or `_`"]),
         (["{1: 1}"], "", ["returned parts named [1]; use at least one part"]),
         (["{}"], "", ["returned parts named []; use at least one part"]),
         (["{'a': 1e308, 'b': 1e308}"], "", ["the weighted sum of its parts {'a': 1e+308, 'b': 1e+308} is inf"]),

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from areno.cores import usable_cores
+from areno import DEFAULT_SPINCOUNT
+from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine_config import EngineConfig
@@ -101,8 +102,8 @@ class RolloutFleet:
             assigns, or consecutive GPUs starting at ``config.device``.
 
     Attributes:
-        threads: PyTorch threads per process. The trainer should use the same number, so that all processes get an equal share
-            of the cores.
+        threads: PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share of the
+            cores. The trainer should use the same number.
 
     Raises:
         UsageError: the checkpoint is unsupported or does not fit the layout, or there are too few devices.
@@ -119,7 +120,8 @@ class RolloutFleet:
     ) -> None:
         self.path, self.options, self.weights = path, options, weights or WeightOptions()
         self.config = replace(config, trains="nothing", neighbors=options.replicas)
-        self.threads = options.threads or max(usable_cores() // (options.replicas * options.tp_size + 1), 1)
+        share = max(usable_cores() // (options.replicas * options.tp_size + 1), 1)
+        self.threads = options.threads or openmp_threads() or share
         self.version = 0
         if devices is None and options.launcher is None and config.device.type == "cuda":
             devices = [torch.device("cuda", index) for index in range(config.device.index or 0, visible_gpus())]
@@ -318,7 +320,10 @@ class RolloutFleet:
 
     def _job(self) -> ReplicaJob:
         options = self.options
-        environment = {} if "OMP_WAIT_POLICY" in os.environ else dict(_NO_SPINNING)
+        chosen = (
+            "OMP_WAIT_POLICY" in os.environ or os.environ.get("GOMP_SPINCOUNT", DEFAULT_SPINCOUNT) != DEFAULT_SPINCOUNT
+        )
+        environment = {} if chosen else dict(_NO_SPINNING)
         return ReplicaJob(
             role=options.role,
             replicas=options.replicas,

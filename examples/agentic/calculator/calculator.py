@@ -22,7 +22,7 @@ _DO: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 _ANSWER = re.compile(r"Answer: (-?\d+)")
-_LARGEST = 10**12
+_LIMIT = 10**12
 
 
 def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
@@ -73,8 +73,8 @@ class Calculator(Environment):
         Raises:
             ToolError: a number is too large.
         """
-        if max(abs(left), abs(right)) > _LARGEST:
-            raise ToolError(f"numbers may have {len(str(_LARGEST)) - 1} digits at most")
+        if max(abs(left), abs(right)) >= _LIMIT:
+            raise ToolError(f"numbers may have {len(str(_LIMIT)) - 1} digits at most")
         return _DO[operator](left, right)
 
     def step(self, answer: Answer) -> str | None:

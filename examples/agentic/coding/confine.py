@@ -7,7 +7,9 @@ be able to read this file. ``SETTINGS`` is JSON (see :func:`main`). The methods 
 * ``bubblewrap``: bwrap has already made the mounts and the namespaces.
 * ``namespaces``: this module makes the mounts and the namespaces. The command sees only system folders (read-only) and a copy
   of the workspace in memory.
-* ``landlock``: the file system is unchanged, but the kernel refuses to open files outside the system folders and the workspace.
+* ``landlock``: the file system is unchanged, but the kernel refuses to open files and folders outside the system folders and
+  the workspace. Whether a path exists and what ``stat`` returns for it remain visible. Landlock does not restrict changes of
+  permissions, owners and times, so the system-call filter refuses these for all files (see ``UNRESTRICTED``).
 * all three methods: limits on time, memory, processes and file sizes; no capabilities; a system-call filter that refuses
   sockets.
 """
@@ -56,7 +58,28 @@ MACHINES: dict[str, tuple[int, int, int, dict[str, int]]] = {
         | {"memfd_create": 279},
     ),
 }
+# Per machine: the number of prlimit64, which is refused for other processes, and those of further calls that are refused with
+# Landlock, which does not restrict them. These calls change permissions, owners, times or attributes of files, watch files, or
+# change the priority or scheduling of processes.
+UNRESTRICTED: dict[str, tuple[int, dict[str, int]]] = {
+    "x86_64": (
+        302,
+        {"chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260}
+        | {"utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189}
+        | {"fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "inotify_init": 253}
+        | {"inotify_init1": 294, "fanotify_init": 300, "setpriority": 141, "ioprio_set": 251, "sched_setparam": 142}
+        | {"sched_setscheduler": 144, "sched_setaffinity": 203, "sched_setattr": 314},
+    ),
+    "aarch64": (
+        261,
+        {"fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88, "setxattr": 5, "lsetxattr": 6}
+        | {"fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "inotify_init1": 26}
+        | {"fanotify_init": 262, "setpriority": 140, "ioprio_set": 30, "sched_setparam": 118, "sched_setscheduler": 119}
+        | {"sched_setaffinity": 122, "sched_setattr": 274},
+    ),
+}
 # These have the same numbers on every machine.
+FCHMODAT2, SETXATTRAT, REMOVEXATTRAT, FILE_SETATTR = 452, 463, 466, 469
 CLONE3, PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET = 435, 438, 425, 447
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 
@@ -212,7 +235,7 @@ def become(settings: dict[str, Any]) -> None:
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     if "ruleset" in settings:
         check(LIBC.syscall(LANDLOCK_RESTRICT, settings["ruleset"], 0), "landlock")
-    filter_system_calls()
+    filter_system_calls(landlock=settings["method"] == "landlock")
     environment = {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "TMPDIR": os.getcwd(), "LANG": "C.UTF-8"}
     os.execve(settings["command"][0], settings["command"], environment)
 
@@ -327,8 +350,11 @@ def landlock_ruleset(settings: dict[str, Any]) -> int:
 # -- system calls ------------------------------------------------------------------------------------------------------
 
 
-def filter_system_calls() -> None:
+def filter_system_calls(*, landlock: bool) -> None:
     """Refuse the system calls that ``MACHINES`` lists, in this process and its descendants.
+
+    Args:
+        landlock: also refuse the calls that ``UNRESTRICTED`` lists.
 
     Raises:
         OSError: the system-call numbers of this machine are unknown, or the kernel has no filters.
@@ -348,7 +374,13 @@ def filter_system_calls() -> None:
         (equal, 0, 1, CLONE3),
         (leave, 0, 0, error(38)),
     ]  # a filter cannot read its flags; the C library falls back to clone
-    for number in (*refused.values(), PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET):
+    numbers = [*refused.values(), PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET]
+    if landlock:
+        prlimit, further = UNRESTRICTED[platform.machine()]
+        numbers += [*further.values(), FCHMODAT2, SETXATTRAT, REMOVEXATTRAT, FILE_SETATTR]
+        code += [(equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0)]  # process 0 is the caller
+        code += [(leave, 0, 0, error(1)), (leave, 0, 0, allow)]
+    for number in numbers:
         code += [(equal, 0, 1, number), (leave, 0, 0, error(1))]
     code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, CLONE_NEWUSER), (leave, 0, 0, error(1))]
     code += [(leave, 0, 0, allow)]

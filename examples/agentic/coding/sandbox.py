@@ -1,9 +1,9 @@
 """Sandbox for programs that a model wrote. It runs short commands, each on its own files, which are discarded afterwards.
 
 A command sees the system's programs and libraries (read-only) and a folder with its files. A command cannot reach the
-network, other processes or other files. Its time, memory, processes, file sizes and output are limited. The module tries
-bubblewrap, namespaces and Landlock in this order, each with a test command. If no method works, it raises
-:class:`NoSandboxError`. As root, commands run under an unused user id.
+network, other processes or other files (with Landlock, ``stat`` of other paths still works). Its time, memory, processes,
+file sizes and output are limited. The module tries bubblewrap, namespaces and Landlock in this order, each with a test
+command. If no method works, it raises :class:`NoSandboxError`. As root, commands run under an unused user id.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Duel:
     def _act(self, action: Mapping[str, Any], result: TurnResult) -> str:
         me = self.fighters[self.to_move]
         kind = action.get("action")
-        if kind not in COST:
+        if not isinstance(kind, str) or kind not in COST:
             raise IllegalActionError(f"there is no action {kind!r}")
         if COST[kind] > me.energy:
             raise IllegalActionError(f"{kind} costs {COST[kind]} energy, and {me.energy} is left")
@@ -164,7 +164,7 @@ class Duel:
 
     def _move(self, action: Mapping[str, Any], result: TurnResult) -> str:
         me, direction = self.fighters[self.to_move], action.get("direction")
-        if direction not in DIRECTIONS:
+        if not isinstance(direction, str) or direction not in DIRECTIONS:
             raise IllegalActionError("MOVE needs a direction: up, down, left or right")
         tile = self.neighbor(me.tile, direction)
         if not self.is_free(tile):

@@ -75,6 +75,26 @@ def test_each_replica_gets_its_own_gpus(monkeypatch, tmp_path, open_fleet):
         open_fleet(config(device=torch.device("cuda")), replicas=3, **options)
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, "3 0 passive"),
+        ({"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "7"}, "3 7 unset"),
+        ({"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}, "3 1000000 active"),
+    ],
+)
+def test_replicas_keep_the_users_openmp_variables(variables, expected, monkeypatch, tmp_path, open_fleet):
+    """The server is a shell that writes its variables; areno has set the default spin count of this process."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name, value in ({"GOMP_SPINCOUNT": "1000000"} | variables).items():
+        monkeypatch.setenv(name, value)
+    script = f'echo "$OMP_NUM_THREADS $GOMP_SPINCOUNT ${{OMP_WAIT_POLICY-unset}}" > {tmp_path}/variables; exit 1'
+    server = ServerOptions(product="vllm", command=("sh", "-c", script), gpu=False)
+    with pytest.raises(WorkerCreationError, match="exited during startup"):
+        open_fleet(server=server, restart=False)
+    assert (tmp_path / "variables").read_text().strip() == expected
+
+
 def test_closing_does_not_wait_for_a_leaving_replica(open_fleet):
     fleet = open_fleet(replicas=2)
     futures = fleet.submit(requests(2, tokens=8000))
