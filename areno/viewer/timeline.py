@@ -141,11 +141,11 @@ def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float
             stop = file.seek(0, 2) if until is None else position_of(file, until, _seconds)
             for size in (2**16, _READ):
                 events = json_records(lines_between(file, max(stop - size, 0), stop)[1])
-                found = [end for event in events if _is_phase(event) and (end := _seconds(event)) is not None]
-                found = [end for end in found if until is None or end < until]
-                if found:
+                earlier = [end for event in events if _is_phase(event) and (end := _seconds(event)) is not None]
+                earlier = [end for end in earlier if until is None or end < until]
+                if earlier:
                     break
-        ends += found
+        ends += earlier
     return max(ends, default=None)
 
 
