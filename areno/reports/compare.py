@@ -3,12 +3,13 @@
 A run of ``areno train`` can be compared with a run of ``areno run`` by the metrics in ``KEYS`` and the shared settings.
 """
 
-import filecmp
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from areno.config.all_train_options import TrainOptions
 from areno.config.options import flag_of, options_of
 from areno.config.setting_names import SETTINGS
 from areno.config.yaml_io import flat
+from areno.errors import ArenoError
 from areno.reports.divergence import Divergence, common_steps, divergence, part_pairs
 from areno.reports.run_data import RunData, describe
 
@@ -155,7 +157,7 @@ def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
         values = first.get(name, _UNSET), second.get(name, _UNSET)
         if values[0] == values[1] or ("auto" in values and a.is_experiment != b.is_experiment):
             continue
-        decisive = _changes_results(name, first, second) and not _same_content(*values)
+        decisive = _changes_results(name, first, second) and not _same_content(a, b, *values)
         grouped.setdefault((name.rpartition(".")[2], repr(values), decisive), []).append((name, values))
     for (_, _, decisive), places in grouped.items():
         name, values = min(places, key=lambda place: place[0].count("."))
@@ -173,14 +175,16 @@ def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
     return not _RUNS_ALIKE.search(name)
 
 
-def _same_content(x: Any, y: Any) -> bool:
-    """Whether two values are paths of files with equal content; False if this user may not read them."""
+def _same_content(a: RunData, b: RunData, x: Any, y: Any) -> bool:
+    """Whether two values are paths of files with equal content; False if the runs' files may not be opened."""
     paths = [Path(re.sub(r"(\.py):\w+$", r"\1", value)) for value in (x, y) if isinstance(value, str)]
     if len(paths) < 2 or not all(path.is_absolute() for path in paths):
         return False
-    with suppress(OSError):
-        if all(path.is_file() for path in paths) and paths[0].stat().st_size <= _LARGE:
-            return filecmp.cmp(paths[0], paths[1], shallow=False)
+    with suppress(OSError, ArenoError):
+        if all(path.is_file() and path.stat().st_size <= _LARGE for path in paths):
+            with a.files.open(paths[0]) as first, b.files.open(paths[1]) as second:
+                pieces = (iter(partial(file.read, 2**16), b"") for file in (first, second))
+                return all(one == other for one, other in zip_longest(*pieces))
     return False
 
 

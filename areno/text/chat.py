@@ -5,6 +5,7 @@ if the model uses BOS. Plain text gets the BOS token that the tokenizer adds, un
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if this fails."""
     from transformers import AutoTokenizer
 
-    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+    location = os.path.expanduser(path)
+    if path.startswith((".", "/", "~")) and not Path(location).is_dir():
         raise UsageError(f"tokenizer: the folder {path} does not exist; use a checkpoint folder or a hub id")
-    location = str(Path(path).expanduser()) if path.startswith("~") else path
     check_reachable(location)
     try:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)

@@ -104,11 +104,12 @@ PROMPT_FIELDS = ("messages", "prompt", "question")
 """Fields that may hold the prompt of a row for RL. The first non-empty field is used."""
 
 
-def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Mapping[str, Any]:
     """Convert a row to ``prompt`` and ``response``. Rows with one of these keys, and rows in unknown formats, are unchanged.
 
     If the last of ``messages`` is from the assistant, this message becomes the response, and the earlier messages
-    become the prompt. ``question`` and ``answer`` become prompt and response.
+    become the prompt. ``question`` and ``answer`` become prompt and response. Raises DataError if the last message calls
+    tools, because a response is text.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -116,6 +117,11 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(messages, list) and len(messages) > 1:
         *prompt, last = messages
         if isinstance(last, Mapping) and last.get("role") == "assistant":
+            if last.get("tool_calls"):
+                raise DataError(
+                    f"{named_row(source, index)}the last of `messages` has `tool_calls`, but a response must be text. "
+                    f"Use {loader} to write the calls into `response` as the model writes them, or to remove the row"
+                )
             return {**row, "prompt": prompt, "response": last.get("content")}
     if row.get("question") is not None and "answer" in row:
         return {**row, "prompt": row["question"], "response": row["answer"]}

@@ -18,7 +18,7 @@ import numpy as np
 from areno.config.packages import install_command
 from areno.errors import EngineError, UsageError
 from areno.text.tool_calls.parser import CallShape, ToolCallParser, selectable_tools
-from areno.text.tool_calls.schema import types_of
+from areno.text.tool_calls.schema import resolved, types_of
 from areno.types import TokenConstraint
 
 ConstraintFactory = Callable[[], TokenConstraint]
@@ -27,6 +27,7 @@ ConstraintFactory = Callable[[], TokenConstraint]
 _JSON_STYLE = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _MAX_COMPILED = 64
+_TEXT_KEYWORDS = {"type", "anyOf", "oneOf", "title", "description", "default", "examples", "deprecated", "$comment"}
 
 
 class ConstraintOptions(TypedDict, total=False):
@@ -65,8 +66,8 @@ def tool_call_constraint(
 ) -> ConstraintFactory:
     """Constrain to tool calls in the format of ``parser``, without other text.
 
-    If llguidance supports only a part of a parameter schema, only this part is enforced. If the tool has
-    ``"strict": true``, such a schema is an error.
+    If only a part of a parameter schema can be enforced, only this part is. If the tool has ``"strict": true``, such a
+    schema is an error.
 
     Args:
         parser: the model's format, which must have a ``shape``.
@@ -100,24 +101,50 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
     schema = {"type": "object", **(function.get("parameters") or {})}
     strictness = {} if function.get("strict") else _LENIENT
     where = f"tools: parameters of {function['name']}"
+    checked = _checked_schema(schema, where, strictness)
     if not shape.argument_before:
-        return [f"{rule}: %json {_checked_schema(schema, where, strictness)}"]
+        return [f"{rule}: %json {checked}"]
     closing_tag = shape.argument_after.strip("\n")  # strings end at this marker, with or without a line break
     rest = compiler.literal(shape.argument_after.rpartition(closing_tag)[2])
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, parts, rules = schema.get("required") or [], [], []
     for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
         argument = f"{rule}_{index}"
         parts.append(argument if key in required else f"{argument}?")
         before = compiler.literal(shape.argument_before.replace("{key}", key))
-        kinds = types_of(value)
+        after = compiler.literal(shape.argument_after)
+        kinds = types_of(value, schema)
         if kinds and "string" not in kinds:
-            value = {"$defs": schema.get("$defs", {}), **value}
-            rules.append(f"{argument}: {before} {argument}_value {compiler.literal(shape.argument_after)}")
-            rules.append(f"{argument}_value: %json {_checked_schema(value, where, strictness)}")
+            rules.append(f"{argument}: {before} {argument}_value {after}")
+            rules.append(f"{argument}_value: %json {_checked_schema({**definitions, **value}, where, strictness)}")
+        elif set(kinds) == {"string"} and (choices := _text_choices(resolved(value, schema))):
+            rules.append(f"{argument}: {before} ({' | '.join(map(compiler.literal, choices))}) {after}")
         else:
+            rejected = sorted(_not_for_text(resolved(value, schema)))
+            if rejected and function.get("strict"):
+                raise UsageError(
+                    f"{where}: the argument {key} is written as plain text, for which {', '.join(rejected)} cannot be "
+                    "enforced; change the schema, or send the tool without strict"
+                )
             rules.append(f"{argument}: {before} {argument}_any {rest}")
             rules += compiler.text_until(closing_tag, f"{argument}_any")
     return [f"{rule}: {' '.join(parts) or _quoted('')}", *rules]
+
+
+def _text_choices(schema: Any) -> list[str]:
+    """The texts of an ``enum`` or ``const`` of only strings; [] for other schemas."""
+    if not isinstance(schema, Mapping) or set(schema) - _TEXT_KEYWORDS - {"enum"} - {"const"}:
+        return []
+    values = schema.get("enum", [schema.get("const")])
+    return values if all(isinstance(value, str) and value for value in values) else []
+
+
+def _not_for_text(schema: Any) -> set[str]:
+    """The keywords of a schema that cannot be enforced for an argument written as plain text."""
+    if not isinstance(schema, Mapping):
+        return set()
+    branches = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
+    return set(schema).difference(_TEXT_KEYWORDS).union(*map(_not_for_text, branches))
 
 
 class _GrammarState:

@@ -12,7 +12,13 @@ _TRIES, _TIMEOUT_S = 2, 10.0
 def check_reachable(path: str) -> None:
     """Check that a model is in a folder, in the Hugging Face cache or on a reachable hub. Raises UsageError otherwise."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     if Path(path).is_dir():
         return
@@ -30,6 +36,11 @@ def check_reachable(path: str) -> None:
             with suppress(EntryNotFoundError):  # a repository with only an adapter has no config.json
                 get_hf_file_metadata(url, timeout=_TIMEOUT_S)
             return
+        except GatedRepoError as error:
+            raise UsageError(
+                f"{not_local}, and the hub gives access only on request; request it at {constants.ENDPOINT}/{path} and "
+                "run hf auth login"
+            ) from error
         except RepositoryNotFoundError as error:
             raise UsageError(
                 f"{not_local}, and the hub has no such model; check the spelling; for a private model, run hf auth login"

@@ -79,6 +79,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         converted["content"] = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     elif content is None:
         converted["content"] = ""
+    elif not isinstance(content, str):
+        raise UsageError(
+            f'{where}.content: {content!r:.80} is neither text nor a list of {{"type": "text", "text": ...}}'
+        )
     calls = converted.pop("tool_calls", None)
     if calls:
         converted["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]

@@ -14,6 +14,7 @@ from typing import Any
 from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt, template_source
 from areno.text.growing import GrowingText
+from areno.text.tool_calls.block_scanner import MAX_HEADER
 from areno.text.tool_calls.json_span import skip_blank
 from areno.text.tool_calls.parser import ContentDelta, longest_marker_start
 
@@ -159,7 +160,10 @@ class _HarmonyStream:
 
     def finish(self) -> list[ReasoningOrContent]:
         out = self.push("")
-        self._emit(out, len(self._source.text))
+        text = self._source.text
+        in_header = self._channel is None and text.startswith(_HEADER_STARTS, self._at)
+        if not in_header or len(text) - self._at > MAX_HEADER:  # a short, truncated header is not text
+            self._emit(out, len(text))
         if self._channel == "call":
             out.append(ContentDelta(_BODY_ENDS[-1]))
         return out

@@ -109,5 +109,6 @@ class AccessMiddleware:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Name of the session cookie; contains the port, because all ports of a host share cookies."""
-    return f"areno_view_{(scope.get('server') or ('', 0))[1]}"
+    """Name of the session cookie; contains the port of the browser's URL, because all ports of a host share cookies."""
+    port = dict(scope["headers"]).get(b"host", b"").rpartition(b":")[2]
+    return f"areno_view_{port.decode() if port.isdigit() else ''}"

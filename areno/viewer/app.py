@@ -218,7 +218,8 @@ def _explanation(one: Explanation) -> dict[str, str]:
 def _overview(run: OpenedRun) -> dict[str, Any]:
     data, entries = run.data(), run.entries()
     warnings = deque(run.files.read_warnings(), _MAX_WARNINGS)
-    last = {name: data.metrics[name].last for name in data.metrics.names}
+    last = {name: series.last for name, series in list(data.metrics.series.items())}
+    times = data.metrics.times
     return {
         "id": run.id,
         "name": data.name,
@@ -230,7 +231,7 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
         "config": data.config,
         "environment": data.environment,
         "steps": completed_steps(data),
-        "updated": data.metrics.times.last if data.metrics.times.values else None,
+        "updated": times.last if times.values else None,
         "metrics": last,
         "keys": {key: name for key in KEYS if (name := data.metric_of(key)) is not None},
         "samples": len(entries),

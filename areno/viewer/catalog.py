@@ -137,7 +137,9 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """The row of a run; None if one of its files disappears meanwhile."""
+        """The row of a run; None if the run was deleted after the search."""
+        if not path.is_dir():
+            return None
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
         try:
             files, signature = RunDirectory(path, opened=self.opened), _signature(path)
@@ -161,8 +163,8 @@ class RunCatalog:
 
 def completed_steps(data: RunData) -> int:
     """Number of completed training steps. Evaluations do not count: their step is one above the last training step."""
-    metrics = data.metrics
-    return max((metrics[name].steps[-1] for name in metrics.names if not _is_evaluated(name)), default=-1) + 1
+    metrics = list(data.metrics.series.items())  # another thread may add metrics, or replace them all
+    return max((series.steps[-1] for name, series in metrics if not _is_evaluated(name)), default=-1) + 1
 
 
 def _is_evaluated(name: str) -> bool:

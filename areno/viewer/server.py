@@ -47,6 +47,8 @@ class ViewerServer:
         Problems.raise_all(self._problems())
         if not self.folder.is_dir():
             raise UsageError(f"{self.folder} is not a folder; pass a folder with runs, such as runs/")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
         self._socket = self._listen()
         self.url = address_of(self._socket)
 
@@ -55,12 +57,15 @@ class ViewerServer:
         run_loop(self._serve(started))
 
     def stop(self) -> None:
-        """Stop :meth:`serve`, which runs in another thread."""
+        """Stop :meth:`serve`, which runs in another thread, or, if it has not begun, make it return at once."""
+        if self._loop is None:
+            self._stopping.set()
+            return
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _serve(self, started: Callable[[], object]) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         anyio.to_thread.current_default_thread_limiter().total_tokens = _THREADS
         with contextlib.suppress(RuntimeError, ValueError):  # not the main thread
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,7 +5,6 @@ time are found by bisection of the files, so that only a bounded part of a long 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,7 +26,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
         - ``begin`` and ``end`` of the window: the span of the sessions or, without sessions, the last minute
         - ``sessions`` in order of submission, each with ``task, session, role, begin, end, status, reason``, ``phases`` (a
           list of ``name, begin, end``) and ``version`` (the weight version when the session began)
-        - ``phases`` of the trainer
+        - ``phases`` of the trainer, and ``left_out``: whether the window has earlier phases, which are too many to show
         - ``versions`` (``version, time``), starting with the last version before the window
         - ``earlier``: the ``until`` of the previous window, or null
         - ``traced``: whether the run has traces
@@ -37,21 +36,24 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
     if sessions:
         begin, end = min(one["begin"] for one in sessions), max(one["end"] for one in sessions)
     else:
-        end = until if until is not None else _last_event(run, trace_files)
+        end = _last_phase(run, trace_files, until) or until or 0.0
         begin = end - 60
-    phases = sorted(_phases(run, trace_files, begin, end), key=lambda span: float(span["begin"]))[:MAX_SPANS]
+    phases, left_out = _phases(run, trace_files, begin, end)
     versions = _versions(run, phases, begin, end)
     times = [one["time"] for one in versions]
     for session in sessions:
         place = bisect_right(times, session["begin"]) - 1
         session["version"] = versions[place]["version"] if place >= 0 else 0
     if not sessions and phases:
-        begin, earlier = phases[0]["begin"], begin
+        earlier = min(phases[0]["end"], end) if left_out else begin
+        earlier = earlier if _last_phase(run, trace_files, earlier) is not None else None
+        begin, left_out = min(one["begin"] for one in phases), False
     return {
         "begin": begin,
         "end": end,
         "sessions": sorted(sessions, key=lambda one: float(one["begin"])),
-        "phases": phases,
+        "phases": sorted(phases, key=lambda one: float(one["begin"])),
+        "left_out": left_out,
         "versions": versions,
         "earlier": earlier,
         "traced": bool(session_files or trace_files),
@@ -126,42 +128,53 @@ def _seconds(event: dict[str, Any]) -> float | None:
     return float(begin + duration) / 1e6
 
 
-def _last_event(run: OpenedRun, files: list[Path]) -> float:
+def _is_phase(event: dict[str, Any]) -> bool:
+    drawn = event.get("ph") == "X" and event.get("name") not in _NO_PHASES and event.get("cat") != "instr"
+    return drawn and _seconds(event) is not None
+
+
+def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float | None:
+    """The end of the last phase that ended before a time; None if there is no such phase."""
     ends = []
     for path in files:
         with run.open(path) as file:
-            stop = file.seek(0, 2)
-            records = json_records(lines_between(file, max(stop - 2**16, 0), stop)[1])
-        ends += [seconds for record in records if (seconds := _seconds(record)) is not None]
-    return max(ends, default=0.0)
+            stop = file.seek(0, 2) if until is None else position_of(file, until, _seconds)
+            for size in (2**16, _READ):
+                events = json_records(lines_between(file, max(stop - size, 0), stop)[1])
+                earlier = [end for event in events if _is_phase(event) and (end := _seconds(event)) is not None]
+                earlier = [end for end in earlier if until is None or end < until]
+                if earlier:
+                    break
+        ends += earlier
+    return max(ends, default=None)
 
 
-def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> Iterator[dict[str, Any]]:
-    """The phases that overlap a window."""
+def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
+    """The last phases that overlap a window, in order of their ends, and whether earlier phases of the window are missing."""
+    phases, more = [], False
     for path in files:
         with run.open(path) as file:
-            start = position_of(file, begin, _seconds)
-            lines = lines_between(file, start, start + _READ)[1]
-        for event in json_records(lines):
-            seconds = _seconds(event)
-            if (
-                event.get("ph") != "X"
-                or seconds is None
-                or event.get("name") in _NO_PHASES
-                or event.get("cat") == "instr"
-            ):
-                continue
-            if begin <= seconds and event["ts"] / 1e6 <= end:
-                labels = event.get("args")
-                args = labels if isinstance(labels, dict) else {}
-                step = args.get("global_step")
-                yield {
-                    "name": event.get("name"),
-                    "role": f"{args.get('role', '')} {args.get('rank', 0)}",
-                    "begin": event["ts"] / 1e6,
-                    "end": seconds,
-                    "step": step if isinstance(step, int) else None,
-                }
+            first, last = position_of(file, begin, _seconds), position_of(file, end, _seconds)
+            start = max(first, last - _READ)
+            lines = lines_between(file, start, last + _READ)[1]  # phases that end later may begin in the window
+        more = more or start > first
+        phases += [_phase(event) for event in json_records(lines) if _is_phase(event)]
+    phases = [one for one in phases if begin <= one["end"] and one["begin"] <= end]
+    phases.sort(key=lambda one: float(one["end"]))
+    return phases[-MAX_SPANS:], more or len(phases) > MAX_SPANS
+
+
+def _phase(event: dict[str, Any]) -> dict[str, Any]:
+    labels = event.get("args")
+    args = labels if isinstance(labels, dict) else {}
+    step = args.get("global_step")
+    return {
+        "name": event.get("name"),
+        "role": f"{args.get('role', '')} {args.get('rank', 0)}",
+        "begin": event["ts"] / 1e6,
+        "end": _seconds(event),
+        "step": step if isinstance(step, int) else None,
+    }
 
 
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import datasets
@@ -173,6 +174,23 @@ def test_errors_about_rows_without_an_answer_name_the_loader_setting(tokenizer):
         _sft(rows, tokenizer, loader="train_dataset.dataset_kwargs.loader")
     with pytest.raises(DataError, match=r"none of 1 rows can be used with max_length 2: "):
         _sft([{"question": "w1", "answer": "w2 w2"}], tokenizer, context_limit=2, limits="max_length 2")
+
+
+@pytest.mark.parametrize("content", ["w2", None])
+def test_a_conversation_that_ends_with_a_tool_call_is_refused(chat_tokenizer, content):
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    last = {"role": "assistant", "content": content, "tool_calls": [call]}
+    rows = [{"messages": [{"role": "user", "content": "w1"}, last]}]
+    error = r"row 1: the last of `messages` has `tool_calls`, .* Use --dataset-loader-fn to write the calls"
+    with pytest.raises(DataError, match=error):
+        _sft(rows, chat_tokenizer)
+    assert re.search(error, row_problem("response", rows[0], "data.jsonl"))
+    (_,), dropped = _sft(
+        [{"messages": [rows[0]["messages"][0], {**last, "content": "w2", "tool_calls": None}]}],
+        chat_tokenizer,
+        max_prompt_tokens=9,
+    )
+    assert dropped == 0
 
 
 def test_eos_is_not_doubled(tokenizer):

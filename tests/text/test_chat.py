@@ -110,6 +110,8 @@ def test_saved_tokenizer_loads_again(make_tokenizer, chatml, tmp_path):
 def test_missing_and_empty_tokenizer_folders_are_usage_errors(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         load_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="the folder ~nouser/x does not exist"):
+        load_tokenizer("~nouser/x")
     with pytest.raises(UsageError, match=r"tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 

@@ -150,6 +150,14 @@ def test_template_variables_are_passed_on(make_tokenizer, chatml):
         ([{"role": "user", "content": "a"}, {"role": "user", "content": [3]}], r"messages\[1\]\.content\[0\]: .*'int'"),
         ([{"content": "a"}], r"messages\[0\]: .* is not a message"),
         (
+            [{"role": "user", "content": {"type": "text", "text": "a"}}],
+            r"messages\[0\]\.content: .* is neither text nor a list",
+        ),
+        (
+            [{"role": "assistant", "content": 7, "tool_calls": HISTORY[1]["tool_calls"]}],
+            r"messages\[0\]\.content: 7 is neither",
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"id": "x"}]}],
             r"messages\[0\]\.tool_calls\[0\]: .* is not a tool call",
         ),

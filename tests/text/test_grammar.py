@@ -274,6 +274,72 @@ def test_unsupported_parameter_schemas_are_refused_only_for_strict_tools(tokeniz
         tool_call_constraint(tokenizer, parser, [{"name": "f", "parameters": schema, "strict": True}])
 
 
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("strict", [False, True])
+def test_text_arguments_are_among_the_values_of_their_enum(tokenizer, name, strict):
+    units = {"type": "string", "enum": ["celsius", "kelvin"]}
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"$ref": "#/$defs/unit"}, "kind": units},
+        "$defs": {"unit": units},
+    }
+    parser = parser_for(None, name)
+    factory = tool_call_constraint(tokenizer, parser, [{"name": "f", "parameters": schema, "strict": strict}])
+    assert _accepts(tokenizer, factory, WRITERS[name](("f", {"unit": "kelvin", "kind": "celsius"})))
+    for wrong in ({"unit": "rankine"}, {"kind": "rankine"}, {"kind": "kelvins"}):
+        assert not _accepts(tokenizer, factory, WRITERS[name](("f", wrong)))
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "maxLength": 3}, "maxLength"),
+        ({"type": ["string", "null"], "pattern": "a+"}, "pattern"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, "minimum"),
+        ({"type": ["string", "null"], "enum": ["a", None]}, "enum"),
+    ],
+)
+def test_limits_of_text_arguments_are_refused_only_for_strict_tools(tokenizer, name, schema, keyword):
+    parser = parser_for(None, name)
+    tool = {"name": "f", "parameters": {"properties": {"a": schema}}}
+    tool_call_constraint(tokenizer, parser, [tool])
+    with pytest.raises(UsageError, match=f"tools: parameters of f: the argument a is .* {keyword} cannot be enforced"):
+        tool_call_constraint(tokenizer, parser, [{**tool, "strict": True}])
+    optional = {"anyOf": [{"type": "string", "description": "x"}, {"type": "null"}], "default": None}
+    tool_call_constraint(
+        tokenizer, parser, [{"name": "f", "parameters": {"properties": {"a": optional}}, "strict": True}]
+    )
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("definitions", ["$defs", "definitions"])
+def test_arguments_may_refer_to_definitions(tokenizer, name, definitions):
+    point = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    reference = {"$ref": f"#/{definitions}/point"}
+    properties = {"at": reference, "path": {"type": "array", "items": reference}}
+    tool = {"name": "f", "parameters": {"properties": properties, definitions: {"point": point}}, "strict": True}
+    factory = tool_call_constraint(tokenizer, parser_for(None, name), [tool])
+    assert _accepts(tokenizer, factory, WRITERS[name](("f", {"at": {"x": 1}, "path": [{"x": 2}]})))
+    for wrong in ({"at": {"y": 1}}, {"at": "here"}, {"path": [{"x": "a"}]}):
+        assert not _accepts(tokenizer, factory, WRITERS[name](("f", wrong)))
+
+
+@pytest.mark.parametrize("name", ["json", *TAGGED])
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {"type": 5}}}, {"properties": {"a": {"anyOf": 5}}}, {"properties": 5}, {"required": 5}],
+)
+def test_invalid_parameter_schemas_are_refused(tokenizer, name, schema):
+    with pytest.raises(UsageError, match="tools: parameters of f: "):
+        tool_call_constraint(tokenizer, parser_for(None, name), [{"name": "f", "parameters": schema}])
+
+
 def test_calls_that_cannot_be_enforced_are_refused(tokenizer):
     with pytest.raises(UsageError, match="the gemma4 format does not support forced calls"):
         tool_call_constraint(tokenizer, parser_for(None, "gemma4"), TOOLS)

@@ -25,16 +25,16 @@ except UsageError as error:
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Has the model ``some/model`` and no other, and responds as the hub does."""
+    """Has the models ``some/model`` and, gated, ``some/gated``, and responds as the hub does."""
 
     def do_HEAD(self) -> None:
-        known = self.path.startswith("/some/model/")
-        self.send_response(200 if known else 404)
+        known, gated = (self.path.startswith(f"/some/{name}/") for name in ("model", "gated"))
+        self.send_response(200 if known else 401 if gated else 404)
         self.send_header("X-Repo-Commit", "0" * 40)
         self.send_header("ETag", '"1"')
         self.send_header("Content-Length", "2")
         if not known:
-            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -68,6 +68,12 @@ def test_an_unreachable_hub_is_distinguished_from_a_wrong_name(tmp_path):
         unused.bind(("127.0.0.1", 0))
         output = outcome("some/model", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{unused.getsockname()[1]}")
     assert "the hub is unreachable" in output
+
+
+def test_a_gated_model_error_says_where_to_request_access(hub, tmp_path):
+    output = outcome("some/gated", tmp_path, HF_ENDPOINT=hub)
+    assert f"request it at {hub}/some/gated and run hf auth login" in output
+    assert "no such model" not in output
 
 
 def test_a_cached_model_needs_no_hub(tmp_path):

@@ -83,6 +83,15 @@ def test_harmony_channels(parsers):
     assert parsers["harmony"].parse(text) == ("The user asks.\nEasy.", "Four.")
 
 
+@pytest.mark.parametrize("header", ["<|start|>", "<|start|>assistant<|chan", "<|channel|>commentary to=functions.get"])
+def test_a_truncated_harmony_header_is_not_content(parsers, header):
+    assert parsers["harmony"].parse(header) == (None, "")
+    begin = "<|channel|>analysis<|message|>Hm.<|end|>"
+    assert parsers["harmony"].parse(begin + header) == ("Hm.", "")
+    long = header + " word" * 60  # not a header: the model forgot the marker that ends it
+    assert parsers["harmony"].parse(long) == (None, long)
+
+
 def test_harmony_calls_reach_the_tool_parser(parsers):
     calls = harmony(ROME) + "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
     text = (

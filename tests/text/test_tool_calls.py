@@ -6,7 +6,13 @@ import re
 import pytest
 
 from areno.errors import UsageError
-from areno.text.tool_calls import ToolCallParser, list_tool_call_parsers, parser_for, register_tool_call_parser
+from areno.text.tool_calls import (
+    ContentDelta,
+    ToolCallParser,
+    list_tool_call_parsers,
+    parser_for,
+    register_tool_call_parser,
+)
 from areno.text.tool_calls.schema import typed_arguments
 from tests.text.tool_call_cases import NOW, OSLO, ROME, TOOLS, WRITERS, bare_json, hermes
 
@@ -32,6 +38,13 @@ def test_calls_are_read(name, calls):
 def test_text_before_calls_is_the_content(name):
     message = parser_for(None, name).parse("Let me look.\n\n" + WRITERS[name](ROME, OSLO) + "\n", TOOLS)
     assert message.content == "Let me look."
+    assert _calls(message) == [ROME, OSLO]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_after_calls_is_content_without_markers(name):
+    message = parser_for(None, name).parse(WRITERS[name](ROME, OSLO) + "\nDone.", TOOLS)
+    assert message.content == "\nDone."
     assert _calls(message) == [ROME, OSLO]
 
 
@@ -189,6 +202,22 @@ def test_python_that_is_not_a_list_of_calls_stays_text(text):
     assert message.malformed
 
 
+@pytest.mark.parametrize(
+    ("prose", "malformed"),
+    [
+        ("As in [note (it's so)] then", 0),
+        ("The [dogs (the dogs' food)] and", 0),
+        ("[now(a=it's)] and", 1),
+    ],
+)
+def test_an_apostrophe_in_prose_does_not_hide_the_python_calls_after_it(prose, malformed):
+    stream = parser_for(None, "pythonic").stream(TOOLS)
+    assert stream.push(prose) == [ContentDelta(prose)]
+    message = parser_for(None, "pythonic").parse(f"{prose} [now(a=r'it\\'s'), now(b=u\"x\")]", TOOLS)
+    assert [json.loads(call.arguments) for call in message.tool_calls] == [{"a": r"it\'s"}, {"b": "x"}]
+    assert (message.content, message.malformed) == (prose, malformed)
+
+
 def test_python_calls_next_to_non_ascii_text_keep_their_own_source():
     message = parser_for(None, "pythonic").parse("[now(),\r\n nosuch(a='é🙂',\n b=2)]", TOOLS)
     assert _calls(message) == [NOW]
@@ -232,7 +261,20 @@ def test_python_calls_support_json_constants_and_dotted_names():
         ({"type": "integer"}, " 12 ", 12),
         ({"type": "integer"}, "twelve", "twelve"),
         ({"type": "number"}, "1.5", 1.5),
+        ({"type": "integer"}, "1_0", "1_0"),
+        ({"type": "integer"}, "+7", 7),
         ({"type": "number"}, "2", 2),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "array"}, "[-1e999]", "[-1e999]"),
+        ({"$ref": "#/$defs/size"}, "7", 7),
+        ({"$ref": "#/$defs/code"}, "7", "7"),
+        ({"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/tree"}, "[7]", [7]),
+        ({"$ref": "#/$defs/nowhere"}, "[7]", [7]),
+        ({"type": 5}, "[1]", [1]),
+        ({"type": ["integer", 5]}, "3", 3),
+        ({"anyOf": 5}, "[1]", [1]),
+        ({"enum": 5}, "[1]", [1]),
         ({"type": "boolean"}, "True", True),
         ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
         ({"type": "array"}, "[1, 2]", [1, 2]),
@@ -247,8 +289,12 @@ def test_python_calls_support_json_constants_and_dotted_names():
     ],
 )
 def test_values_written_as_text_take_the_type_of_the_schema(schema, text, value):
+    definitions = {
+        **{"size": {"type": "integer"}, "code": {"enum": ["7", "8"]}, "place": {"type": "object"}},
+        "tree": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "array"}]},
+    }
     properties = {} if schema is None else {"x": schema}
-    typed = typed_arguments({"x": text}, {"type": "object", "properties": properties})["x"]
+    typed = typed_arguments({"x": text}, {"type": "object", "properties": properties, "$defs": definitions})["x"]
     assert typed == value
     assert type(typed) is type(value)
 

@@ -62,6 +62,39 @@ def test_sessions_appear_once_they_are_written(page, run, address):
     page.open("about:blank")
 
 
+def test_all_sessions_of_a_window_are_in_the_table(page, run, address):
+    path = run.path / "session_tracer" / "rollout" / "sessions-r0.jsonl"
+    path.parent.mkdir(parents=True)
+    session = {"submit_ts": 1.0, "finalized_ts": 2.0, "status": "accepted", "phases": {}}
+    path.write_text(json.dumps({"task_id": 0, "session_id": 0, **session}) + "\n")
+    show(page, f"{address}/timeline")
+    page.wait("document.querySelector('main').innerText.includes(': 1 session. ')")
+    with open(path, "a") as file:
+        file.writelines(json.dumps({"task_id": n, "session_id": n, **session}) + "\n" for n in range(1, 150))
+    page.wait("document.querySelector('main').innerText.includes(': 150 sessions. ')", 2 * PROMISED_S)
+    assert page.run("document.querySelectorAll('.timeline ~ details tbody tr').length") == 150
+    page.open("about:blank")
+
+
+def test_samples_that_arrived_before_a_click_on_more_are_still_offered(page, run, address):
+    def append(count):
+        run.append_samples({"step": 0, "prompt_index": n, "reward": 1.0, "completion": "c"} for n in range(count))
+
+    fresh = "[...document.querySelectorAll('main button')].find(one => one.innerText.startsWith('Show '))"
+    append(120)
+    show(page, f"{address}/samples")
+    page.wait("document.querySelectorAll('.samples li').length === 50")
+    append(3)
+    page.wait(f"{fresh}?.innerText === 'Show 3 new samples'", 2 * PROMISED_S)
+    page.run("[...document.querySelectorAll('main button')].find(one => one.innerText === 'More').click()")
+    page.wait("document.querySelectorAll('.samples li').length === 100")
+    append(2)
+    page.wait(f"{fresh}?.innerText === 'Show 5 new samples'", 2 * PROMISED_S)
+    page.run(f"{fresh}.click()")
+    page.wait("document.querySelector('main').innerText.includes('50 of 125 shown')")
+    page.open("about:blank")
+
+
 def test_a_new_log_line_does_not_redraw_answers(page, run, address):
     run.append_eval_samples([{"step": 0, "prompt_index": 0, "prompt": "Q", "completion": "A"}])
     show(page, f"{address}/evaluations")

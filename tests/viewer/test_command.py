@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from areno.cli.main import main
-from areno.viewer.server import PORT
+from areno.viewer.server import PORT, ViewerServer
 from tests.support.cli import environment
 from tests.viewer.stage import write_run
 
@@ -114,3 +114,11 @@ def test_listing_runs_loads_no_torch(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, cwd=Path(__file__).parents[2]
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_server_that_is_stopped_before_it_serves_returns_at_once(tmp_path):
+    server = ViewerServer(tmp_path, port=0)
+    server.stop()
+    server.serve()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)

@@ -11,6 +11,8 @@ import tracemalloc
 import pytest
 
 from areno.storage.run_lock import run_lock
+from areno.viewer.app import _overview
+from areno.viewer.catalog import OpenedRun
 from tests.viewer.stage import CONFIG, client, run_id, serving, write_run
 from tests.viewer.test_live import listening
 
@@ -285,3 +287,19 @@ def test_a_run_that_has_just_started_reports_the_number_of_its_metrics(tmp_path)
         after = session.get(path).json()
     assert (before["metrics"], before["series"]) == (0, {})
     assert after["metrics"] == 2
+
+
+def test_an_overview_survives_a_resume_that_replaces_the_metrics_while_they_are_read(tmp_path):
+    run = OpenedRun("one", write_run(tmp_path / "run", steps=3).path, tmp_path)
+    metrics = run.data().metrics
+
+    class Replaced(dict):
+        """Series that another thread replaces as soon as their names are read."""
+
+        def __iter__(self):
+            metrics._restart()
+            return super().__iter__()
+
+    metrics.series = Replaced(metrics.series)
+    last = {"rollout/rewards_mean": 0.25 + 2 / 64, "eval/rewards_mean": 3 / 100}
+    assert _overview(run)["metrics"].items() >= last.items()

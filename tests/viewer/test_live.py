@@ -139,6 +139,15 @@ def test_a_deleted_run_disappears_and_its_followers_are_notified(run, url):
         assert session.get(f"/api/runs/{watched}").status_code == 404
 
 
+def test_a_run_that_was_deleted_after_the_last_search_is_not_listed(run):
+    write_run(run.path.parent / "other", steps=1)
+    catalog = RunCatalog(run.path.parent)
+    assert {row["path"] for row in catalog.rows()} == {"run", "other"}
+    shutil.rmtree(run.path)
+    assert run.path in catalog.paths().values()
+    assert {row["path"] for row in catalog.rows()} == {"other"}
+
+
 class CountedRun(OpenedRun):
     """Counts how often its files are checked."""
 

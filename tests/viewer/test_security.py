@@ -146,6 +146,18 @@ def test_odd_cookies_of_other_programs_do_not_break_the_login(folder):
         assert session.get("/api/runs", headers={"Cookie": odd}).status_code == 200
 
 
+def test_logins_through_two_forwarded_ports_do_not_replace_each_other(folder):
+    names = []
+    with client(folder, KEY) as session:
+        for host in ("127.0.0.1:6333", "127.0.0.1:6334", "[::1]:6335", "localhost", "[::1]"):
+            session.cookies.clear()
+            headers = {"Host": host}  # a browser sends the port of the URL, which SSH forwards to the server's port
+            session.post("/api/login", content=KEY, headers=headers).raise_for_status()
+            names += session.cookies.keys()
+            assert session.get("/api/runs", headers=headers).status_code == 200
+    assert names == ["areno_view_6333", "areno_view_6334", "areno_view_6335", "areno_view_", "areno_view_"]
+
+
 @pytest.mark.parametrize(
     ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)]
 )
@@ -187,6 +199,29 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
         traces.mkdir(parents=True)
         os.symlink(tmp_path / "secret.txt", traces / "sessions-r0.jsonl")
         assert session.get(f"/api/runs/{rows['real']['id']}/timeline").json()["traced"] is False
+
+
+def test_a_comparison_does_not_tell_whether_files_outside_of_the_folder_are_equal(tmp_path):
+    runs = tmp_path / "runs"
+    for name, content in (("one", "same"), ("two", "same"), ("three", "other")):
+        for folder in (tmp_path, runs):
+            path = folder / name / "data.jsonl"
+            path.parent.mkdir(parents=True)
+            path.write_text(content)
+        write_run(runs / f"in-{name}", steps=1, config=f"algo: grpo\ndataset_path: {runs / name}/data.jsonl\n")
+        write_run(runs / f"out-{name}", steps=1, config=f"algo: grpo\ndataset_path: {tmp_path / name}/data.jsonl\n")
+
+    with client(runs) as session:
+
+        def differs(left: str, right: str) -> bool:
+            sides = {"left": run_id(session, left), "right": run_id(session, right)}
+            settings = session.get("/api/diff", params=sides).raise_for_status().json()["settings"]
+            return next(one["changes_results"] for one in settings if one["name"] == "dataset_path")
+
+        assert not differs("in-one", "in-two")
+        assert differs("in-one", "in-three")
+        assert differs("out-one", "out-two")
+        assert differs("out-one", "out-three")
 
 
 @pytest.mark.parametrize("swapped", ["file", "run"])

@@ -5,6 +5,7 @@ few characters that a brace in text does not start a call. Line breaks in string
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -110,15 +111,21 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON, and allow line breaks in strings. Raises ValueError if the text is not JSON."""
+    """Parse JSON, and allow line breaks in strings. Raises ValueError if the text is not JSON or has an infinite number."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number} is too large")
+    return value
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:

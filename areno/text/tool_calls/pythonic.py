@@ -8,11 +8,15 @@ from typing import Any
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.block_scanner import MAX_HEADER
+from areno.text.tool_calls.json_span import Verdict
 from areno.text.tool_calls.parser import CallFormat, Malformed, PlainText, RawCall, ScanResult, ToolCallParser
 
 _START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _PARTIAL_START = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
 _TOKEN = re.compile(r"""[\[\](){}"']""")
+_LOOKS_LIKE_A_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(\s*[A-Za-z_]\w*\s*=")
+_WORD = re.compile(r"\w*$")
+_STRING_PREFIXES = {"", "r", "u", "b", "br", "rb", "f", "fr", "rf"}
 _STRING_PARTS = {quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "\"'"}
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -31,31 +35,36 @@ class _PythonicScanner:
             if len(text) < limit and _PARTIAL_START.fullmatch(text, self.start) and not final:
                 return None
             return ScanResult(self.start + 1, [PlainText("[")])
-        if self._closed(text):
-            piece = text[self.start : self._at]
-            return ScanResult(self._at, [Malformed(piece)] if self._has_f_string else _items(piece))
-        return ScanResult(len(text), [Malformed(text[self.start :])]) if final else None
+        verdict = self._read(text)
+        if verdict == "open":
+            return ScanResult(len(text), [Malformed(text[self.start :])]) if final else None
+        piece = text[self.start : self._at]
+        if verdict == "broken":
+            return ScanResult(self._at, [(Malformed if _LOOKS_LIKE_A_CALL.match(piece) else PlainText)(piece)])
+        return ScanResult(self._at, [Malformed(piece)] if self._has_f_string else _items(piece))
 
-    def _closed(self, text: str) -> bool:
+    def _read(self, text: str) -> Verdict:
         while True:
             if self._quote:
                 self._at = _STRING_PARTS[self._quote].match(text, self._at).end()  # type: ignore[union-attr]
                 if text[self._at : self._at + 1] != self._quote:
-                    return False
+                    return "open"
                 self._at += 1
                 self._quote = ""
             token = _TOKEN.search(text, self._at)
             self._at = token.end() if token else len(text)
             if token is None:
-                return False
+                return "open"
             if token[0] in _STRING_PARTS:
+                prefix = _WORD.search(text[max(token.start() - 3, 0) : token.start()].lower())[0]  # type: ignore[index]
+                if prefix not in _STRING_PREFIXES:
+                    return "broken"  # an apostrophe in prose
                 self._quote = token[0]
-                before = text[max(token.start() - 2, 0) : token.start()].lower()
-                self._has_f_string |= before.endswith(("f", "fr"))
+                self._has_f_string |= "f" in prefix
             else:
                 self._depth += 1 if token[0] in "[({" else -1
                 if not self._depth:
-                    return True
+                    return "closed"
 
 
 def _items(text: str) -> Sequence[RawCall | Malformed]:

@@ -1,11 +1,13 @@
 """Converts text arguments to the types of the tool's JSON schema, for formats that write all values as text."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from areno.text.tool_calls.json_span import load_json
 
 _FLAGS = {"true": True, "false": False}
+_INTEGER = re.compile(r"\s*[-+]?[0-9]+\s*")
 
 
 def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
@@ -16,21 +18,42 @@ def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     properties = properties if isinstance(properties, Mapping) else {}
-    return {name: _typed(value, types_of(properties.get(name))) for name, value in arguments.items()}
+    return {name: _typed(value, types_of(properties.get(name), schema)) for name, value in arguments.items()}
 
 
-def types_of(schema: Any) -> list[str]:
-    """The types that a schema allows; [] if the schema specifies no type."""
+def types_of(schema: Any, root: Any) -> list[str]:
+    """The types that a schema allows; [] if the schema specifies no type or is invalid. ``root`` contains its definitions."""
+    return _types(schema, root, set())
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Replace the reference ``#/...`` of a schema by what it refers to in ``root``. Other schemas are returned unchanged."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    target = root
+    for part in reference[2:].split("/"):
+        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    rest = {key: value for key, value in schema.items() if key != "$ref"}
+    return {**target, **rest} if isinstance(target, Mapping) else schema
+
+
+def _types(schema: Any, root: Any, seen: set[str]) -> list[str]:
     if not isinstance(schema, Mapping):
         return []
+    while "$ref" in schema and (reference := str(schema["$ref"])) not in seen:  # a definition may refer to itself
+        seen.add(reference)
+        schema = resolved(schema, root)
     declared = schema.get("type")
     if declared is not None:
-        return [declared] if isinstance(declared, str) else [str(one) for one in declared]
+        kinds = declared if isinstance(declared, list) else [declared]
+        return [kind for kind in kinds if isinstance(kind, str)]
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
-        return ["string"] if all(isinstance(value, str) for value in values) else []
-    branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in schema.get(key) or []]
-    return [kind for branch in branches for kind in types_of(branch)]
+        return ["string"] if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
+    lists = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    branches = [branch for one in lists if isinstance(one, list) for branch in one]
+    return [kind for branch in branches for kind in _types(branch, root, seen)]
 
 
 def _typed(text: str, types: list[str]) -> Any:
@@ -62,8 +85,8 @@ def _number(text: str) -> Any:
 
 def _integer(text: str) -> Any:
     try:
-        return int(text.strip())
-    except ValueError:
+        return int(text) if _INTEGER.fullmatch(text) else _MISMATCH
+    except ValueError:  # too many digits
         return _MISMATCH
 
 

@@ -117,7 +117,7 @@ def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str =
             if any(isinstance(answer, str) for answer in answers):
                 text_or_messages(row, "prompt", source, 0, loader)
             return ""
-        row = sft_row(row) if needs == "response" else row
+        row = sft_row(row, source, 0, loader) if needs == "response" else row
         text_or_messages(row, "prompt", source, 0, loader)
         if needs == "response":
             response_of(row, source, 0, loader)

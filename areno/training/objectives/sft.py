@@ -24,7 +24,7 @@ def build_sft_rows(
     source, limit = bounds.source, bounds.context_limit
     texts: list[tuple[RenderedPrompt, str]] = []
     for index in range(len(rows)):
-        row = sft_row(rows[index])
+        row = sft_row(rows[index], source, index, bounds.loader)
         prompt = text_or_messages(row, "prompt", source, index, bounds.loader)
         if response := response_of(row, source, index, bounds.loader):
             texts.append((render_prompt(tokenizer, prompt, bounds.disable_thinking, source, index), response))

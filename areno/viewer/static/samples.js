@@ -147,8 +147,8 @@ class SampleList {
     this.#list.append(...samples.map((sample) => item(this.run, sample)));
     listed.indices.push(...samples.map((sample) => sample.index));
     this.#taken += samples.length;
+    this.#recorded = this.#until === null ? answer.recorded : this.#recorded; // later samples are not in this list
     this.#until = answer.until;
-    this.#recorded = answer.recorded;
     this.#offset = answer.next;
     this.#count.textContent = this.#summary(answer);
     fill(this.#unread, leftOut("samples.jsonl", answer.left_out));

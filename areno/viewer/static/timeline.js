@@ -1,7 +1,7 @@
 // Sessions of an asynchronous run as lanes, colored by the weight version they began with; staleness per step.
 
 import { coalesced, follow, get } from "./api.js";
-import { duration, el, fill, number, svg, table, when } from "./dom.js";
+import { duration, el, fill, number, plural, svg, table, when } from "./dom.js";
 import { chart } from "./plot.js";
 
 const LANE = 13, LEFT = 76, TOP = 22, MINIMUM = 640;
@@ -37,7 +37,7 @@ class Lanes {
       this.#group(role, phases.filter((phase) => phase.role === role), (phase, y) => this.#phase(phase, y));
     }
     this.#group("sessions", sessions, (one, y) => this.#session(one, y));
-    const title = `${sessions.length} sessions and ${phases.length} phases over ${number(this.seconds)} seconds`;
+    const title = `${plural(sessions.length, "session")} and ${plural(phases.length, "phase")} over ${number(this.seconds)} seconds`;
     return svg("svg", { width: this.width, height: this.#y + 18, role: "img", "aria-label": title },
       this.#updates(), this.#shapes, this.#ticks());
   }
@@ -107,7 +107,7 @@ function colorLegend(data) {
 
 function sessionTable(data) {
   const heads = ["Task / session", "Version", "Outcome", "Begin (s)", "Duration (s)", "Generating (s)", "Reward (s)", "Tools (s)"];
-  return table("Sessions", heads, data.sessions.slice(-100).map((one) => [
+  return table("Sessions", heads, data.sessions.map((one) => [
     `${one.task} / ${one.session}`, String(one.version), one.status, number(one.begin - data.begin), number(one.end - one.begin),
     ...PHASES.map((name) => number(secondsOf(one, name)))]));
 }
@@ -196,7 +196,8 @@ class Timeline {
 
   #describe(data) {
     fill(this.#legend, colorLegend(data));
-    fill(this.#note, `${when(data.begin)}, ${duration(data.end - data.begin)}: ${data.sessions.length} sessions. A vertical line marks new weights.`);
+    fill(this.#note, `${when(data.begin)}, ${duration(data.end - data.begin)}: ${plural(data.sessions.length, "session")}. A vertical line marks new weights.`,
+      data.left_out ? " The first phases of this window are not shown: there are too many." : "");
     fill(this.#rows, el("summary", {}, "Sessions as a table"), sessionTable(data));
     this.#earlierButton.disabled = data.earlier === null;
     this.#laterButton.disabled = this.#until === null;
