@@ -72,17 +72,18 @@ def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
         parallel = ModelAllocation.from_str(config.rollout.backend, "rollout").parallel
         together = parallel.tensor * parallel.pipeline
         shares = "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
-        beside = "actor" if shares and parallel.data * together <= needs["actor"].workers else ""
         spec = config.rollout.scheduling_spec[0]
         if server_of(config):  # an inference server is one process with the devices of all its ranks
-            need = _need(spec, parallel.data, 1, gpus, beside)
-            needs["rollout"] = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
+            need = _need(spec, parallel.data, 1, gpus)
+            need = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
         else:
-            needs["rollout"] = _need(spec, parallel.data * together, together, gpus, beside)
+            need = _need(spec, parallel.data * together, together, gpus)
+        fits = need.workers * need.span(needs["actor"]) <= actor.world_size
+        needs["rollout"] = replace(need, beside="actor") if shares and fits else need
     return needs
 
 
-def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside: str = "") -> RoleNeed:
+def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool) -> RoleNeed:
     gpu = (spec.gpu or 1) if gpus else 0
     return RoleNeed(
         workers=workers,
@@ -100,7 +101,6 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside:
         exclude=spec.exclude,
         srun_additional_args=spec.srun_additional_args,
         ray_placement_strategy=spec.ray_placement_strategy,
-        beside=beside,
     )
 
 
