@@ -34,6 +34,7 @@ def names(request, tmp_path):
         options = NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}")
     repository = Repository(options.open())
     repository.shortest_ttl = SHORTEST_TTL.get(request.param, 0.4)
+    repository.options = options
     yield repository
     repository.reset()
     for name in ("u", "a", "late", "other", "stays", "short", "leader"):
@@ -114,6 +115,24 @@ def test_a_living_owner_keeps_values_alive_and_reset_removes_its_own(names):
         names.add("bad", "x", keepalive_ttl=0)
 
 
+def test_a_value_that_another_process_has_set_is_neither_kept_alive_nor_deleted(names):
+    """Two repositories with separate stores are as separate as two processes."""
+    if names.options.type == "memory":
+        pytest.skip("has only one process")
+    ttl = names.shortest_ttl
+    names.add("leader", "first", keepalive_ttl=ttl)
+    names.add("other", "first")
+    store = names.options.open()  # without a repository, nobody keeps its values alive
+    assert store.write("leader", "second", ttl, replace=True)
+    assert store.write("other", "second", None, replace=True)
+    assert names.get("leader") == "second"
+    time.sleep(2.5 * ttl)
+    with pytest.raises(NameEntryNotFound):
+        names.get("leader")
+    names.reset()
+    assert names.get("other") == "second"
+
+
 def test_only_one_of_several_concurrent_adds_succeeds(names):
     won, start = [], threading.Barrier(8)
 
@@ -178,14 +197,16 @@ def test_files_of_a_killed_owner_expire(tmp_path):
 
 def test_names_survive_a_file_server_that_is_away_for_a_moment(tmp_path, caplog):
     """A symbolic link to itself stands in for the unreachable server: each access is an OSError."""
-    root, away, gone = tmp_path / "names", tmp_path / "away", threading.Event()
+    root, away, gone, unborn = tmp_path / "names", tmp_path / "away", threading.Event(), threading.Event()
     names = Repository(NameOptions("nfs", str(root)).open())
     names.add("kept", "x", keepalive_ttl=1.0)
     names.watch_names("kept", gone.set, poll_frequency=0.05)
+    names.watch_names("unborn", unborn.set, poll_frequency=0.05, wait_timeout=2.0)
     time.sleep(0.2)
     root.rename(away)
     root.symlink_to(root)
     time.sleep(0.6)
+    assert not unborn.is_set()
     root.unlink()
     away.rename(root)
     assert not gone.wait(1.5)
@@ -195,6 +216,28 @@ def test_names_survive_a_file_server_that_is_away_for_a_moment(tmp_path, caplog)
     }
     names.delete("kept")
     assert gone.wait(10)
+    assert unborn.wait(10)
+
+
+def test_an_expired_value_that_another_writer_has_replaced_is_not_lost(tmp_path, monkeypatch):
+    """The first writer is stopped where it has found the value expired, until the second one has replaced it."""
+    first, second = (NameOptions("nfs", str(tmp_path)).open() for _ in range(2))
+    assert first.write("leader", "old", 0.01, replace=False)
+    time.sleep(0.05)
+    turns, real = [], first._value
+
+    def value(file):
+        found = real(file)
+        if not turns:
+            turns.append(found)
+            assert second.write("leader", "second", None, replace=False)
+        return found
+
+    monkeypatch.setattr(first, "_value", value)
+    assert not first.write("leader", "first", None, replace=False)
+    assert turns == [None]
+    assert second.read("leader") == "second"
+    assert [path.name for path in (tmp_path / "leader").iterdir()] == ["ENTRY"]
 
 
 def test_the_clock_of_a_file_server_may_be_wrong(tmp_path, monkeypatch):
