@@ -16,6 +16,7 @@ import pytest
 from areno import name_resolve
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
+from tests.launch.services import free_port
 
 # Minimum time to live in seconds, to which etcd raises shorter ones; see its module.
 SHORTEST_TTL = {"etcd3": 2.0}
@@ -269,6 +270,13 @@ def test_wrong_etcd_addresses_are_reported():
         NameOptions("etcd3", etcd3_addr="nowhere").open()
     with pytest.raises(UsageError, match=r"etcd3_addr=127\.0\.0\.1:9: no etcd server answers there"):
         NameOptions("etcd3", etcd3_addr="127.0.0.1:9").open()
+
+
+def test_the_address_of_a_ray_client_is_dialled_by_its_host(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{free_port()}")
+    with pytest.raises(UsageError, match=r"no Ray cluster at ray://127\.0\.0\.1:\d+ \(.*Connection refused\)"):
+        NameOptions("ray", ray_actor_name="names").open()
 
 
 @pytest.mark.long
