@@ -63,7 +63,7 @@ def group_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
 
 
 def left_in_groups(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the bytes left under the limits of all of the process's control groups; huge if there is no limit."""
+    """Return the bytes left under the limits of the process's control groups; huge if there is no limit."""
     return min((_left(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
 
 

@@ -167,13 +167,13 @@ def _optional(report: dict[str, Any]) -> Iterator[Check]:
 
 def _compiler(report: dict[str, Any]) -> Iterator[Check]:
     compiler = compiler_command()[0]
-    found = shutil.which(compiler)
+    path = shutil.which(compiler)
     install = "Install g++ from your distribution (Debian and Ubuntu: apt install g++), or set CXX to another compiler."
     yield _check(
-        found is not None,
+        path is not None,
         "INFO",
         "C++ compiler (optional)",
-        found or f"{compiler} not found; torch.compile is disabled",
+        path or f"{compiler} not found; torch.compile is disabled",
         "xcode-select --install" if report["platform"]["system"] == "Darwin" else install,
     )
 

@@ -113,7 +113,7 @@ class FileStore:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
-        self._marks: dict[str, str] = {}  # of the values that this process has written
+        self._marks: dict[str, str] = {}  # written by this process
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """See :class:`NameStore`."""
@@ -161,7 +161,7 @@ class FileStore:
         """See :class:`NameStore`."""
         with contextlib.suppress(FileNotFoundError), open(self.root / name / _FILE, "rb") as file:
             if json.load(file).get("mark") == self._marks.get(name, ""):
-                os.utime(file.fileno())  # of the file that was read, even if it has been replaced
+                os.utime(file.fileno())  # the file that was read, even if it has been replaced
                 return True
         return False
 
