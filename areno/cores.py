@@ -5,10 +5,9 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
+from areno.control_groups import GROUPS, MEMBERSHIP, groups_of
 
 
 def usable_cores() -> int:
@@ -24,7 +23,7 @@ def openmp_threads() -> int | None:
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
-def cgroup_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
+def cgroup_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Return the CPU limit of the process's control groups in cores, as set by ``docker run --cpus``; None: no limit."""
     limits = [quota / period for quota, period in _quotas(root, membership) if quota > 0 and period > 0]
     return min(limits, default=None)
@@ -32,23 +31,13 @@ def cgroup_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float
 
 def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
     """Yield quota (negative if unlimited) and period in microseconds, for each group from the process's own up to the root."""
-    try:
-        lines = membership.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+    for group in groups_of("cpu", root, membership):
+        names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        try:
+            quota, period = " ".join(map(group.read, names)).split()
+            yield -1.0 if quota == "max" else float(quota), float(period)
+        except (OSError, ValueError):
             continue
-        # In a container the named group may be the mounted root itself.
-        for group in (leaf := PurePosixPath("/" + path.strip("/")), *leaf.parents):
-            folder = root / "cpu" / group.relative_to("/") if controllers else root / group.relative_to("/")
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-            try:
-                quota, period = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
-                yield -1.0 if quota == "max" else float(quota), float(period)
-            except (OSError, ValueError):
-                continue
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,27 @@
-"""Host memory: how much is free or installed, within the container's limit, and how much a run uses. No torch import."""
+"""Host memory: how much is free or installed, within the limits of control groups, and how much a run uses."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_GROUP = Path("/sys/fs/cgroup")
+from areno.control_groups import GROUPS, MEMBERSHIP, ControlGroup, groups_of
+
+_UNLIMITED = 2**62
 
 
 def free_bytes() -> int:
-    """Return the bytes that can still be allocated: what the kernel reports as available, within the container's limit.
+    """Return the bytes that can still be allocated: what the kernel reports as available, within the control groups' limits.
 
     If the kernel does not report it, half of the physical memory counts as available.
     """
     portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(proc_figure("/proc/meminfo", "MemAvailable") or portable, _left_in_group())
+    return min(proc_figure("/proc/meminfo", "MemAvailable") or portable, left_in_groups())
 
 
 def total_bytes() -> int:
-    """Return the physical memory in bytes, or the limit of the container if that is lower."""
-    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
+    """Return the physical memory in bytes, or the lowest limit of the control groups if that is lower."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group_limit())
 
 
 def resident_bytes(root_pid: int, *, peak: bool = False) -> int:
@@ -55,26 +57,38 @@ def proc_figure(file: str, name: str) -> int:
     return 0
 
 
-def _group_limit() -> int:
-    """Return the container's memory limit (cgroup v2) in bytes; huge if there is none."""
-    with suppress(OSError, ValueError):
-        return int((_GROUP / "memory.max").read_text())
-    return 2**62
+def group_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return the lowest memory limit of the process's control groups in bytes; huge if there is none."""
+    return min((_limit(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
 
 
-def _left_in_group() -> int:
-    """Return the bytes left under the limit; huge if there is no limit."""
-    limit = _group_limit()
+def left_in_groups(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return the bytes left under the limits of the process's control groups; huge if there is no limit."""
+    return min((_left(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
+
+
+def _limit(group: ControlGroup) -> int:
+    with suppress(OSError, ValueError):  # "max" is no limit
+        return min(int(group.read("memory.max" if group.version == 2 else "memory.limit_in_bytes")), _UNLIMITED)
+    return _UNLIMITED
+
+
+def _left(group: ControlGroup) -> int:
+    limit = _limit(group)
+    if limit == _UNLIMITED:
+        return limit
     try:
-        return max(limit - int((_GROUP / "memory.current").read_text()) + _reclaimable(_GROUP / "memory.stat"), 0)
+        used = int(group.read("memory.current" if group.version == 2 else "memory.usage_in_bytes"))
     except (OSError, ValueError):
         return limit
+    return max(limit - used + _reclaimable(group), 0)
 
 
-def _reclaimable(stat: Path) -> int:
+def _reclaimable(group: ControlGroup) -> int:
     """Return the size in bytes of the group's inactive page cache, which the kernel reclaims on demand."""
+    name = "inactive_file" if group.version == 2 else "total_inactive_file"
     with suppress(OSError, ValueError):
-        for line in stat.read_text().splitlines():
-            if line.startswith("inactive_file "):
+        for line in group.read("memory.stat").splitlines():
+            if line.startswith(f"{name} "):
                 return int(line.split()[1])
     return 0

@@ -118,8 +118,7 @@ def _first_messages(file: str) -> list[dict[str, str]]:
 
 def _answer_lines(conversation: ChatSession) -> None:
     """Answer each line of stdin, and execute commands; prints answers without their reasoning."""
-    for line in sys.stdin:
-        question = line.strip()
+    for question in _questions():
         if question == "/quit":
             return
         if not question or conversation.command(question) is not None:
@@ -128,6 +127,15 @@ def _answer_lines(conversation: ChatSession) -> None:
             if not is_reasoning:
                 print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
         print(flush=True)
+
+
+def _questions() -> Iterator[str]:
+    try:
+        yield from (line.strip() for line in sys.stdin)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"the input is not text in {sys.stdin.encoding}: {error}; convert it, for example with iconv"
+        ) from error
 
 
 def _chat(conversation: ChatSession) -> None:

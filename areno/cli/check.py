@@ -4,7 +4,6 @@ No GPU is needed. FAIL means that training cannot work (exit code 1), WARN that 
 that something optional is missing or unused.
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areno.cli.env import OPTIONAL, REQUIRED, at_least, collect
+from areno.compiler import compiler_command
 from areno.config.machine import NO_MPS
 from areno.config.packages import install_command
 from areno.config.parser import TypedParser
@@ -132,6 +132,10 @@ def _cuda(report: dict[str, Any]) -> Iterator[Check]:
         known = "" if version is None else f"; driver {version}{supports}"
         yield Check("OK", "CUDA", f"PyTorch built for {f'CUDA {build}' if build else 'another kind of GPU'}{known}")
         return
+    if version is None and driver["error"] and driver["path"]:
+        remedy = "If the machine has an NVIDIA GPU, repair its driver; after an update, restart the machine."
+        yield Check("WARN", "CUDA", f"nvidia-smi fails: {' '.join(driver['error'].split())}", remedy)
+        return
     if version is None:
         yield Check("INFO", "CUDA", "no NVIDIA driver found; training runs on the CPU")
         return
@@ -150,7 +154,10 @@ def _cuda(report: dict[str, Any]) -> Iterator[Check]:
 def _optional(report: dict[str, Any]) -> Iterator[Check]:
     for name in OPTIONAL:
         package, (extra, use) = report["dependencies"][name], _EXTRAS[name]
-        if package["imported"]:
+        if package["imported"] and not at_least(package["version"], OPTIONAL[name]):
+            detail = f"{package['version']} is too old for {use}, which needs {OPTIONAL[name]} or newer"
+            yield Check("WARN", f"{name} (optional)", detail, install_command(extra))
+        elif package["imported"]:
             yield Check("OK", f"{name} (optional)", package["version"])
         elif name != "flash-attn" or report["gpus"]:
             yield Check("INFO", f"{name} (optional)", f"{package['error']}; needed for {use}", install_command(extra))
@@ -159,14 +166,14 @@ def _optional(report: dict[str, Any]) -> Iterator[Check]:
 
 
 def _compiler(report: dict[str, Any]) -> Iterator[Check]:
-    candidates = (os.environ.get("CXX") or "c++", "g++", "clang++")
-    compiler = next((path for path in map(shutil.which, candidates) if path), None)
-    install = "Install g++ from your distribution (Debian and Ubuntu: apt install g++)."
+    compiler = compiler_command()[0]
+    path = shutil.which(compiler)
+    install = "Install g++ from your distribution (Debian and Ubuntu: apt install g++), or set CXX to another compiler."
     yield _check(
-        compiler is not None,
+        path is not None,
         "INFO",
         "C++ compiler (optional)",
-        compiler or "none found; decoding on a CPU is slower",
+        path or f"{compiler} not found; decoding on a CPU is slower",
         "xcode-select --install" if report["platform"]["system"] == "Darwin" else install,
     )
 
@@ -189,7 +196,5 @@ def _folders(report: dict[str, Any]) -> Iterator[Check]:
 
 
 def _memory(report: dict[str, Any]) -> Iterator[Check]:
-    available = report["cpu"].get("available_bytes")
-    if available is not None:  # unknown without torch, whose check has failed already
-        remedy = "Close other programs; a tiny model needs about 2 GiB."
-        yield _check(available >= 2 * _GIB, "WARN", "memory", f"{available / _GIB:.1f} GiB available", remedy)
+    available, remedy = report["cpu"]["available_bytes"], "Close other programs; a tiny model needs about 2 GiB."
+    yield _check(available >= 2 * _GIB, "WARN", "memory", f"{available / _GIB:.1f} GiB available", remedy)

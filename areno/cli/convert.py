@@ -56,12 +56,23 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.lstrip("-+").partition("=")
+        if word.startswith("--"):
+            name = name.replace("-", "_")
         if word.endswith((".yaml", ".yml")) and not equals:
             yield from (item for item in flat(read_mapping(Path(word), word)) if item[1] is not None)
         elif equals:
-            yield name, yaml.safe_load(value)
+            yield name, _value(value)
         elif word.startswith("--"):
             has_value = bool(rest) and not rest[0].startswith("--")
-            yield name.replace("-", "_"), yaml.safe_load(rest.pop(0)) if has_value else True
+            yield name, _value(rest.pop(0)) if has_value else True
         else:
             raise UsageError(f"{word}: give a YAML file, --name value, or name=value")
+
+
+def _value(text: str) -> Any:
+    """Return the value of a setting: YAML, or the text itself if it is not YAML or reads like "name: value"."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value

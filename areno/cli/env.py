@@ -18,8 +18,9 @@ from typing import Any
 
 from areno import __version__
 from areno.config.parser import TypedParser
-from areno.config.resume import RUNS_ROOT
+from areno.config.paths import RUNS_ROOT
 from areno.cores import usable_cores
+from areno.machine_memory import free_bytes
 
 REQUIRED = {
     "torch": "2.11",
@@ -68,6 +69,7 @@ _VARIABLES = (
     "MAX_JOBS",
     "OMP_NUM_THREADS",
     "TORCH_CUDA_ARCH_LIST",
+    "XDG_CACHE_HOME",
 )
 
 
@@ -127,22 +129,24 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def hf_cache() -> Path:
-    """Return the Hugging Face cache folder."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    """Return the Hugging Face cache folder, by the rules of huggingface_hub, which may not be installed."""
+    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    older_name = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", older_name))).expanduser()
 
 
 def _cpu(with_torch: bool) -> dict[str, Any]:
-    report: dict[str, Any] = {"cores": os.cpu_count(), "usable_cores": usable_cores()}
+    report: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "available_bytes": free_bytes(),
+    }
     if with_torch:
         import torch
-
-        from areno.engine.plan.memory_probe import available_bytes
 
         report |= {
             "torch_threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "available_bytes": available_bytes(torch.device("cpu")),
         }
     return report
 

@@ -89,16 +89,17 @@ class EvalProgress:
 
 
 class AnswerFile:
-    """JSONL file of answers with their rewards, written during the evaluation; replaces an existing file."""
+    """JSONL file of answers with their rewards, written during the evaluation. The first answers replace an existing file."""
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser()
-        self._write("wb", b"")
+        self._path, self._mode = Path(path).expanduser(), "wb"
+        self._write("ab", b"")  # an error is reported before the evaluation
 
     def append(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
         """Append answers; a reward that failed is None."""
         lines = "".join(_line(record, reward) for record, reward in zip(records, rewards, strict=True))
-        self._write("ab", lines.encode(errors="backslashreplace"))
+        self._write(self._mode, lines.encode(errors="backslashreplace"))
+        self._mode = "ab"
 
     def _write(self, mode: str, data: bytes) -> None:
         try:

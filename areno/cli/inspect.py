@@ -53,6 +53,11 @@ def run(argv: Sequence[str]) -> int:
         lines = _show(data.sample(_find(entries, arguments.sample)), arguments.all)
     else:
         chosen = entries if arguments.step is None else entries[entries["step"] == arguments.step]
+        if not len(chosen):
+            raise UsageError(
+                f"--step {arguments.step}: {data.path} has no samples of this step; it has samples of steps "
+                f"{entries['step'].min()} to {entries['step'].max()}"
+            )
         lines = _list(data, chosen[-arguments.limit :], len(chosen))
     for line in lines:
         print(printable(line))  # model output may contain control characters
@@ -90,7 +95,7 @@ def _list(run: RunData, entries: Entries, total: int) -> Iterator[str]:
 
 def _parts(sample: Mapping[str, Any]) -> str:
     """Format the parts of a sample's reward in brackets; empty if the reward has no parts."""
-    parts = ", ".join(f"{name} {part:g}" for name, part in sample.get("reward_parts", {}).items())
+    parts = ", ".join(f"{name} {float(part):g}" for name, part in sample.get("reward_parts", {}).items())
     return f" [{parts}]" if parts else ""
 
 
@@ -155,5 +160,8 @@ def _segment(segment: Mapping[str, Any], position: int, every_token: bool) -> It
     version = "" if segment["version"] < 0 else str(segment["version"])
     columns = (segment["tokens"], segment["texts"], segment["logprobs"], segment["advantages"])
     for offset, (token, text, logprob, advantage) in enumerate(zip(*columns, strict=True)):
-        numbers = f"{logprob:>9.4f}  {advantage:>9.4f}" if sampled or segment["trained"] else f"{'':>9}  {'':>9}"
+        pair = (logprob, advantage) if sampled or segment["trained"] else ()
+        numbers = (
+            "  ".join(f"{float(number):>9.4f}" for number in pair) or " " * 20
+        )  # float: NaN is a string in the file
         yield f"{position + offset:>6}  {head}{token:>8}  {numbers}  {version:>7}  {text!r}"

@@ -13,6 +13,9 @@ from areno.config.packages import require_packages, transformers_problem
 from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder, is_gguf
 
+RUNS_ROOT = Path("runs")
+"""The folder of runs without ``--run-dir``."""
+
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 """Data formats that ``--dataset-path`` reads."""
 

@@ -15,12 +15,12 @@ from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
 from areno.config.options import Option, flag_of, options_of
 from areno.config.parser import Problems, build_options, convert_values, extra_options
+from areno.config.paths import RUNS_ROOT
 from areno.config.yaml_io import load_config, stored_value
 from areno.errors import CheckpointError, UsageError
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import is_run
 
-RUNS_ROOT = Path("runs")
 """Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs in this folder."""
 
 _AUTO = "auto"  # value of the bare flag

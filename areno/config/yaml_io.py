@@ -4,11 +4,10 @@ The options stored with a run exclude the run's location and options that the ru
 ``--config`` file.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
@@ -17,17 +16,26 @@ from areno.config.options import Option, name_of, options_of
 from areno.config.paths import absolute_if_exists
 from areno.errors import UsageError
 
+if TYPE_CHECKING:  # `areno check`, which imports this module, reports a missing PyYAML
+    import yaml
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects duplicate keys; PyYAML would silently use the last value."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                mark = node.value[index][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
-        return super().construct_mapping(node, deep)
+@functools.cache
+def _loader() -> "type[yaml.SafeLoader]":
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """Rejects duplicate keys; PyYAML would silently use the last value."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for index, key in enumerate(keys):
+                if key in keys[:index]:
+                    mark = node.value[index][0].start_mark
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
+            return super().construct_mapping(node, deep)
+
+    return UniqueKeyLoader
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
@@ -56,8 +64,10 @@ def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") 
 
 def read_mapping(path: Path, where: str) -> dict[Any, Any]:
     """Read a YAML file that holds a mapping with unique keys; an empty file gives {}. ``where`` begins messages."""
+    import yaml
+
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
@@ -108,4 +118,6 @@ def stored_value(entry: Option, value: Any) -> Any:
 
 def dump_config(options: TrainOptions) -> str:
     """Format the options as YAML for `load_config`, in the order of ``--help``."""
+    import yaml
+
     return yaml.safe_dump(stored_values(options), sort_keys=False, allow_unicode=True, default_flow_style=None)

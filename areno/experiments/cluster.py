@@ -8,7 +8,7 @@ from typing import Any
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import CPU_PER_GPU, Machine
-from areno.config.experiment.roles import CLUSTERS, server_of, shares_devices, takes_turns
+from areno.config.experiment.roles import CLUSTERS, server_of, takes_turns
 from areno.config.experiment.setting_declaration import settings_of
 from areno.config.experiment.worker_sections import NameResolveConfig, SchedulingSpec
 from areno.errors import UsageError
@@ -71,17 +71,18 @@ def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
     if isinstance(config, PPOConfig) and not takes_turns(config) and not config.rollout.api_url:
         parallel = ModelAllocation.from_str(config.rollout.backend, "rollout").parallel
         together = parallel.tensor * parallel.pipeline
-        beside = "actor" if shares_devices(config) and parallel.data * together <= needs["actor"].workers else ""
         spec = config.rollout.scheduling_spec[0]
         if server_of(config):  # an inference server is one process with the devices of all its ranks
-            need = _need(spec, parallel.data, 1, gpus, beside)
-            needs["rollout"] = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
+            need = _need(spec, parallel.data, 1, gpus)
+            need = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
         else:
-            needs["rollout"] = _need(spec, parallel.data * together, together, gpus, beside)
+            need = _need(spec, parallel.data * together, together, gpus)
+        fits = need.workers * need.span(needs["actor"]) <= actor.world_size
+        needs["rollout"] = replace(need, beside="actor") if shares_devices(config) and fits else need
     return needs
 
 
-def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside: str = "") -> RoleNeed:
+def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool) -> RoleNeed:
     gpu = (spec.gpu or 1) if gpus else 0
     return RoleNeed(
         workers=workers,
@@ -99,7 +100,6 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside:
         exclude=spec.exclude,
         srun_additional_args=spec.srun_additional_args,
         ray_placement_strategy=spec.ray_placement_strategy,
-        beside=beside,
     )
 
 

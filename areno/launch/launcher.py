@@ -1,5 +1,6 @@
 """Interfaces of launchers and of the worker processes that they start."""
 
+import math
 import shlex
 import sys
 import threading
@@ -66,12 +67,19 @@ class RoleNeed:
     exclude: str | None = None
     srun_additional_args: str = ""
     ray_placement_strategy: str = "shared"
-    beside: str = ""  # role with which this role is colocated, worker by worker
+    beside: str = ""  # role with which this role is colocated; see `span`
 
     @property
     def memory_gb(self) -> int | None:
         """Memory of a worker in GB; None requests none."""
         return None if self.mem is None else self.mem * max(self.gpu, 1)
+
+    def span(self, holder: "RoleNeed") -> int:
+        """Number of consecutive workers of ``holder`` whose place one worker of this colocated role shares.
+
+        Worker ``n`` shares the place of worker ``n * span`` and the next ones, so that their GPUs suffice.
+        """
+        return max(math.ceil(self.gpu / max(holder.gpu, 1)), 1)
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
         """Return the command that starts a task, including the container and the shell commands of the role."""

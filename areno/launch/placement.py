@@ -19,12 +19,17 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
     placed: Placement = {}
     for role, need in sorted(needs.items(), key=lambda entry: bool(entry[1].beside)):
         if need.beside:
-            placed[role] = placed[need.beside][: need.workers]
+            placed[role] = _beside(role, need, need.span(needs[need.beside]), placed[need.beside])
             continue
         allowed = _allowed(role, need, nodes)
         placed[role] = []
+        gpus_needed = need.gpu * need.together
+        if gpus_needed > gpus_per_node:
+            raise UsageError(
+                f"an engine of {role} needs {gpus_needed} GPUs of one node, but a node has {gpus_per_node}; use smaller sizes "
+                f"in {role}.backend, or correct cluster.n_gpus_per_node"
+            )
         for _ in range(0, need.workers, need.together):
-            gpus_needed = need.gpu * need.together
             fitting = (
                 [node for node in allowed if gpus[node] + gpus_needed <= gpus_per_node] if gpus_needed else allowed
             )
@@ -38,6 +43,22 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
             cores[node] += need.cpu * need.together
             placed[role] += [node] * need.together
     return placed
+
+
+def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> list[str]:
+    """Return the nodes of colocated workers. Each shares the place of ``span`` consecutive workers; their nodes are given."""
+    shared = [holders[at : at + span] for at in range(0, len(holders) - span + 1, span)][: need.workers]
+    if divided := next((nodes for nodes in shared if len(set(nodes)) > 1), None):
+        raise UsageError(divided_places(role, need, divided))
+    return [nodes[0] for nodes in shared]
+
+
+def divided_places(role: str, need: RoleNeed, nodes: Sequence[str]) -> str:
+    """Explain that the GPUs of one colocated worker would be on several nodes."""
+    return (
+        f"a worker of {role} uses {need.gpu} GPUs of {need.beside}, which are on several nodes ({', '.join(nodes)}); use "
+        f"smaller sizes in {role}.backend, or sizes in {need.beside}.backend that fill the nodes"
+    )
 
 
 def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:

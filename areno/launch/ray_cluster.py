@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError, UsageError, first_line
 from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, RunningTask, Task
+from areno.launch.placement import divided_places
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class RayTask:
             except self._ray.exceptions.GetTimeoutError as error:
                 raise subprocess.TimeoutExpired(self._name, timeout or 0.0) from error
             except self._ray.exceptions.RayError as error:
-                logger.warning("%s on %s: its Ray actor died: %s", self._name, self.node, _first_line(error))
+                logger.warning("%s on %s: its Ray actor died: %s", self._name, self.node, first_line(error))
                 self.returncode = -signal.SIGKILL
             with suppress(Exception):
                 self._ray.kill(self.actor)
@@ -158,8 +159,8 @@ class RayLauncher(RemoteLauncher):
 
         ray, need = self._ray, self.needs[task.role]
         holder = need.beside or task.role
-        own = not need.beside
-        group, bundle = self._place(holder, task.number if own else task.number * max(need.gpu, 1))
+        own, span = not need.beside, need.span(self.needs[holder])
+        group, bundle = self._place(holder, task.number if own else task.number * span)
         strategy = PlacementGroupSchedulingStrategy(group, bundle)
         actor_cls: Any = ray.remote(TaskHost)
         # Colocated actors share the cores of a bundle; its GPUs are assigned to the role that reserved the bundle.
@@ -168,13 +169,13 @@ class RayLauncher(RemoteLauncher):
         ).remote()
         environment = dict(task.environment)
         if not own and need.gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = self._devices(holder, task.number * need.gpu, need.gpu)
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices(task.role, need, task.number * span, span)
         node = self._node_of(actor, _PLACE_AGAIN_S if task.name in self._tasks else _PLACE_S)
         try:
             pid = ray.get(actor.start.remote(need, task, {**environment, NODE: node}), timeout=_CALL_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             ray.kill(actor)
-            raise EngineError(f"{task.name} could not be started by Ray: {_first_line(error)}") from error
+            raise EngineError(f"{task.name} could not be started by Ray: {first_line(error)}") from error
         self._tasks[task.name] = started = RayTask(ray, actor, task.name, pid, node)
         return started
 
@@ -188,9 +189,9 @@ class RayLauncher(RemoteLauncher):
         with self._lock:
             groups = self._further.setdefault(role, [])
         sets = max(workers - need.workers, 0) // need.together
-        while len(groups) < sets:
-            first = need.workers + len(groups) * need.together
-            groups += self._reserve(role, replace(need, workers=need.together), first)
+        if missing := max(sets - len(groups), 0):
+            more = replace(need, workers=missing * need.together, ray_placement_strategy="separate")
+            groups += self._reserve(role, more, need.workers + len(groups) * need.together)
         self._remove(groups[sets:])
         del groups[sets:]
 
@@ -207,13 +208,16 @@ class RayLauncher(RemoteLauncher):
             with suppress(Exception):
                 self._ray.util.remove_placement_group(group)
 
-    def _devices(self, holder: str, first: int, count: int) -> str:
-        """Return the GPUs of ``count`` consecutive workers."""
-        asked = [self._tasks[f"{holder}/{number}"].actor.devices.remote() for number in range(first, first + count)]
+    def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
+        """Return the GPUs of a colocated worker: as many as it needs of those of ``count`` workers of the other role."""
+        holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
+        if len({task.node for task in holders}) > 1:
+            raise UsageError(divided_places(role, need, [task.node for task in holders]))
         try:
-            return ",".join(self._ray.get(asked, timeout=_CALL_S))
+            devices = self._ray.get([task.actor.devices.remote() for task in holders], timeout=_CALL_S)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
-            raise EngineError(f"the GPUs of {holder} are not known: {_first_line(error)}") from error
+            raise EngineError(f"the GPUs of {need.beside} are not known: {first_line(error)}") from error
+        return ",".join(",".join(devices).split(",")[: need.gpu])
 
     def _node_of(self, actor: Any, timeout_s: float) -> str:
         ray = self._ray
@@ -221,7 +225,7 @@ class RayLauncher(RemoteLauncher):
             node: str = ray.get(actor.node.remote(), timeout=timeout_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             ray.kill(actor)
-            raise EngineError(f"Ray did not start an actor within {timeout_s:g} s: {_first_line(error)}") from error
+            raise EngineError(f"Ray did not start an actor within {timeout_s:g} s: {first_line(error)}") from error
         return node
 
     def _place(self, role: str, number: int) -> tuple[Any, int]:
@@ -297,10 +301,14 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
 
 
 def nodes() -> dict[str, dict[str, float]]:
-    """Return the resources of each live node of the cluster, by address."""
+    """Return the resources of each live node of the cluster, by address and port: nodes may share an address."""
     import ray
 
-    return {node["NodeManagerAddress"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+    return {
+        f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}": dict(node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def _listing(nodes: Mapping[str, Mapping[str, float]]) -> str:
@@ -317,7 +325,3 @@ def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Se
     """Return the node of each worker from number ``first`` on, round-robin over the list. Empty without a node list."""
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:300]

@@ -168,8 +168,15 @@ def _own_address(other: str) -> str:
 
 
 def address_of(node: str) -> str:
-    """Return the address of a node, as known to Slurm."""
-    return socket.gethostbyname(_fields(run(["scontrol", "show", "node", node])).get("NodeAddr", node))
+    """Return the address of a node, as known to Slurm. Raises EngineError if its name cannot be resolved."""
+    name = _fields(run(["scontrol", "show", "node", node])).get("NodeAddr", node)
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise EngineError(
+            f"scheduler.type=slurm: the address {name} of node {node} cannot be resolved on this machine ({error}); correct "
+            "NodeAddr in slurm.conf, or the machine's DNS or /etc/hosts"
+        ) from error
 
 
 def size() -> tuple[int, int]:

@@ -4,6 +4,7 @@ An etcd lease lasts a whole number of seconds, at least two. A value exists up t
 restarted etcd server still has its values, and restarts all leases.
 """
 
+import base64
 import json
 import math
 import time
@@ -45,7 +46,7 @@ class EtcdStore:
         )
         self._refused: type[Exception] = exceptions.Etcd3Exception
         self._client: Any = etcd3gw.client(host=host, port=int(port), timeout=_CALL_S, api_path="/v3/")
-        self._leases: dict[str, tuple[Any, str]] = {}  # lease and text of this process's values
+        self._leases: dict[str, tuple[Any, str]] = {}  # lease, if any, and text of this process's values
         try:
             self._client.status()
         except (*self._away, self._refused) as error:
@@ -64,10 +65,18 @@ class EtcdStore:
         text = self._text(name)
         return None if text is None else str(json.loads(text)["value"])
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, own: bool = False) -> bool:
         """See :class:`NameStore`."""
-        self._leases.pop(name, None)
+        _, text = self._leases.pop(name, (None, ""))
+        if own:
+            return self._remove_own(name, text)
         return bool(self._call(lambda: self._client.delete(_PREFIX + name)))
+
+    def _remove_own(self, name: str, text: str) -> bool:
+        key, value = (base64.b64encode(part.encode()).decode() for part in (_PREFIX + name, text))
+        unchanged = {"key": key, "result": "EQUAL", "target": "VALUE", "value": value}
+        request = {"compare": [unchanged], "success": [{"request_delete_range": {"key": key}}], "failure": []}
+        return bool(self._call(lambda: self._client.transaction(request)).get("succeeded", False))
 
     def under(self, root: str) -> list[str]:
         """See :class:`NameStore`."""
@@ -96,7 +105,7 @@ class EtcdStore:
         written = self._call(attempt)
         if lease is not None and not written:
             self._call(lease.revoke)
-        elif lease is not None:
+        elif written:
             self._leases[name] = (lease, text)
         return written
 

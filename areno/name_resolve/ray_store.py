@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from typing import Any
 
 from areno.config.packages import install_command
@@ -28,7 +29,7 @@ def connect(setting: str) -> Any:
         return ray
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        host, _, port = address.rpartition(":")
+        host, _, port = address.removeprefix("ray://").rpartition(":")
         if host and port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
@@ -55,11 +56,12 @@ class RayStore:
         made: Any = ray.remote(MemoryStore)
         self._actor = made.options(num_cpus=0, max_restarts=-1, **options).remote()
         self._own: dict[str, tuple[str, float | None]] = {}
+        self._owner = uuid.uuid4().hex
         self._identity, self._renewing = self._call("identity"), threading.Lock()
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """See :class:`NameStore`."""
-        written = bool(self._call("write", name, value, ttl, replace))
+        written = bool(self._call("write", name, value, ttl, replace, self._owner))
         if written:
             self._own[name] = (value, ttl)
         return written
@@ -69,10 +71,10 @@ class RayStore:
         value: str | None = self._call("read", name)
         return value
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, own: bool = False) -> bool:
         """See :class:`NameStore`."""
         self._own.pop(name, None)
-        return bool(self._call("remove", name))
+        return bool(self._call("remove", name, own, self._owner))
 
     def under(self, root: str) -> list[str]:
         """See :class:`NameStore`."""
@@ -80,15 +82,18 @@ class RayStore:
 
     def touch(self, name: str, ttl: float) -> bool:
         """See :class:`NameStore`."""
-        if self._call("touch", name, ttl):
+        if self._call("touch", name, ttl, self._owner):
             return True
         with self._renewing:
             identity = self._call("identity")
             if identity != self._identity:
                 for own, (value, kept) in list(self._own.items()):
-                    self._call("write", own, value, kept, False)
+                    self._call("write", own, value, kept, False, self._owner)
                 self._identity = identity
-        return bool(self._call("touch", name, ttl))
+        touched = bool(self._call("touch", name, ttl, self._owner))
+        if not touched:
+            self._own.pop(name, None)
+        return touched
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor. Retry while the actor restarts, which is safe because a restarted actor is empty."""

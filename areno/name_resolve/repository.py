@@ -109,26 +109,30 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name that gets no value within ``wait_timeout`` seconds counts as lost.
+        A name that gets no value within ``wait_timeout`` seconds counts as lost. Time without the store does not count.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 
-        def all_alive() -> bool:
+        def all_alive(*names: str) -> bool | None:
             try:
-                return all(self.store.read(name) is not None for name in watched)
+                return all(self.store.read(name) is not None for name in names)
             except (ArenoError, OSError) as error:  # an unreachable store does not mean that a value is lost
-                logger.warning("the names %s could not be read, retrying: %s", ", ".join(watched), error)
-                return True
+                logger.warning("the names %s could not be read, retrying: %s", ", ".join(names), error)
+                return None
 
         def watch() -> None:
-            try:
-                for name in watched:
-                    self.wait(name, wait_timeout, poll_frequency)
-            except (ArenoError, OSError) as error:  # TimeoutError is an OSError
-                logger.warning("%s", error)
-            else:
-                while all_alive():
+            for name in watched:
+                end = time.monotonic() + wait_timeout
+                while not (alive := all_alive(name)):
+                    if alive is None:
+                        end = time.monotonic() + wait_timeout
+                    elif time.monotonic() >= end:
+                        logger.warning("the name %s has no value after %g s", name, wait_timeout)
+                        call_back()
+                        return
                     time.sleep(poll_frequency)
+            while all_alive(*watched) is not False:
+                time.sleep(poll_frequency)
             call_back()
 
         threading.Thread(target=watch, name="areno-names-watch", daemon=True).start()
@@ -140,12 +144,15 @@ class Repository:
             self.store.remove(name)
 
     def reset(self) -> None:
-        """Delete the values that this process added with ``delete_on_exit``, and stop keeping values alive."""
+        """Delete the values that this process added with ``delete_on_exit``, and stop keeping values alive.
+
+        A value that another process has set instead is kept.
+        """
         names = list(self._own)
         for name in {*names, *self._alive}:
             self._forget(name)
         for name in names:
-            self.store.remove(name)
+            self.store.remove(name, own=True)
 
     def _forget(self, name: str) -> None:
         self._own.discard(name)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 _FILE = "ENTRY"
 
@@ -31,14 +31,17 @@ class NameStore(Protocol):
     def read(self, name: str) -> str | None:
         """Return the value of a name, or None if the name has no value."""
 
-    def remove(self, name: str) -> bool:
-        """Delete the value of a name. Return whether the name had a value."""
+    def remove(self, name: str, own: bool = False) -> bool:
+        """Delete the value of a name; with ``own``, only a value that this process has written. Return whether it existed."""
 
     def under(self, root: str) -> list[str]:
         """Return the names with a value: ``root`` and all names below ``root``."""
 
     def touch(self, name: str, ttl: float) -> bool:
-        """Renew the time to live of a value that this process has written. Return whether the value still exists."""
+        """Renew the time to live of a value that this process has written. Return whether the value still exists.
+
+        A value that another process has written instead does not count.
+        """
 
 
 def is_under(name: str, root: str) -> bool:
@@ -47,23 +50,23 @@ def is_under(name: str, root: str) -> bool:
 
 
 class MemoryStore:
-    """Names in the memory of one process or of a Ray actor."""
+    """Names in the memory of one process or of a Ray actor, whose callers identify themselves as ``owner``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[str, tuple[str, float | None]] = {}  # value, and when it expires
+        self._entries: dict[str, tuple[str, float | None, str]] = {}  # value, when it expires, and owner
         self._identity = uuid.uuid4().hex
 
     def identity(self) -> str:
         """Return a unique id. A restarted actor is empty, and has a new id."""
         return self._identity
 
-    def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
+    def write(self, name: str, value: str, ttl: float | None, replace: bool, owner: str = "") -> bool:
         """See :class:`NameStore`."""
         with self._lock:
             if not replace and self._live(name) is not None:
                 return False
-            self._entries[name] = (value, None if ttl is None else time.monotonic() + ttl)
+            self._entries[name] = (value, None if ttl is None else time.monotonic() + ttl, owner)
             return True
 
     def read(self, name: str) -> str | None:
@@ -71,26 +74,30 @@ class MemoryStore:
         with self._lock:
             return self._live(name)
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, own: bool = False, owner: str = "") -> bool:
         """See :class:`NameStore`."""
         with self._lock:
-            return self._live(name) is not None and self._entries.pop(name) is not None
+            if self._live(name) is None or (own and self._entries[name][2] != owner):
+                return False
+            del self._entries[name]
+            return True
 
     def under(self, root: str) -> list[str]:
         """See :class:`NameStore`."""
         with self._lock:
             return [name for name in list(self._entries) if is_under(name, root) and self._live(name) is not None]
 
-    def touch(self, name: str, ttl: float) -> bool:
+    def touch(self, name: str, ttl: float, owner: str = "") -> bool:
         """See :class:`NameStore`."""
         with self._lock:
             value = self._live(name)
-            if value is not None:
-                self._entries[name] = (value, time.monotonic() + ttl)
-            return value is not None
+            if value is None or self._entries[name][2] != owner:
+                return False
+            self._entries[name] = (value, time.monotonic() + ttl, owner)
+            return True
 
     def _live(self, name: str) -> str | None:
-        value, expires = self._entries.get(name, (None, None))
+        value, expires, _ = self._entries.get(name, (None, None, ""))
         if expires is not None and time.monotonic() >= expires:
             del self._entries[name]
             return None
@@ -102,28 +109,32 @@ class FileStore:
 
     A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file, and
     without ``replace`` only one of two concurrent writers succeeds. A lock excludes other writers, because one of two writers
-    that find an expired value would otherwise delete the new value of the other one. A file contains the value and the time
-    to live in seconds as JSON. The time to live starts at the file's modification time, which :meth:`touch` renews.
+    that find an expired value would otherwise delete the new value of the other one. A file contains the value, the time to
+    live in seconds and a unique mark as JSON. The time to live starts at the file's modification time, which :meth:`touch`
+    renews.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
+        self._marks: dict[str, str] = {}  # written by this process
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
         """See :class:`NameStore`."""
         self.root.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            return self._write(self.root / name / _FILE, value, ttl, replace)
+            return self._write(name, value, ttl, replace)
 
-    def _write(self, target: Path, value: str, ttl: float | None, replace: bool) -> bool:
+    def _write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
+        target, mark = self.root / name / _FILE, uuid.uuid4().hex
         if target.exists() and self._value(target) is None:
             target.unlink(missing_ok=True)
         while True:
             target.parent.mkdir(parents=True, exist_ok=True)
-            draft = target.with_name(f".{uuid.uuid4().hex}")
+            draft = target.with_name(f".{mark}")
             try:
-                draft.write_text(json.dumps({"value": value, "ttl": ttl}), encoding="utf-8")
+                draft.write_text(json.dumps({"value": value, "ttl": ttl, "mark": mark}), encoding="utf-8")
                 (os.replace if replace else os.link)(draft, target)
+                self._marks[name] = mark
                 return True
             except FileExistsError:
                 return False
@@ -136,13 +147,15 @@ class FileStore:
         """See :class:`NameStore`."""
         return self._value(self.root / name / _FILE)
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, own: bool = False) -> bool:
         """See :class:`NameStore`."""
-        folder = self.root / name
+        folder, mark = self.root / name, self._marks.pop(name, None)
         if not self.root.is_dir():
             return False
         with self._locked():
             live = self.read(name) is not None
+            if own and live and _entry(folder / _FILE).get("mark") != mark:
+                return False
             (folder / _FILE).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # until a folder is not empty
                 while folder != self.root:
@@ -157,9 +170,11 @@ class FileStore:
 
     def touch(self, name: str, ttl: float) -> bool:
         """See :class:`NameStore`."""
+        file = self.root / name / _FILE
         with contextlib.suppress(FileNotFoundError), self._locked():
-            os.utime(self.root / name / _FILE)
-            return True
+            if _entry(file).get("mark") == self._marks.get(name, ""):
+                os.utime(file)
+                return True
         return False
 
     @contextlib.contextmanager
@@ -184,9 +199,14 @@ class FileStore:
     def _value(self, file: Path) -> str | None:
         try:
             changed = file.stat().st_mtime
-            entry = json.loads(file.read_text(encoding="utf-8"))
+            entry = _entry(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
         value: str = entry["value"]
         ttl: float | None = entry["ttl"]
         return None if ttl is not None and time.time() + self._ahead - changed >= ttl else value
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return entry

@@ -66,16 +66,16 @@ def quickstart_real(
         ckpt: a folder, a GGUF file or a repo id; None selects :func:`default_model`.
 
     Raises:
-        UsageError: the model does not exist, or ``run_dir`` is not empty.
+        UsageError: the model does not exist, or ``run_dir`` is not empty, or not writable.
     """
     start = time.perf_counter()
+    root = run_folder(run_dir)
     chosen = ckpt or default_model()
     disable_progress_bar()
     if is_gguf(chosen):
         print(f"Reading {chosen} (takes a few seconds the first time)")
     model = base_of(chosen)
     _check(model)
-    root = run_folder(run_dir)
     task, rows = root / "task", _write_task(root / "task", seed)
     print(f"1/4  Model: {chosen}")
     print("     Task: turn an order into JSON. Its files are in task/; edit them for your own task.\n")

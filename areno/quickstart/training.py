@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from areno.config.paths import unwritable
 from areno.config.prepare import prepare_run
 from areno.errors import UsageError
 from areno.observability.display import PlainProgress, ProgressDisplay, create_progress
@@ -42,10 +43,13 @@ class BriefLines(PlainProgress):
 
 
 def run_folder(run_dir: str | None) -> Path:
-    """Print and return the run's folder (default ``runs/quickstart-<time>``). Raises UsageError unless it is new or empty."""
+    """Print and return the run's folder (default ``runs/quickstart-<time>``).
+
+    Raises UsageError unless the folder is new or empty, and writable.
+    """
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
-    if root.is_file():
-        raise UsageError(f"--run-dir {root} is a file; use the name of a new folder")
+    if problem := unwritable(root, "--run-dir"):
+        raise UsageError(problem)
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"--run-dir {root}: the folder is not empty; choose another folder, or delete this one")
     print(f"Output folder: {root}\n")

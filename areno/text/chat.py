@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.errors import UsageError
+from areno.errors import UsageError, first_line
 from areno.text.hub import check_reachable
 from areno.text.messages import has_python_arguments, template_messages, template_tools, with_tools_as_text
 
@@ -38,9 +38,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"cannot load a tokenizer from {path}: {reason}\n"
+            f"cannot load a tokenizer from {path}: {first_line(error)}\n"
             "Check that the folder contains tokenizer.json and tokenizer_config.json, or that the hub id is correct and "
             "the network is reachable; a tokenizer with custom code requires --trust-remote-code."
         ) from error

@@ -2,6 +2,8 @@ import copy
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from areno import __version__
 from areno.cli.check import checks, format_checks
 from areno.cli.env import OPTIONAL, REQUIRED, at_least, collect, format_report
 from areno.cli.main import main
+from areno.engine.kernels.library import compiler_missing
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,14 @@ def test_every_failure_and_warning_has_a_remedy(altered):
     altered["dependencies"]["torch"] |= {"version": "2.6.0"}
     altered["dependencies"]["datasets"] = {"version": None, "imported": False, "error": "not installed"}
     altered["dependencies"]["numpy"] |= {"imported": False, "error": "ImportError: libopenblas"}
+    altered["dependencies"]["peft"] = {"version": "0.5.0", "imported": True, "error": None}
     altered["cpu"]["available_bytes"] = 2**29
     results = by_name(altered)
+    peft = results["peft (optional)"]
+    assert (peft.status, peft.detail) == (
+        "WARN",
+        "0.5.0 is too old for adapters (--lora-rank), which needs 0.17 or newer",
+    )
     assert results["Python >= 3.11"].status == results["torch >= 2.11"].status == "FAIL"
     assert results["datasets >= 4.0"].remedy.endswith('pip install --upgrade "datasets>=4.0"')
     assert "ImportError: libopenblas" in results["numpy >= 1.26"].detail
@@ -96,6 +105,63 @@ def test_cuda_mismatches_are_distinguished(altered, build, driver_cuda, status, 
     check = by_name(altered)["CUDA"]
     assert check.status == status
     assert part in check.detail
+
+
+def test_a_driver_that_fails_is_reported_with_its_error(tmp_path, monkeypatch, altered):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch' >&2\nexit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    altered["cuda"]["driver"] = collect()["cuda"]["driver"]
+    altered["torch"]["cuda_available"] = False
+    check = by_name(altered)["CUDA"]
+    assert check.status == "WARN"
+    assert check.detail == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
+
+
+@pytest.mark.parametrize("given", [None, "clang++", "ccache mine"])
+def test_the_compiler_is_the_one_that_compiles_the_kernels(tmp_path, monkeypatch, report, given):
+    """Of the usual compilers, the machine has only clang++."""
+    for name in ("clang++", "ccache", "c++"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CXX", given)
+    monkeypatch.setattr("sys.platform", "linux")
+    check = by_name(report)["C++ compiler (optional)"]
+    assert (check.status == "OK") == (compiler_missing() == "")
+    assert check.detail == (f"{tmp_path}/{given.split()[0]}" if given else "g++ not found; torch.compile is disabled")
+
+
+@pytest.mark.parametrize("module", ["yaml", "safetensors", "numpy"])
+def test_a_required_package_that_does_not_import_is_reported(module):
+    code = f"import sys; sys.modules[{module!r}] = None\nfrom areno.cli.main import main\nsys.exit(main(['check']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "AReno check: not ready" in result.stdout
+    assert f"import of {module} halted" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/caches"},
+        {"XDG_CACHE_HOME": "/caches", "HF_HOME": "~/hf"},
+        {"HF_HOME": "/hf", "HUGGINGFACE_HUB_CACHE": "/older"},
+        {"HF_HOME": "/hf", "HF_HUB_CACHE": "$HOME/hub"},
+    ],
+)
+def test_the_cache_folder_is_that_of_huggingface_hub(given):
+    names = ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    code = (
+        "import huggingface_hub.constants as c; from areno.cli.env import hf_cache; print(c.HF_HUB_CACHE, hf_cache())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    theirs, ours = result.stdout.split()
+    assert theirs == ours
 
 
 def test_an_apple_gpu_is_listed_with_the_reason_why_it_is_not_used(altered):

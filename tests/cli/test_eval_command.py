@@ -246,6 +246,9 @@ def test_on_a_terminal_progress_is_a_bar_that_log_lines_do_not_break():
     assert screen.cursor_shown
 
 
-def test_a_model_that_cannot_be_loaded_is_refused(workspace, capsys):
-    assert main(["eval", *EVAL]) == 2
+def test_a_model_that_cannot_be_loaded_is_refused_and_earlier_answers_are_kept(workspace, capsys):
+    answers = workspace / "answers.jsonl"
+    answers.write_text("earlier\n")
+    assert main(["eval", *EVAL, "--output", str(answers)]) == 2
     assert "error: cannot load a tokenizer from model" in capsys.readouterr().err
+    assert answers.read_text() == "earlier\n"

@@ -89,6 +89,26 @@ def test_a_nan_reward_is_shown(tmp_path, capsys):
     assert "reward nan" in capsys.readouterr().out
 
 
+def test_log_probs_and_advantages_that_are_not_finite_are_shown(tmp_path, capsys):
+    def diverged(record):
+        *context, sampled = record["rows"][0]
+        numbers = {"logprobs": [float("nan"), float("-inf"), -2.0, -2.5], "advantages": [float("nan")] * 4}
+        return {**record, "rows": [[*context, {**sampled, **numbers}]], "reward_parts": {"exact": float("inf")}}
+
+    run = write_run(tmp_path / "run", samples=diverged)
+    assert main(["inspect", str(run)]) == 0
+    assert main(["inspect", str(run), "--sample", "0/0/0"]) == 0
+    shown = capsys.readouterr().out
+    assert "[exact inf]" in shown
+    numbers = [line.split()[5:7] for line in shown.splitlines() if line.split()[3:4] == ["*"]]
+    assert numbers == [["nan", "nan"], ["-inf", "nan"], ["-2.0000", "nan"], ["-2.5000", "nan"]]
+
+
+def test_a_step_without_samples_is_an_error_that_names_the_steps(tmp_path, capsys):
+    assert main(["inspect", str(write_run(tmp_path / "run")), "--step", "9"]) == 2
+    assert "has no samples of this step; it has samples of steps 0 to 3" in capsys.readouterr().err
+
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -237,6 +237,17 @@ def test_every_option_of_the_tables_exists(rules):
         assert set(re.findall(r"--[a-z0-9-]+", rule.note)) <= known, name
 
 
+@pytest.mark.parametrize("text", ["You are: a: b", "You are: brief", "@x", "[a", "{a"])
+def test_arguments_are_text_unless_they_are_yaml(text, capsys):
+    assert (
+        main(["convert", "trl", "--learning-rate=2e-5", "--system_prompt", text, f"--model_name_or_path={text}"]) == 0
+    )
+    shown = capsys.readouterr()
+    assert "--lr 2e-5" in shown.out
+    assert shlex.join(["--ckpt", text]) in shown.out
+    assert f"system_prompt={text}: " in shown.err
+
+
 def test_files_and_arguments_are_read_alike_and_the_last_wins(tmp_path, capsys):
     flat, nested = tmp_path / "trl.yaml", tmp_path / "verl.yaml"
     flat.write_text("learning_rate: 1.0e-5\nmodel_name_or_path: a model\n")

@@ -9,13 +9,13 @@ import pytest
 
 from areno.cli.main import main
 from areno.config.experiment.notices import notice
-from areno.errors import UsageError
+from areno.errors import EngineError, UsageError
 from areno.experiments.cluster import name_options, needs_of
 from areno.experiments.slurm_job import batch_script
 from areno.launch.launcher import RoleNeed, Task
 from areno.launch.placement import most_on_a_node, place_workers
 from areno.launch.ray_cluster import refuse_impossible
-from areno.launch.slurm_steps import step_command
+from areno.launch.slurm_steps import address_of, step_command
 from areno.python_process import python_command
 from tests.config.experiment.samples import rl
 
@@ -88,10 +88,52 @@ def test_workers_are_spread_over_nodes():
     assert place_workers(needs, ["a", "b"], 4) == {"actor": ["a"] * 4, "rollout": ["b"] * 4}
     with pytest.raises(UsageError, match="2 nodes with 3 GPUs each are too few for 4 workers of rollout"):
         place_workers(needs, ["a", "b"], 3)
+    with pytest.raises(
+        UsageError, match=r"engine of rollout needs 2 GPUs of one node, but a node has 1; .* rollout\.backend"
+    ):
+        place_workers({"rollout": needs["rollout"]}, ["a", "b", "c", "d"], 1)
     cpus = {"actor": RoleNeed(workers=2), "rollout": RoleNeed(workers=2, exclude="a")}
     assert place_workers(cpus, ["a", "b"], 0) == {"actor": ["a", "b"], "rollout": ["b", "b"]}
     with pytest.raises(UsageError, match=r"rollout\.scheduling_spec leaves no node of a"):
         place_workers(cpus, ["a"], 0)
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "gpus_per_node", "expected"),
+    [
+        ((4, 1), (2, 2), 2, ["n0", "n1"]),  # each inference server has the GPUs of two workers of the actor
+        ((4, 1), (1, 2), 2, ["n0"]),
+        ((4, 1), (4, 1), 2, ["n0", "n0", "n1", "n1"]),
+        ((2, 2), (2, 2), 2, ["n0", "n1"]),  # worker by worker
+        ((2, 2), (2, 1), 2, ["n0", "n1"]),
+        ((4, 2), (2, 3), 4, ["n0", "n1"]),
+    ],
+)
+def test_colocated_workers_are_on_the_nodes_of_the_gpus_that_they_share(actor, rollout, gpus_per_node, expected):
+    needs = {
+        "actor": RoleNeed(workers=actor[0], gpu=actor[1]),
+        "rollout": RoleNeed(workers=rollout[0], gpu=rollout[1], beside="actor"),
+    }
+    assert place_workers(needs, ["n0", "n1"], gpus_per_node)["rollout"] == expected
+
+
+def test_a_colocated_worker_cannot_use_the_gpus_of_two_nodes():
+    needs = {"actor": RoleNeed(workers=4, gpu=1), "rollout": RoleNeed(workers=1, gpu=4, beside="actor")}
+    with pytest.raises(
+        UsageError, match=r"worker of rollout uses 4 GPUs of actor, .* \(n0, n0, n1, n1\); .* rollout\.backend"
+    ):
+        place_workers(needs, ["n0", "n1"], 2)
+
+
+def test_roles_are_colocated_only_if_the_gpus_of_the_target_suffice():
+    strategy = {"type": "colocation", "target": "actor"}
+    sizes = {"rollout__scheduling_strategy": strategy, "rollout__backend": "areno:d2", "actor__backend": "fsdp:d2"}
+    for of_actor, of_rollout, beside in ((1, 1, "actor"), (2, 2, "actor"), (2, 1, "actor"), (1, 2, "")):
+        specs = {"actor__scheduling_spec": spec(gpu=of_actor), "rollout__scheduling_spec": spec(gpu=of_rollout)}
+        assert needs_of(rl(**SLURM, **sizes, **specs), gpus=True)["rollout"].beside == beside
+    sizes |= {"rollout__backend": "vllm:d2t2", "actor__backend": "fsdp:d4", "vllm__command": "vllm serve"}
+    rollout = needs_of(rl(**SLURM, **sizes), gpus=True)["rollout"]
+    assert (rollout.workers, rollout.gpu, rollout.beside) == (2, 2, "actor")
 
 
 def test_the_command_of_a_slurm_step(monkeypatch):
@@ -102,6 +144,16 @@ def test_the_command_of_a_slurm_step(monkeypatch):
     expected = {"--export=ALL", "--nodes=1", "--ntasks=1", "--nodelist=n1", "--job-name=rollout-0-x", "--exact"}
     expected |= {"--cpus-per-task=4", "--mem=32768", "--gres=gpu:2", "--unbuffered", "--mpi=pmi2", "-K"}
     assert expected | {"--chdir", "/some where"} == set(words[1:])
+
+
+def test_a_node_address_that_does_not_resolve_is_reported(tmp_path, monkeypatch):
+    """A script stands in for Slurm's scontrol, because the test needs no cluster."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "NodeName=$3 NodeAddr=n7.invalid NodeHostName=$3"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(EngineError, match=r"the address n7\.invalid of node n7 cannot be resolved"):
+        address_of("n7")
 
 
 def test_the_batch_script_of_a_slurm_job():

@@ -20,6 +20,7 @@ from areno import name_resolve
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
 from areno.name_resolve.stores import FileStore
+from tests.launch.services import free_port
 
 # Minimum time to live in seconds, to which etcd raises shorter ones; see its module.
 SHORTEST_TTL = {"etcd3": 2.0}
@@ -38,6 +39,7 @@ def names(request, tmp_path):
         options = NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}")
     repository = Repository(options.open())
     repository.shortest_ttl = SHORTEST_TTL.get(request.param, 0.4)
+    repository.options = options
     yield repository
     repository.reset()
     for name in ("u", "a", "late", "other", "stays", "short", "leader"):
@@ -116,6 +118,24 @@ def test_a_living_owner_keeps_values_alive_and_reset_removes_its_own(names):
     assert names.get("short") == "new"
     with pytest.raises(UsageError, match="keepalive_ttl=0"):
         names.add("bad", "x", keepalive_ttl=0)
+
+
+def test_a_value_that_another_process_has_set_is_neither_kept_alive_nor_deleted(names):
+    """Two repositories with separate stores are as separate as two processes."""
+    if names.options.type == "memory":
+        pytest.skip("has only one process")
+    ttl = names.shortest_ttl
+    names.add("leader", "first", keepalive_ttl=ttl)
+    names.add("other", "first")
+    store = names.options.open()  # without a repository, nobody keeps its values alive
+    assert store.write("leader", "second", ttl, replace=True)
+    assert store.write("other", "second", None, replace=True)
+    assert names.get("leader") == "second"
+    time.sleep(2.5 * ttl)
+    with pytest.raises(NameEntryNotFound):
+        names.get("leader")
+    names.reset()
+    assert names.get("other") == "second"
 
 
 def test_only_one_of_several_concurrent_adds_succeeds(names):
@@ -216,14 +236,16 @@ def test_files_of_a_killed_owner_expire(tmp_path):
 
 def test_names_survive_a_file_server_that_is_away_for_a_moment(tmp_path, caplog):
     """A symbolic link to itself stands in for the unreachable server: each access is an OSError."""
-    root, away, gone = tmp_path / "names", tmp_path / "away", threading.Event()
+    root, away, gone, unborn = tmp_path / "names", tmp_path / "away", threading.Event(), threading.Event()
     names = Repository(NameOptions("nfs", str(root)).open())
     names.add("kept", "x", keepalive_ttl=1.0)
     names.watch_names("kept", gone.set, poll_frequency=0.05)
+    names.watch_names("unborn", unborn.set, poll_frequency=0.05, wait_timeout=2.0)
     time.sleep(0.2)
     root.rename(away)
     root.symlink_to(root)
     time.sleep(0.6)
+    assert not unborn.is_set()
     root.unlink()
     away.rename(root)
     assert not gone.wait(1.5)
@@ -233,6 +255,7 @@ def test_names_survive_a_file_server_that_is_away_for_a_moment(tmp_path, caplog)
     }
     names.delete("kept")
     assert gone.wait(10)
+    assert unborn.wait(10)
 
 
 def test_the_clock_of_a_file_server_may_be_wrong(tmp_path, monkeypatch):
@@ -264,6 +287,13 @@ def test_wrong_etcd_addresses_are_reported():
         NameOptions("etcd3", etcd3_addr="nowhere").open()
     with pytest.raises(UsageError, match=r"etcd3_addr=127\.0\.0\.1:9: no etcd server answers there"):
         NameOptions("etcd3", etcd3_addr="127.0.0.1:9").open()
+
+
+def test_the_address_of_a_ray_client_is_dialled_by_its_host(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{free_port()}")
+    with pytest.raises(UsageError, match=r"no Ray cluster at ray://127\.0\.0\.1:\d+ \(.*Connection refused\)"):
+        NameOptions("ray", ray_actor_name="names").open()
 
 
 @pytest.mark.long

@@ -90,8 +90,15 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path, capsys):
     assert main(["quickstart", "--run-dir", str(tmp_path)]) == 2
     assert "the folder is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert main(["quickstart", "--run-dir", str(tmp_path / "notes.txt")]) == 2
-    assert "is a file; use the name of a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--real", "--ckpt", "./gone"]])
+@pytest.mark.parametrize("place", ["notes.txt", "notes.txt/run"])
+def test_a_folder_that_cannot_be_created_is_refused_before_a_model_is_read(tmp_path, capsys, more, place):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["quickstart", "--run-dir", str(tmp_path / place), *more]) == 2
+    error = capsys.readouterr().err
+    assert f"--run-dir {tmp_path / place}: {tmp_path / 'notes.txt'} is a file; choose a directory" in error
 
 
 def assert_nothing_held_out_is_trained_on(root):

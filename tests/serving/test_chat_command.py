@@ -35,6 +35,16 @@ def test_each_line_of_a_pipe_gets_an_answer(taught):
     assert done.stdout == f"{ANSWERS['count']}\n" * 2
 
 
+def test_piped_text_in_another_encoding_is_refused(taught):
+    command = [sys.executable, "-m", "areno", "chat", "--base-url", taught.base_url]
+    utf8 = {**environment(), "PYTHONIOENCODING": "utf-8"}
+    result = subprocess.run(
+        command, input="grüße\n".encode("latin-1"), capture_output=True, timeout=120, env=utf8, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(b"error: the input is not text in utf-8: ")
+
+
 @pytest.mark.long
 def test_a_model_is_loaded_without_a_server(taught_checkpoint):
     options = ("--model-path", taught_checkpoint, "--temperature", 0, "--kv-cache-tokens", 8000)

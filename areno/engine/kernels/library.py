@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from areno.cache_folder import building_folder, cache_folder, planted_problem
+from areno.compiler import compiler_command
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +126,10 @@ def processor() -> str:
 
 def compiler_missing() -> str:
     """Reason why this machine cannot compile C++; "" if it has a compiler."""
-    compiler = _compiler()[0]
+    compiler = compiler_command()[0]
     if shutil.which(compiler):
         return ""
     return f"this machine has no C++ compiler {compiler!r}; for faster decoding, install g++ or set CXX"
-
-
-def _compiler() -> list[str]:
-    """The compiler and its arguments, such as ``ccache g++``."""
-    return shlex.split(os.environ.get("CXX", "")) or ["clang++" if sys.platform == "darwin" else "g++"]
 
 
 def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) -> list[list[str]]:
@@ -142,6 +137,6 @@ def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) 
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
     return [
-        [*_compiler(), *flags, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
-        [*_compiler(), "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
+        [*compiler_command(), *flags, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
+        [*compiler_command(), "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
     ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
+from areno.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = tor
             )
             gradients = torch.autograd.grad(actual.float().square().sum(), leaves)
         except Exception as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return f"{type(error).__name__}: {first_line(error)}"
     pairs = [(actual.detach(), expected.detach()), *zip(gradients, expected_gradients, strict=True)]
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
     return None if gap <= _TOLERANCE else f"its results differ from the reference by {gap:.1e}"

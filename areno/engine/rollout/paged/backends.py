@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.rollout.slot_cache import decode_mask
+from areno.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
     try:
         actual = backend.run(layer, q, keys, values, *arguments).float()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {first_line(error)}"
     gap = float((actual - expected).abs().max())
     return None if gap <= _TOLERANCE else f"its results differ from the reference by {gap:.1e}"
 
