@@ -8,7 +8,7 @@ from typing import Any
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import CPU_PER_GPU, Machine
-from areno.config.experiment.roles import CLUSTERS, server_of, takes_turns
+from areno.config.experiment.roles import CLUSTERS, server_of, shares_devices, takes_turns
 from areno.config.experiment.setting_declaration import settings_of
 from areno.config.experiment.worker_sections import NameResolveConfig, SchedulingSpec
 from areno.errors import UsageError
