@@ -159,7 +159,7 @@ class Trainer(Sampler):
         return stats
 
     def finish_step(self) -> dict[str, float]:
-        """End a step without training of the policy, such as a critic warmup step. Returns the step's times in seconds."""
+        """End a step that does not train the policy, such as a critic warmup step. Returns the step's times in seconds."""
         self._steps += 1
         return self.clock.close_step()
 

@@ -37,7 +37,7 @@ class Rule:
 
 
 def number(value: Any) -> float:
-    """Return a number, also of a text. Raises ValueError or TypeError otherwise."""
+    """Convert a number or a text to a float. Raises ValueError or TypeError if that is impossible."""
     return float(value)
 
 
@@ -156,7 +156,7 @@ TRL: dict[str, Rule] = {
     "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
-        together=True, note="included in --batch-size and --mini-bs, which counts the two rows of a pair for DPO"
+        together=True, note="included in --batch-size and --mini-bs (for DPO, --mini-bs counts both rows of a pair)"
     ),
     "gradient_accumulation_steps": Rule(
         together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
@@ -213,7 +213,7 @@ TRL: dict[str, Rule] = {
     "lora_dropout": Rule(
         "--lora-dropout",
         value=_if_on("use_peft"),
-        note="only for SFT and DPO, because GRPO's rollouts have no dropout, so its importance ratio would be noisy",
+        note="only for SFT and DPO: GRPO's rollouts have no dropout, so its importance ratio would be noisy",
     ),
     "lora_target_modules": Rule(
         "--lora-target-modules",

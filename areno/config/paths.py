@@ -1,6 +1,6 @@
 """Distinguishes paths from hub references, and checks paths and references offline.
 
-Text that looks like a path but does not exist is an error, so that a mistyped path is not downloaded from the hub.
+Text that looks like a path but does not exist is an error, so that a mistyped path is not taken for a repo id.
 """
 
 import json

@@ -128,7 +128,7 @@ class RejectionSamplingConfig:
             if upper <= 1:
                 yield (
                     "upper",
-                    f"{upper} would reject even an unchanged policy, whose ratio is 1; use a bound above 1, such as 5",
+                    f"{upper} would reject any increase in probability, a ratio above 1; use a bound above 1, such as 5",
                 )
             if lower is not None and lower <= 0 and self.action == "mask":
                 yield (
@@ -143,7 +143,7 @@ class RejectionSamplingConfig:
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (
                 "upper",
-                f"{upper} would reject everything, because {self.metric} is never negative; use a bound above 0",
+                f"{upper} would reject any change in probability, whose {self.metric} is positive; use a bound above 0",
             )
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
             yield "agg", f"{self.agg} has no effect with level token, where nothing is aggregated; use level sequence"

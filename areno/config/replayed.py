@@ -83,7 +83,7 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
     spec = get_algorithm(recorded.algo)
     if not spec.requires_rollout:
         raise UsageError(
-            f"--algo {spec.name} trains on its data set, so there are no samples to replay; to repeat steps with other "
+            f"--algo {spec.name} trains on its dataset, so there are no samples to replay; to repeat steps with other "
             "options, start a run with the checkpoint before those steps as --ckpt"
         )
     groups = {entry.name: entry.info.group for entry in options_of(TrainOptions)}

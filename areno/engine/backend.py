@@ -74,7 +74,7 @@ class Backend(Generator, Protocol):
         """Limit the total number of concurrent sequences of all replicas; None restores the configured limit per replica."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off. Has no effect unless the configured ``prefix_cache_tokens`` is 0."""
+        """Turn the prefix cache on or off if the configured ``prefix_cache_tokens`` is 0; otherwise, do nothing."""
 
     def end_rollout(self) -> None:
         """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
@@ -128,7 +128,7 @@ class Backend(Generator, Protocol):
         return self.score("rewards", role, rows, micro_bs)
 
     def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
-        """Load the roles that are not loaded yet, and trainable roles from ``checkpoint`` if it contains them.
+        """Load the roles that are not loaded yet. Trainable roles come from ``checkpoint`` if it contains them.
 
         With ``checkpoint``, call :meth:`load_state` of this checkpoint before training.
 

@@ -123,7 +123,8 @@ class Engine(Backend):
             raise UsageError(f"{option}: speculative decoding is not supported on GPUs; use --speculate 0")
         if tp_size > 1:
             raise UsageError(
-                f"{option} with --tp-size {tp_size}: speculative decoding cannot be sharded; use --tp-size 1 or --speculate 0"
+                f"{option} with --tp-size {tp_size}: speculative decoding does not support tensor parallelism; use --tp-size 1 "
+                "or --speculate 0"
             )
         if not can_roll_back:
             raise UsageError(
@@ -161,7 +162,7 @@ class Engine(Backend):
         loop.scheduler.max_running = limit
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off. Has no effect unless the configured ``prefix_cache_tokens`` is 0."""
+        """See :meth:`Backend.enable_prefix_cache`."""
         if self.config.prefix_cache_tokens == 0:
             prefixes = self.loop.prefixes
             prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if enabled else 0
@@ -281,7 +282,7 @@ class Engine(Backend):
         config = self.config
         options = config.load_options(f"role {name!r}", spec.path)
         if spec.predicts == "reward" and not spec.trainable:
-            options = replace(options, dummy=False)  # random rewards would be of no use
+            options = replace(options, dummy=False)  # random rewards would be useless
         check_role_tokenizer(self.tokenizer, self.path, name, spec.path, config.trust_remote_code)
         if spec.trainable:
             fields = dict(spec.optimizer or {})
@@ -412,7 +413,7 @@ class Engine(Backend):
         self._stamp_version()
 
     def _open_saved(self, name: str, path: str, kind: ModelKind, optimizer: OptimizerOptions, folder: Path) -> Role:
-        """Open the trainable role of ``path`` with the weights or the adapter that a checkpoint has in ``folder``."""
+        """Load a trainable role of ``path``, with the weights or the adapter that a checkpoint saved in ``folder``."""
         source, adapter = str(folder), self._new_adapter()
         if adapter is not None:
             source, adapter = path, replace(adapter, adapter_path=str(folder))

@@ -39,7 +39,7 @@ class EngineConfig:
     builds_decode: bool = True  # False: ``auto`` only loads steps that another process has compiled
     return_routed_experts: bool = False  # for routing replay; on a CPU, this disables compiled decoding
     speculate: int = 0  # maximum draft tokens of speculative decoding; 0 turns it off
-    kv_cache_tokens: int | None = None  # None: GPU memory left by training, or a share of free RAM
+    kv_cache_tokens: int | None = None  # None: GPU memory left by training, or a share of free memory
     prefix_cache_tokens: int | None = 0  # in addition to the KV cache; None: a quarter of the KV cache
     max_running: int = 64
     trust_remote_code: bool = False

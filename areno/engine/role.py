@@ -1,4 +1,4 @@
-"""Model roles: the trainable actor, a frozen reference, a critic and a reward model.
+"""Model roles: actor, reference, critic and reward model.
 
 Every role scores rows, and a role with an optimizer also trains. An actor that is a policy also generates.
 """

@@ -31,7 +31,7 @@ def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) 
     per_row = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
     if len(per_row) != len(rows):
         raise ValueError(
-            f"{len(rows)} rows need a number as temperature, or a list with one per row; got a list of {len(per_row)}"
+            f"{len(rows)} rows need one temperature, or a list with one per row; got a list of {len(per_row)}"
         )
     return per_row
 

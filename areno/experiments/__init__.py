@@ -2,6 +2,6 @@
 
 - ``run_experiment``: runs an experiment from its command line; ``trainers``: the training steps.
 - ``replay``: ``areno replay`` of experiments.
-- ``checks``: validates names in a configuration; ``folders``: the directories of a run; ``plan``: plans the memory of a run.
+- ``checks``: checks files, functions and packages; ``folders``: the directories of a run; ``plan``: plans the memory of a run.
 - ``cluster``: workers on Ray and Slurm; ``slurm_job``: submission to Slurm; ``launch_text``: ``areno launch``.
 """

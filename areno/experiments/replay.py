@@ -70,7 +70,7 @@ class ReplayPPOTrainer(PPOTrainer):
         self.state.step = self.replay.step
 
     def data_size(self) -> dict[str, int]:
-        """Unknown, because a replay has the rows of one step only."""
+        """Empty, because a replay has only the rows of one step."""
         return {}
 
     def total_steps(self) -> int:
@@ -111,7 +111,7 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
     kind = experiment_class(words)
     if not issubclass(kind, PPOConfig):
         raise UsageError(
-            f"{run} trains on its data set, so there are no samples to replay; to repeat steps with other settings, start an "
+            f"{run} trains on its dataset, so there are no samples to replay; to repeat steps with other settings, start an "
             "experiment with a model saved before those steps as actor.path"
         )
     recorded, _ = load_expr_config(words, kind)
@@ -136,7 +136,7 @@ def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> 
 
 
 def run_replay(config: PPOConfig, replay: RecordedStep) -> list[dict[str, Any]]:
-    """Run the updates of a replay; return the statistics of each. Raises StopRequested: a signal ended it."""
+    """Run the updates of a replay; return the statistics of each. Raises StopRequested if a signal stopped the replay."""
     run_dir = ExperimentFolders.of(config).create()
     with setup_logging(run_dir, level="error"), recorded_status(run_dir), ReplayPPOTrainer(config, replay) as trainer:
         trainer.report.display = ProgressDisplay()

@@ -10,7 +10,7 @@
 
 To add a loss, write a function with the interface of ``loss_interface``. Name this function in the ``SPEC`` of a new
 file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in your own file for ``--algo FILE.py:NAME``. See
-docs/algorithms.md#your-own. This package needs no change.
+docs/algorithms.md#your-own.
 """
 
 from areno.loss_fns.advantages import compute_group_advantages

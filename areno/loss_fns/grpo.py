@@ -40,12 +40,12 @@ def grpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
 
-    The rollout records log pi_rollout. On fresh samples the ratio is 1 in the first pass, so clipping starts only after
-    the policy has changed. ``loss_mean`` selects the mean of the policy term and the KL term. ``token`` is the mean
-    over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476). ``sequence`` averages over
-    the tokens of each sequence, then over sequences (Shao et al.). ``dr_grpo`` divides the sum over each sequence by
-    the constant ``max_tokens``, then averages over sequences, which removes the length bias (Liu et al. 2025,
-    arXiv:2503.20783). A sequence without response tokens contributes 0 and counts as a sequence.
+    The rollout records log pi_rollout. On fresh samples the ratio is about 1 in the first optimizer step, so clipping
+    starts only after the policy has changed. ``loss_mean`` selects the mean of the policy term and the KL term.
+    ``token`` is the mean over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476).
+    ``sequence`` averages over the tokens of each sequence, then over sequences (Shao et al.). ``dr_grpo`` divides the
+    sum over each sequence by the constant ``max_tokens``, then averages over sequences, which removes the length bias
+    (Liu et al. 2025, arXiv:2503.20783). A sequence without response tokens contributes 0 and counts as a sequence.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and

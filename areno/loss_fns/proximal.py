@@ -63,7 +63,7 @@ def approximation_metrics(
     """Errors of each approximation relative to the log-probs of a forward pass, over the tokens of ``mask``.
 
     Names are ``compute_logp/...``. The metrics include :func:`divergences`. For each approximation, they include the
-    errors of the log-prob and of the two ratios computed from the log-prob.
+    log-prob, the two ratios computed from it, and the errors of all three.
     """
     behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
     d = behavior - proximal

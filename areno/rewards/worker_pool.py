@@ -129,7 +129,7 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread for a callable that need not be importable or picklable. Has the methods of `RewardProcess` that the
+    """A daemon thread for a callable that need not be importable or picklable, with the methods of `RewardProcess` that the
     pool and the runner use.
 
     A hanging function cannot be stopped, but does not keep the program from exiting.

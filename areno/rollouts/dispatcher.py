@@ -54,12 +54,12 @@ class BatchDispatcher:
         staleness: limits the running episodes; its ``batch_size`` is the number of episodes in a batch.
         seed: seed of the shuffling.
         dynamic_bs: count rejected episodes towards the batch size, so that a batch may have fewer trajectories.
-            ``staleness`` must have ``replaces_rejected=False``.
+            ``staleness`` must then have ``replaces_rejected=False``.
         queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness`` may set a lower limit.
         max_staleness: how many versions old a token may be when it is trained on; None: no limit besides that of ``staleness``.
         on_stale: ``regenerate`` runs the row of a stale trajectory again, and ``drop`` discards the trajectory.
         max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: number of consecutive failures or rejections that ends the run; None: 16 batches, at least 128.
+        max_rejections_in_a_row: consecutive failures or rejections that end the run; None: 16 batch sizes, at least 128.
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat`, the rejections by reason (``failed, filtered, empty``), and ``restarted`` rows."""
+        """Counters of :class:`RolloutStat` except ``claimed``, rejections by reason, and ``restarted`` rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -160,8 +160,8 @@ class BatchDispatcher:
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for too long, no episode may start, or the dispatcher is closed.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error of
-                ``stops_on``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error
+                listed in ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -172,7 +172,7 @@ class BatchDispatcher:
     def rollout_batch(
         self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run all rows, and return accepted trajectories in row order. For errors see :meth:`run_rows`."""
+        """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`run_rows`."""
         return self.run_rows(rows, EpisodePlan(workflow, should_accept_fn)).trajectories
 
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:

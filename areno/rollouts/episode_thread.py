@@ -43,7 +43,7 @@ class EpisodeLoop:
         try:
             self.start(workflow.aclose()).result(_WORKFLOW_CLOSE_S)
         except TimeoutError:
-            pass  # an episode blocks the loop; closing the loop reports it
+            pass  # if an episode blocks the loop, closing the loop reports it
         except Exception as error:
             logger.warning("a workflow could not be closed: %s: %s", type(error).__name__, error, exc_info=error)
 

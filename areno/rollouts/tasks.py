@@ -20,7 +20,7 @@ Rejection = Literal["raised", "returned None", "was rejected by the filter"]
 
 
 class RolloutStoppedError(ArenoError):
-    """Too many consecutive episodes failed or were rejected, or an episode raised an error of ``stops_on``."""
+    """Too many consecutive episodes failed or were rejected, or an episode raised an error listed in ``stops_on``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class Rejected(Exception):  # noqa: N818  (an outcome, not an error)
 class Batch:
     """The trajectories of a training step."""
 
-    trajectories: list[Trajectory]  # one per prompt group, in random order
+    trajectories: list[Trajectory]  # one per prompt group
     task_ids: list[int]  # the task of each group
     data: list[dict[str, Any]]  # the data row of each group
     version: int  # current weight version
     staleness: list[int]  # current version minus the version of the oldest token, per group
-    rejected: int = 0  # number of rejected episodes that count towards the size of a dynamic batch
+    rejected: int = 0  # number of rejected episodes; a dynamic batch counts them towards its size
 
     @classmethod
     def of(cls, tasks: Sequence[EpisodeTask], version: int) -> Batch:

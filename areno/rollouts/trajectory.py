@@ -1,6 +1,6 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors. A sample has one row; a sample with several turns may have several rows.
+A trajectory is a dictionary of tensors with n rows of L tokens. A sample with several turns may have several rows.
 
 Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for tokens to train on), ``logprobs`` (float32, 0 for
 tokens that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask``
@@ -105,7 +105,7 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise UsageError if a workflow's result lacks a key, has a wrong shape or loss mask, or contains a non-finite number."""
+    """Raise UsageError if a trajectory lacks a key, has a wrong shape or loss mask, or non-finite log-probs or rewards."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"

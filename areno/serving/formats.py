@@ -65,7 +65,7 @@ class Formats:
         return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
-        """Return a factory of constraints. The factory's argument ``after`` is a marker after which a constraint applies."""
+        """Return a function that creates the factory. Its argument ``after`` is a marker after which the constraint applies."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):

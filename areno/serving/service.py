@@ -157,7 +157,7 @@ class Service:
         return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
 
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
-        """Run ``work`` in a thread until the deadline at the latest. Meanwhile, its samples count as queued.
+        """Run ``work`` in a thread, and wait until the deadline at the latest. Meanwhile, ``samples`` count as queued.
 
         Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout.
         """

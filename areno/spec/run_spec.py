@@ -40,7 +40,7 @@ class CheckpointSpec:
     enabled: bool = True  # False: checkpoints are neither written nor read
     saves_optimizer: bool = True  # whether checkpoints contain the optimizer state
     loads_optimizer: bool = True  # whether resuming restores the optimizer state
-    strict: bool = False  # reject checkpoints without a manifest, and files that other users own or can write to
+    strict: bool = False  # reject checkpoints without a manifest, and files of other users or writable by all users
     remedy: str = "free some space, or keep fewer checkpoints"  # advice when the disk is full
 
 

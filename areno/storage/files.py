@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 Opener = Callable[[Path], BinaryIO]
-"""Opens a file for reading bytes; may refuse it."""
+"""Opens a file for reading bytes; may raise an error to refuse the file."""
 
 
 def open_file(path: Path) -> BinaryIO:

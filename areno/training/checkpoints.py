@@ -4,7 +4,7 @@ A checkpoint is a folder that ``areno.storage.checkpoint_folder`` writes under a
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all but ``state.json``
-    rollout.pt                 with asynchronous rollout: finished but unused trajectories, queue, versions
+    rollout.pt                 if any: finished but unused samples, and other state of the rollout
 
 A checkpoint is verified before it is used. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading
 never runs code from a file.
@@ -49,8 +49,8 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there is none.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable, a checkpoint is unreadable, or other users can write to a
-                checkpoint.
+            CheckpointError: checkpoints exist but none is usable, a checkpoint is unreadable, or, with ``strict``, a file
+                belongs to another user or every user can write to it.
         """
         if not self.spec.enabled:
             return None

@@ -58,7 +58,7 @@ def check(value: Any) -> None:
 
 
 def load(file: Path) -> Any:
-    """Read a file of :func:`save`. Raises DamagedCheckpointError if the file is invalid, and CheckpointError if unreadable."""
+    """Read a file of :func:`save`. Raises DamagedCheckpointError if it is invalid, and CheckpointError if it is unreadable."""
     try:
         with safe_globals(_ALLOWED):
             return torch.load(file, weights_only=True, map_location="cpu")

@@ -1,4 +1,4 @@
-"""Conversion of training rows to flat arrays and back, and of recorded samples to rows, for training on a step again.
+"""Converts training rows to flat arrays and back, and recorded samples to rows, to train on a step again.
 
 The per-token lists of all rows are concatenated; ``lengths`` holds the length of each row. Floats are stored as
 float32 if this is exact, and otherwise as float64.

@@ -185,7 +185,7 @@ class PromptBatch:
         items: accepted rows.
         scanned: number of rows read for this batch.
         skipped_long: number of scanned rows with over-long prompts, which were skipped.
-        total_skipped_long: number of rows with over-long prompts that were skipped since the start of the epoch.
+        total_skipped_long: number of rows with over-long prompts skipped so far in this iteration over the rows.
     """
 
     items: list[PromptItem]

@@ -172,7 +172,7 @@ def test_flags_reach_the_knobs_of_a_preference_loss(workspace):
         ),
         (
             ["--algo", "icepop", "--rejection-sampling-upper", "1"],
-            "rejection_sampling.upper 1.0 would reject even an unchanged policy",
+            "rejection_sampling.upper 1.0 would reject any increase in probability",
         ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
         (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo, not to gmpo"),

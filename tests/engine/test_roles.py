@@ -374,9 +374,7 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.ensure_roles(role("teacher", classifier))
     with pytest.raises(ValueError, match="row 1 is empty"):
         engine.score_logprobs("actor", [[1], []])
-    with pytest.raises(
-        ValueError, match="4 rows need a number as temperature, or a list with one per row; got a list of 2"
-    ):
+    with pytest.raises(ValueError, match="4 rows need one temperature, or a list with one per row; got a list of 2"):
         engine.score_logprobs("actor", ROWS, [1.0, 1.0])
 
 

@@ -269,4 +269,4 @@ def test_other_folders_and_runs_are_refused(tmp_path, tiny_checkpoint, runs, cap
     arguments = task_arguments("sft", tiny_checkpoint, write_task(tmp_path / "task"), run)
     assert main([*map(str, arguments), "--max-steps", "1"]) == 0
     assert replay(run, 0) == 2
-    assert "trains on its data set, so there are no samples to replay" in capsys.readouterr().err
+    assert "trains on its dataset, so there are no samples to replay" in capsys.readouterr().err

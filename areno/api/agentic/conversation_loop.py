@@ -49,7 +49,7 @@ class Environment(Protocol):
         """Process the model's answer, after its tools have run.
 
         Returns:
-            None if the game is over; otherwise the next user message. After tool results, an empty message is omitted.
+            None if the game is over; otherwise the next user message. An empty string after tool results adds no message.
         """
         ...
 

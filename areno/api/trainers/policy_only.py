@@ -1,7 +1,7 @@
 """Policy-gradient training with one model: GSPO, GRPO and similar losses.
 
 Advantages are computed from the rewards of a group, without a value model. A step: samples -> rewards -> rows ->
-advantages -> optimizer steps. With a KL term, rows also get the log-probs of a frozen reference.
+advantages -> optimizer steps. With a KL term or a KL reward, rows also get the log-probs of a frozen reference.
 """
 
 import logging
@@ -30,7 +30,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
     logger = logger
 
     def roles(self) -> list[ModelRole]:
-        """Return the reference, if there is a KL term."""
+        """Return the reference, if there is a KL term or a KL reward."""
         return [self.reference_role()] if self.config.takes_reference(ppo=False) else []
 
     def shaping(self) -> RewardShaping:

@@ -35,7 +35,7 @@ class PPODatasetTrainer(RolloutTrainer):
     role: ClassVar[log_lines.Role] = "actor"
 
     def roles(self) -> list[ModelRole]:
-        """Return the critic, and the reference if there is a KL term."""
+        """Return the critic, and the reference if there is a KL term or a KL reward."""
         return [*([self.reference_role()] if self.config.takes_reference(ppo=True) else []), self._critic_role()]
 
     def _critic_role(self) -> ModelRole:

@@ -123,7 +123,7 @@ class RolloutTrainer(DatasetTrainer):
             log_lines.role_init_end(self.logger, role.name)
 
     def reference_role(self) -> ModelRole:
-        """Return the reference of the KL term, loaded from ``--ref-ckpt`` or, by default, ``--ckpt``."""
+        """Return the reference of the KL divergence, loaded from ``--ref-ckpt`` or, by default, ``--ckpt``."""
         return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
 
     def prepare(self) -> None:

@@ -1,7 +1,7 @@
 """The grammar of backends and allocations: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
-    fsdp[actor]:d2t2                 an engine named actor, or fsdp(actor):d2t2: two replicas of two tensor-parallel ranks
+    fsdp[actor]:d2t2                 two replicas of two tensor-parallel ranks, named actor (or fsdp(actor):d2t2)
     megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism for attention and expert layers
     areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   generation and training on the same devices

@@ -58,7 +58,8 @@ class FSDPEngineConfig:
     shard_weights: bool | None = setting(
         None,
         "Shard weights and gradients across the d x c ranks (FSDP2); false shards only optimizer states (ZeRO-1) if c = e = 1.",
-        shown="true if c or e > 1, or d > 1, type adam, no LoRA (t > 1 needs transformers 5.23); megatron: use_torch_fsdp2",
+        shown="true if c or e > 1, or if d > 1 with type adam and no LoRA (t > 1 needs transformers 5.23); megatron: "
+        "use_torch_fsdp2",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "GPU only: keep sharded parameters in host memory between uses.")
@@ -363,7 +364,7 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Which section may be set, rollout or train. It is only checked: the actor's engine or a server runs the teacher.",
+        "Which section may be set, rollout or train. Nothing else changes: the actor's engine or a server runs the teacher.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(

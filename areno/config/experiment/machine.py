@@ -123,7 +123,7 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
             "CUDA_VISIBLE_DEVICES="
         )
     elif requested is not None and requested > machine.gpus:
-        yield f"cluster.n_gpus_per_node {requested} is more than the {machine.gpus} GPUs of this machine; remove the setting"
+        yield f"cluster.n_gpus_per_node {requested} is more than this machine's GPU count of {machine.gpus}; remove the setting"
     elif needed > (requested or machine.gpus):
         parts = [f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")]
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"

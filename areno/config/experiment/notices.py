@@ -92,7 +92,7 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _optimizers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dtype of moments that have another dtype, and loss-scale settings of models that are not trained in fp16."""
+    """Yield ``optimizer_dtype`` if ``optimizer.type`` overrides it, and loss-scale settings of models not trained in fp16."""
     for role in ("actor", "critic"):
         engine = engine_of(config, role)
         if engine is None or engine.optimizer is None:

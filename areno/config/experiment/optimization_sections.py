@@ -36,7 +36,11 @@ class OptimizerConfig:
     loss_scale_window: float = setting(
         5.0, "Steps without overflow before the loss scale is doubled (dtype float16 only).", above=0
     )
-    hysteresis: int = setting(2, "Number of the first overflow that halves the loss scale (float16 only).", minimum=1)
+    hysteresis: int = setting(
+        2,
+        "With value N, the N-th overflow since the last doubling and each later one halve the scale (float16 only).",
+        minimum=1,
+    )
     gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
     offload: bool = setting(
         False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there."

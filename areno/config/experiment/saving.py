@@ -1,4 +1,4 @@
-"""Converts a configuration to plain data and to YAML. The YAML loads as the same configuration, but has no secrets."""
+"""Converts a configuration to plain data and to YAML. Except for secrets, the YAML loads as the same configuration."""
 
 import dataclasses
 import os

@@ -2,7 +2,7 @@
 
 YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` are derived from the declaration, as flags are
 derived from ``option(...)``. In addition, sections can be nested, and an unset setting may take the value of another setting
-(``inherits``). Plain dataclass fields of a user's subclass also work, but have no help.
+(``inherits``). Plain dataclass fields of a user's subclass also work; their help is ``metadata["help"]``.
 """
 
 import copy

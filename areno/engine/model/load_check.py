@@ -64,7 +64,7 @@ def validate(
     name: str,
     unsupported: str,
 ) -> None:
-    """Raise UnsupportedModelError, which ends in ``unsupported``, if packed sequences do not give the expected results."""
+    """Raise UnsupportedModelError if packed sequences fail or differ. If they differ, the message ends in ``unsupported``."""
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:

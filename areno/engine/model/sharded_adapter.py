@@ -2,7 +2,7 @@
 
 An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated, and matrix B is sharded by
 rows. In a row-parallel layer, A is sharded by columns, and B is replicated. The adapter's output is added before the
-layer's output is gathered or reduced, so the adapter needs no extra communication. Each rank computes a partial
+layer's output is gathered or reduced, so a pass needs no extra communication. Each rank computes a partial
 gradient of the replicated matrix, and the optimizer sums the partial gradients once per step.
 """
 

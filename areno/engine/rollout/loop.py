@@ -415,7 +415,7 @@ class RolloutLoop:
         self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self.scheduler.tokens_ahead))
 
     def _verify(self, drafts: list[list[int]]) -> None:
-        """Sample a token after every draft token, and keep the accepted tokens."""
+        """Sample a token after every token fed to the model, and keep the accepted tokens."""
         running = list(self.scheduler.running)
         plan = VerifyPlan(self.cache, running, drafts)
         self._threads.apply(len(plan.tokens))

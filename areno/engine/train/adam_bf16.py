@@ -1,7 +1,8 @@
 """AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or masters are in fp32.
 
 Each step computes in fp32. The first moment is rounded to the nearest bf16 number. The second moment is rounded up or down at
-random, because it changes by less than the spacing of bf16 numbers in a step, so nearest rounding would never let it shrink.
+random: if beta2 is near 1, a step changes it by less than the spacing of bf16 numbers, and nearest rounding would never let it
+shrink.
 The weights or masters are not rounded to bf16, because an update of a thousandth of a weight would be lost.
 """
 

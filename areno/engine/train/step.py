@@ -100,7 +100,7 @@ class TrainStep:
     optimizer: Optimizer
     # Recompute each decoder layer in backward instead of storing its activations; None: do so unless a CPU has enough memory.
     activation_checkpointing: bool | None = True
-    max_skipped: int = 5  # stop after this many consecutive updates with a non-finite gradient
+    max_skipped: int = 5  # stop after this many consecutive non-finite gradients, once the loss scale cannot fall
     kind: ModelKind = "policy"  # decides the inputs of the loss, see :mod:`areno.engine.train.outputs`
     peers: RankContext = field(default_factory=RankContext)
     tree: bool = False  # compute common prefixes of a pass once, see :mod:`areno.engine.model.tree`
@@ -133,7 +133,7 @@ class TrainStep:
         Raises:
             ValueError: there are no rows, rows have different per-token lists, the rows cannot be divided as requested,
                 ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is set for a reward model.
-            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates.
+            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates, and the loss scale cannot fall.
         """
         unit = reduction_of(loss_fn)
         if not rows:

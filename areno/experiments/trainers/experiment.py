@@ -266,7 +266,7 @@ class ExperimentTrainer(TrainingLoop):
         return self._total_steps
 
     def data_size(self) -> dict[str, int]:
-        """The sizes of the data sets."""
+        """The sizes of the datasets."""
         return self._data_size
 
     def steps(self) -> Iterator[PlannedStep]:

@@ -371,7 +371,7 @@ class PPOTrainer(ExperimentTrainer):
     ) -> dict[str, float]:
         """Run the update of a step and record samples; return the documented statistics.
 
-        ``prompts`` has the prompt index of each group, ``data`` the data row of each group, if known.
+        ``prompts`` and ``data`` contain the prompt index and, if known, the data row of each group.
         """
         self.display.phase("train")
         observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])

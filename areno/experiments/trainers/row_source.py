@@ -1,4 +1,4 @@
-"""Loads the rows of a data set, and iterates over them in epochs with a resumable position."""
+"""Loads the rows of a dataset, and iterates over them in epochs with a resumable position."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -50,7 +50,7 @@ class Turn:
     versions: list[int] = field(default_factory=list)  # weight version that sampled each token
     forced: list[bool] = field(
         default_factory=list
-    )  # whether a grammar allowed only this token; empty without a grammar
+    )  # whether the grammar left no alternative; empty if no token was forced
     routed_experts: RoutingRecord | None = None  # for all prompt and sampled tokens except the last
     cut_mass: float = 0.0  # probability mass removed by top-k, top-p, min-p and a grammar, mean over sampled tokens
     finish: FinishReason = "stop"  # `length` without tokens if the prompt filled the context

@@ -100,7 +100,7 @@ class ReplicaControl:
 
 
 def replicas_of(folder: Path) -> int:
-    """Wait for a sign of life of the experiment in ``folder``, and return its number of replicas.
+    """Wait for a heartbeat of the experiment in ``folder``, and return its number of replicas.
 
     Raises:
         UsageError: the run has ended or has no replicas.

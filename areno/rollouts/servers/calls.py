@@ -28,7 +28,7 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class ServerAnswer:
-    """The answer of a server, per token. Raises EngineError if a token lacks a log-prob or a version."""
+    """A server's answer; lists have an entry per token. Raises EngineError if a token lacks a log-prob or a version."""
 
     tokens: list[int]
     logprobs: list[float]

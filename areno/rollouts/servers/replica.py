@@ -39,7 +39,7 @@ _PROBE_ANSWER = 16
 
 
 class ExternalServer:
-    """A server that areno has not started. areno can detect its failure, but cannot stop it."""
+    """A server that areno has not started. areno detects when it fails, but cannot stop it."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()

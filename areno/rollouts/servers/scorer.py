@@ -25,7 +25,7 @@ class ServerScorer:
     The API key is read from ``OPENAI_API_KEY``.
 
     Raises:
-        UsageError: the server does not respond.
+        UsageError: the server does not list its models.
     """
 
     def __init__(self, url: str, option: str, timeout_s: float) -> None:

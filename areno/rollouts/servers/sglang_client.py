@@ -28,7 +28,7 @@ class SglangCalls:
     product = "SGLang"
 
     async def describe(self, http: httpx.AsyncClient) -> int:
-        """Query the limits of the model. Raises UsageError if the weight version is a text, because versions are compared."""
+        """Query the context length. Raises UsageError if the weight version is not a number, because versions are compared."""
         info = await get_json(http, "/server_info")
         version = str(info.get("weight_version", _UNSET))
         if version != _UNSET and not version.isdecimal():

@@ -50,7 +50,7 @@ class RolloutWorkflow(ABC):
         return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
 
     async def aclose(self) -> None:  # noqa: B027  (most start nothing)
-        """Release the workflow's resources. Called once, after the last episode."""
+        """Release the workflow's resources. Called once; no episode starts afterwards."""
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
@@ -135,5 +135,5 @@ class Episodes:
         return [[] if trajectory is None else list(samples_of(trajectory)) for trajectory in trajectories]
 
     def close(self) -> None:
-        """Cancel running episodes, and release the workflow's resources."""
+        """Release the workflow's resources, and cancel running episodes."""
         self._loop.close([self._workflow])

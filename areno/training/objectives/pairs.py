@@ -1,8 +1,9 @@
 """Preference data: a row with a chosen and a rejected answer becomes two adjacent training sequences.
 
 A row has the keys ``prompt``, ``chosen`` and ``rejected``. A text in ``chosen`` or ``rejected`` is an answer to the prompt. A
-message list is a complete conversation, for which ``prompt`` may be absent, or, if it begins with an assistant turn, a
-continuation of the prompt. Transcripts in the format of hh-rlhf count as conversations (see :mod:`areno.text.data_rows`).
+message list that begins with an assistant turn continues the prompt. Any other message list is a complete conversation,
+for which ``prompt`` may be absent. Transcripts in the format of hh-rlhf count as conversations (see
+:mod:`areno.text.data_rows`).
 """
 
 import sys

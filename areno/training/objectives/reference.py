@@ -151,7 +151,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Read cached log-probs, fp32 [tokens]. Returns None if there is no file, or with a warning if the file is damaged."""
+    """Read cached log-probs, fp32 [tokens]. Returns None if there is no file or, with a warning, if the file is damaged."""
     path = _file(key)
     if not path.is_file():
         return None

@@ -71,7 +71,7 @@ def test_ranks_must_fit_the_devices():
         resolve_for_machine(rl(**sizes), Machine(gpus=4))
     with pytest.raises(UsageError, match=r"more than cluster\.n_gpus_per_node 6"):
         resolve_for_machine(rl(**sizes, cluster__n_gpus_per_node=6), NODE)
-    with pytest.raises(UsageError, match=r"cluster\.n_gpus_per_node 16 is more than the 8 GPUs"):
+    with pytest.raises(UsageError, match=r"cluster\.n_gpus_per_node 16 is more than this machine's GPU count of 8"):
         resolve_for_machine(rl(cluster__n_gpus_per_node=16), NODE)
     on_cpu = rl(**sizes)  # on a CPU, any number of processes may be requested
     resolve_for_machine(on_cpu, CPU)

@@ -1,7 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
-The build runs as a separate process at the lowest priority, so that the parent process can continue. It reads the model's
-configuration but not the weights, whose memory is allocated but never touched. It exits when the parent exits.
+The build runs as a separate process at the lowest priority, so that the parent process can continue. The build reads the
+model's configuration but not the weights, whose memory is allocated but never touched. It exits when the parent exits.
 """
 
 import json

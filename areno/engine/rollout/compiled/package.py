@@ -1,4 +1,4 @@
-"""A compiled decode step in this process, which uses the engine's weights and cache in place."""
+"""Runs a compiled decode step in this process, on the engine's own weights and cache."""
 
 from pathlib import Path
 from typing import Any

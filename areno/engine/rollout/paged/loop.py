@@ -62,7 +62,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int) -> None:
-        """Drop the cache and change its budget. The prefix cache keeps its share of it. The next use allocates the memory."""
+        """Drop the cache and change its budget, of which the prefix cache keeps its share. The next use allocates memory."""
         prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
         self.drop_cache()
         self.prefixes.budget_tokens = prefix_tokens
@@ -117,7 +117,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._push(tokens)
 
     def _step_synchronously(self) -> None:
-        """Run a step without overlap, because the sampling of some rows needs all earlier tokens on the host."""
+        """Run a step without overlap, because some rows need filters, logit edits or top log-probs."""
         self._push(self._pipeline.drain(self.scheduler.running))
         if self.scheduler.running:
             super()._step()
