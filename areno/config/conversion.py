@@ -114,7 +114,8 @@ def _of_verl(settings: Settings) -> tuple[str, Words]:
     if clip is not None:
         words += ["--clip-eps" if algorithm == "ppo" else f"--{algorithm}-clip-eps", str(clip)]
     if is_on(settings.get(f"{ACTOR}.use_kl_loss", False)):
-        coefficient = settings.get(f"{ACTOR}.kl_loss_coef", 0.001)
+        with reading(name := f"{ACTOR}.kl_loss_coef", coefficient := settings.get(name, 0.001)):
+            number(coefficient)
         words += ["--kl-loss-coef" if algorithm == "ppo" else "--kl-coef", str(coefficient)]
     elif algorithm == "ppo":
         words += ["--no-use-kl-loss"]

@@ -84,7 +84,16 @@ def _of_gae(value: Any, settings: Settings) -> Any:
     return value if estimator_of(settings) == "gae" else ""
 
 
-def _warmup(value: Any, _all: Settings) -> Any:
+def _epochs(value: Any, _all: Settings) -> Any:
+    epochs = _whole(value)
+    return epochs if 1 <= epochs == number(value) else None
+
+
+def _one_file(value: Any, _all: Settings) -> Any:
+    return None if isinstance(value, list) and len(value) > 1 else text_of(value)
+
+
+def _steps(value: Any, _all: Settings) -> Any:
     steps = number(value)
     return _whole(value) if steps >= 1 else "" if steps == 0 else None
 
@@ -141,6 +150,8 @@ def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]
 
 
 _ALWAYS = "always on"
+_FRACTION = "a fraction of all steps has no equivalent"
+_FILES = "areno reads one file, or all files of one folder"
 _BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache-tokens sets the size"
 _PREPARED = "the key is always prompt; convert other rows with --dataset-loader-fn"
 
@@ -153,7 +164,9 @@ TRL: dict[str, Rule] = {
     "dataset_train_split": Rule(note="the last part of a Hub dataset's reference, --dataset-path NAME:CONFIG:SPLIT"),
     "output_dir": Rule("--run-dir"),
     "learning_rate": Rule("--lr"),
-    "num_train_epochs": Rule("--epochs", value=lambda value, _: max(_whole(value), 1)),
+    "num_train_epochs": Rule(
+        "--epochs", value=_epochs, note="epochs are whole; --max-steps ends training within an epoch"
+    ),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
         together=True, note="included in --batch-size and --mini-bs (for DPO, --mini-bs counts both rows of a pair)"
@@ -194,7 +207,7 @@ TRL: dict[str, Rule] = {
         value=lambda value, _: str(value).removesuffix("_with_warmup"),
         known=("linear", "cosine", "constant", "constant_with_warmup"),
     ),
-    "warmup_steps": Rule("--lr-warmup-steps", value=_warmup, note="a fraction of all steps has no equivalent"),
+    "warmup_steps": Rule("--lr-warmup-steps", value=_steps, note=_FRACTION),
     "weight_decay": Rule("--weight-decay"),
     "max_grad_norm": Rule("--grad-clip-norm"),
     "adam_beta1": Rule("--adam-beta1"),
@@ -222,9 +235,9 @@ TRL: dict[str, Rule] = {
         ),
     ),
     "load_in_4bit": Rule("--load-in-4bit", value=_switch),
-    "save_steps": Rule("--save-interval"),
-    "save_total_limit": Rule("--keep-checkpoints"),
-    "eval_steps": Rule("--eval-interval"),
+    "save_steps": Rule("--save-interval", value=_steps, note=_FRACTION),
+    "save_total_limit": Rule("--keep-checkpoints", value=_positive),
+    "eval_steps": Rule("--eval-interval", value=_steps, note=_FRACTION),
     "load_best_model_at_end": Rule("--keep-best", value=_switch),
     "seed": Rule("--seed"),
     "report_to": Rule("--track", value=_service, known=_TRACKERS, many=True),
@@ -253,8 +266,8 @@ OF_GRPO = {"lora_dropout": replace(TRL["lora_dropout"], value=_no_dropout)}
 ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VERL: dict[str, Rule] = {
     "actor_rollout_ref.model.path": Rule("--ckpt"),
-    "data.train_files": Rule("--dataset-path"),
-    "data.val_files": Rule("--eval-dataset-path"),
+    "data.train_files": Rule("--dataset-path", value=_one_file, note=_FILES),
+    "data.val_files": Rule("--eval-dataset-path", value=_one_file, note=_FILES),
     "data.train_batch_size": Rule("--batch-size"),
     "data.max_prompt_length": Rule("--max-prompt-tokens"),
     "data.max_response_length": Rule("--max-new-tokens"),

@@ -69,7 +69,8 @@ def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]
     rest, colon, name = spec[end:].partition(":")
     path = spec[:end] + rest
     if not path or (colon and not name.isidentifier()):
-        raise UsageError(f"{option} {spec!r}: write file.py or file.py:{default_name}")
+        forms = f"file.py or file.py:{default_name}" if default_name else "file.py:NAME"
+        raise UsageError(f"{option} {spec!r}: write {forms}")
     return Path(path).expanduser(), name or default_name
 
 
@@ -195,10 +196,10 @@ def named_object(spec: str, *, option: str) -> Any:
                 f"{option}: importing {source} raised {type(error).__name__}: {error}; check the name, and add the folder of "
                 "the module to the Python path"
             ) from error
-    if not name or not hasattr(module, name):
-        raise UsageError(
-            f"{option} {spec!r}: {source} defines no {name or 'object with an empty name'}; write {source}:Name"
-        )
+    if not name:
+        raise UsageError(f"{option} {spec!r}: the name in {source} is missing; write {source}:Name")
+    if not hasattr(module, name):
+        raise UsageError(f"{option} {spec!r}: {source} defines no {name}; write {source}:Name")
     return getattr(module, name)
 
 

@@ -20,15 +20,17 @@ NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
-    Training gets all visible GPUs that rollout processes do not need. With eight ranks, ``--tp-size`` is 4 unless ``--fsdp``,
-    ``--load-in-4bit``, the model's ``config.json``, the installed transformers or the GPUs of rollout processes rule
-    this size out. On a CPU, and with ``--device cuda:N``, the default is one rank. A resumed run keeps its layout.
+    Training gets all visible GPUs that rollout processes do not need, up to a multiple of ``--tp-size``. With eight ranks,
+    ``--tp-size`` is 4 unless ``--fsdp``, ``--load-in-4bit``, the model's ``config.json``, the installed transformers or the
+    GPUs of rollout processes rule this size out. On a CPU, and with ``--device cuda:N``, the default is one rank. A resumed
+    run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
     world, tp = options.world_size, options.tp_size
     if "world_size" not in options.explicit:
         world = max(gpus - rollout_ranks(options), 1)
+        world -= world % tp if world > tp else 0
     if "tp_size" not in options.explicit and world == _NODE and not (options.fsdp or options.load_in_4bit):
         suffices = rollout_ranks(replace(options, tp_size=_NODE_TP)) <= max(gpus - world, 0)
         divisible = not tensor_parallel_problem() and (not options.ckpt or _divisible(options.ckpt, _NODE_TP))

@@ -256,7 +256,7 @@ def _convert_one(entry: Option, raw: Any, label: str) -> Any:
     kind = entry.kind
     if isinstance(raw, kind) and (kind is bool or not isinstance(raw, bool)):
         return raw
-    if kind is str and isinstance(raw, int | float):
+    if kind is str and isinstance(raw, int | float) and not isinstance(raw, bool):
         return str(raw)
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
@@ -265,4 +265,6 @@ def _convert_one(entry: Option, raw: Any, label: str) -> Any:
             return kind(raw.strip())
         except ValueError:
             pass  # reported below
+    if kind is str and isinstance(raw, bool):  # YAML reads the words yes, no, on and off as true and false
+        raise UsageError(f"{label} {str(raw).lower()}: expected text; quote the value if it is text")
     raise UsageError(f"{label} {raw!r}: expected {_EXPECTED[kind]}, such as {_EXAMPLE[kind]}")

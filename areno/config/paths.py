@@ -42,7 +42,7 @@ def absolute_if_exists(value: Any, *, python: bool) -> Any:
 
     With ``python`` the value may be ``file.py``, ``file.py:name`` or the name of a registered object.
     """
-    if not isinstance(value, str) or (python and ".py" not in value):
+    if not isinstance(value, str) or not value or (python and ".py" not in value):
         return value
     end = value.rindex(".py") + len(".py") if python else len(value)
     path = Path(value[:end]).expanduser()

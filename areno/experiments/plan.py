@@ -10,8 +10,8 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
-from areno.config.experiment.machine import resolve_for_machine
-from areno.config.experiment.roles import shares_devices, takes_turns
+from areno.config.experiment.machine import devices_needed, resolve_for_machine
+from areno.config.experiment.roles import CLUSTERS, shares_devices, takes_turns
 from areno.config.paths import base_of
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.layout import Layout
@@ -183,8 +183,10 @@ def _share(sizes: ExperimentSizes, longest: int) -> int:
 
 def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
     """A copy with all machine-dependent settings resolved."""
-    config = settled(config)
-    resolve_for_machine(config, engines.this_machine())
+    config, machine = settled(config), engines.this_machine()
+    if config.scheduler.type in CLUSTERS:  # the number of GPUs here says nothing about the cluster
+        machine = replace(machine, gpus=machine.gpus and devices_needed(config), nodes=config.cluster.n_nodes)
+    resolve_for_machine(config, machine)
     return config
 
 

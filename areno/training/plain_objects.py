@@ -72,5 +72,5 @@ def _refusal(types: str) -> str:
     return (
         f"data rows or trajectories contain types that a checkpoint cannot store: {types}; use text, numbers, dates, "
         "lists, dicts, tensors and arrays (for example a file path instead of an object); an experiment of areno run can also "
-        "set recover.mode=off"
+        "set recover.mode=off and evaluator.keep_best=false"
     )

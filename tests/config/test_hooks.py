@@ -127,6 +127,22 @@ def test_a_named_object_comes_from_a_module_or_a_file(tmp_path, monkeypatch, for
     assert named_object(form.format(root=tmp_path), option="reward.fn")() == "found"
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hook.py:1x", r"'hook\.py:1x': write file\.py:NAME$"),
+        ("hook.py", r"'hook\.py': the name in hook\.py is missing; write hook\.py:Name$"),
+        ("json.", r"'json\.': the name in json is missing; write json:Name$"),
+        ("hook.py:absent", r"'hook\.py:absent': hook\.py defines no absent; write hook\.py:Name$"),
+    ],
+)
+def test_a_named_object_needs_a_name(file, monkeypatch, spec, message):
+    monkeypatch.chdir(file.parent)
+    file.write_text("x = 1")
+    with pytest.raises(UsageError, match=rf"reward\.fn {message}"):
+        named_object(spec, option="reward.fn")
+
+
 def test_a_missing_file_is_not_taken_for_a_module(tmp_path):
     with pytest.raises(UsageError, match=r"reward\.fn file does not exist"):
         named_object(f"{tmp_path}/absent.py:fn", option="reward.fn")

@@ -64,6 +64,12 @@ def test_wrong_types_name_option_and_value(name, raw):
     assert repr(raw) in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "raw"), [("ckpt", True), ("stop", ["END", True])])
+def test_a_yaml_boolean_is_no_text(name, raw):
+    with pytest.raises(UsageError, match=f"--{name} true: expected text; quote the value"):
+        convert(BY_NAME[name], raw, f"--{name}")
+
+
 def test_an_option_type_that_no_flag_can_carry_is_refused():
     wrong = dataclasses.make_dataclass("Wrong", [("table", dict, option(None, help="A table."))])
     with pytest.raises(UsageError, match=r"Wrong\.table"):

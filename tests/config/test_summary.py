@@ -156,6 +156,13 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
         prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "3"])
 
 
+@pytest.mark.parametrize(("gpus", "size", "world"), [(3, 2, 2), (7, 3, 6), (4, 4, 4), (3, 1, 3)])
+@pytest.mark.usefixtures("workspace")
+def test_training_gets_as_many_gpus_as_the_tensor_parallel_size_divides(monkeypatch, gpus, size, world):
+    devices(monkeypatch, gpus)
+    assert prepare_plan([*GSPO, "--tp-size", str(size)]).world_size == world
+
+
 @pytest.mark.parametrize(
     ("gpus", "words", "world", "tp"),
     [
@@ -163,7 +170,7 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
         (9, [], 8, 1),
         (16, ["--rollout-replicas", "2", "--world-size", "8"], 8, 4),
         (15, ["--rollout-replicas", "2", "--world-size", "8"], 8, 1),
-        (9, ["--rollout-replicas", "2", "--rollout-backend", "vllm", "--tp-size", "2"], 5, 2),
+        (9, ["--rollout-replicas", "2", "--rollout-backend", "vllm", "--tp-size", "2"], 4, 2),
     ],
 )
 @pytest.mark.usefixtures("workspace")

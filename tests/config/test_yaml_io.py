@@ -25,6 +25,7 @@ def round_trip(options, tmp_path):
         [*GSPO, "--lr", "3e-7", "--stop", "Ende: ä\n", "--stop", "#", "--stop-token-ids", "5,6", "--no-shuffle"],
         [*GSPO, "--greedy", "--lr-decay-style", "constant", "--max-steps", "3", "--save-path", "elsewhere"],
         [*GSPO, "--algo", "grpo", "--grpo-clip-eps", "0.3", "--seed", "12345"],
+        [*GSPO, "--algo", "grpo", "--kl-coef", "0.1", "--ref-ckpt", ""],
     ],
 )
 def test_stored_options_are_equal_when_read_back(argv, tmp_path):

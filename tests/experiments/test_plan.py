@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from areno.cli.main import main
 from areno.config import TrainOptions
+from areno.config.experiment.machine import Machine
 from areno.engine.plan.memory_plan import make_plan
 from areno.experiments.plan import plan_experiment
 from tests.experiments.trainer_stage import settings_of_kind
@@ -95,6 +96,16 @@ def test_replicas_are_planned_in_addition_to_the_training_engine(tiny_checkpoint
     assert (
         small.actor.phase("score").parts["roles"] < beside - weights / 2
     )  # its reference is the actor without adapter
+
+
+@pytest.mark.parametrize("kind", ["ray", "slurm"])
+def test_the_size_of_a_cluster_is_not_that_of_this_machine(tiny_checkpoint, tmp_path, monkeypatch, kind):
+    # Stands in for a login node with one GPU.
+    monkeypatch.setattr("areno.experiments.plan.engines.this_machine", lambda: Machine(gpus=1))
+    sizes = {"actor.backend": "fsdp:d4", "scheduler.type": kind, "cluster.n_gpus_per_node": 8}
+    plan = plan_experiment(settings_of_kind("rl", tiny_checkpoint, tmp_path, RL | sizes), GIB)
+    assert plan.rollout is not None
+    assert plan.titles == ("actor, fsdp:d4", "one rollout replica of 2 (rollout.backend areno:d2)")
 
 
 def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpoint, tmp_path, capsys, monkeypatch):

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.trainers.engines import rollout_devices
+from areno.experiments.trainers.update import workflow_values
 from areno.experiments.trainers.workflows import _reward_call
 from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
@@ -378,6 +379,41 @@ def test_statistics_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tm
     assert not run("off").column("rollout/agent/tools/avg")
     with pytest.raises(ArenoError, match=r"log_agent_stats_keys 'hammers' is in no trajectory"):
         run("wrong", log_agent_stats=True, log_agent_stats_keys=["hammers"])
+
+
+def test_a_statistic_may_be_missing_after_the_first_step_but_must_be_a_number():
+    trajectory = {"rewards": torch.zeros(1)}
+    assert workflow_values([trajectory], "tools", required=False) == []
+    assert workflow_values([trajectory, {"tools": torch.tensor([2, 3])}], "tools", required=True) == [2.0, 3.0]
+    with pytest.raises(UsageError, match="'tools' holds values that are not numbers"):
+        workflow_values([{"tools": "hammer"}], "tools", required=False)
+
+
+class SometimesReporting(Reporting):
+    """Reports its statistic only in the first step."""
+
+    async def arun_group(self, engine: Any, data: dict[str, Any], samples: int) -> Any:
+        found = await super().arun_group(engine, data, samples)
+        return [t if int(t["versions"].max()) < 1 else {k: v for k, v in t.items() if k != "tools"} for t in found]
+
+
+def test_a_later_batch_without_a_statistic_does_not_end_the_run(tiny_checkpoint, tmp_path):
+    given = {"actor.log_agent_stats": True, "actor.log_agent_stats_keys": ["tools"], "total_train_steps": 2}
+    with InProcessTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, given)) as trainer:
+        trainer.train(SometimesReporting, workflow_kwargs=built_in(trainer))
+        assert Run(trainer).column("rollout/agent/tools/avg") == [0.5]
+        assert Run(trainer).steps == 2
+
+
+@pytest.mark.parametrize("keeps", ["recover", "best"])
+def test_rows_that_a_checkpoint_cannot_store_are_refused_before_training(tiny_checkpoint, tmp_path, keeps):
+    given: dict[str, Any] = {"recover.mode": "auto", "recover.freq_steps": 1}
+    if keeps == "best":
+        given = {"recover.mode": "off", "evaluator.freq_steps": 1, "evaluator.keep_best": True}
+        given["valid_dataset"] = {"path": str(tmp_path), "type": "rl"}
+    rows = [{"prompt": "a", "answer": "b", "thing": object()}] * 8
+    with pytest.raises(UsageError, match=r"a checkpoint cannot store: .*object.*evaluator\.keep_best=false"):
+        InProcessTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, given), rows, rows)
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------

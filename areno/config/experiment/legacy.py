@@ -188,8 +188,9 @@ def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
     """Return the value of a key; the two token limits of the actor map to one setting, which gets the smaller limit."""
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
-    limits = [limit for limit in pair if isinstance(limit, int)]
-    return min(limits) if name.startswith("actor_") and len(limits) == 2 else keys[name]
+    limits = [limit for limit in pair if limit is not None]
+    numbers = limits and all(isinstance(limit, int) for limit in limits)  # otherwise the value is reported as invalid
+    return min(limits) if name.startswith("actor_") and numbers else keys[name]
 
 
 def _check_keys(keys: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ A configuration file may have any subset of the settings. Names and paths that s
 """
 
 import copy
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
@@ -44,7 +45,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
 
     Raises UsageError: ``--config`` has no value, or an option is unknown.
     """
-    words = list(argv[1:] if argv and argv[0].endswith(".py") else argv)
+    is_program = bool(argv) and argv[0].endswith(".py") and not re.match(r"-|[~+]*[\w.]+=", argv[0])
+    words = list(argv[1:] if is_program else argv)
     file, overrides, wants_help = "", [], False
     while words:
         word = words.pop(0)

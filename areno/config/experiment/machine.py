@@ -126,7 +126,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         yield f"cluster.n_gpus_per_node {requested} is more than this machine's GPU count of {machine.gpus}; remove the setting"
     elif needed > (requested or machine.gpus):
         parts = [f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")]
-        here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"
+        place = "the cluster" if machine.nodes else "this machine"
+        here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of {place}"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
             f"{', '.join(parts)} need {needed} devices, more than {limit}; use smaller sizes, or use equal sizes to let "

@@ -82,6 +82,7 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
     yield from _servers(config)
     yield from _pipeline(config)
+    yield from _sharding(config)
     yield from _optimizers(config)
     yield from _cluster(config)
     yield from _tracing(config)
@@ -110,6 +111,20 @@ def _pipeline(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
         stages = ModelAllocation.from_str(actor.backend).parallel.pipeline
         unused = getattr(actor, backend).unused(stages, shards_weights(config))
         yield from ((f"actor.{backend}.{name}", why) for name, why in unused)
+
+
+def _sharding(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    actor = engine_of(config, "actor")
+    if actor is None:
+        return
+    if not shards_weights(config):
+        because = f"with actor.backend {actor.backend}, the weights are not sharded in this run"
+        yield from _changed("actor.fsdp", actor.fsdp, ("wrap_policy", "memory_efficient_load"), because)
+    elif actor.fsdp.shard_weights is False:
+        yield (
+            "actor.fsdp.shard_weights",
+            f"actor.backend {actor.backend} divides sequences or experts, so it shards weights",
+        )
 
 
 def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Iterator[tuple[str, str]]:

@@ -147,8 +147,8 @@ class PPOTrainer(ExperimentTrainer):
             valid, dropped = without_long(valid, length, longest)
             if dropped:
                 _log.info("dropped %d validation prompts: longer than %s tokens", dropped, longest)
-        if self.config.recover.enabled and len(rows):
-            # Queued rows go into recovery checkpoints; fail now rather than at the first one, which may be hours away.
+        if (config.recover.enabled or config.evaluator.keep_best) and len(rows):
+            # Queued rows go into checkpoints to resume from; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])
         return RowSource(rows, section, config.seed), valid
 
@@ -342,7 +342,8 @@ class PPOTrainer(ExperimentTrainer):
         columns = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
         if self.config.actor.log_agent_stats:
             for key in self.config.actor.log_agent_stats_keys:
-                columns[f"agent/{key}"] = update.workflow_values(batch.trajectories, key)
+                required = self.state.step == 0  # later, all episodes of a batch may lack an optional number
+                columns[f"agent/{key}"] = update.workflow_values(batch.trajectories, key, required=required)
         columns |= part_columns([row.reward for row in rows], PARTS)
         numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in columns.items()}))
         return numbers

@@ -15,7 +15,7 @@ from areno.config.experiment.run_sections import RewardConfig
 from areno.config.paths import is_address
 from areno.config.reward_weights import part_weights
 from areno.engine.engine import ACTOR
-from areno.errors import UsageError
+from areno.errors import UsageError, first_line
 from areno.experiments.trainers.engines import rows_at_once
 from areno.loss_fns.loss_interface import LossFn, knobs_of
 from areno.loss_fns.norm import Norm
@@ -130,10 +130,18 @@ def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
     return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
 
 
-def workflow_values(trajectories: Sequence[Trajectory], key: str) -> list[float]:
-    """The numbers that workflows returned under a custom key; UsageError if no trajectory has it."""
-    values = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
-    if trajectories and not values:
+def workflow_values(trajectories: Sequence[Trajectory], key: str, *, required: bool) -> list[float]:
+    """The numbers that workflows returned under a custom key.
+
+    Raises UsageError if a value is not a number, or if the key is ``required`` and no trajectory has it.
+    """
+    try:
+        values = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"actor.log_agent_stats_keys {key!r} holds values that are not numbers: {first_line(error)}; remove the key"
+        ) from error
+    if required and trajectories and not values:
         names = ", ".join(sorted(set().union(*trajectories)))
         raise UsageError(f"actor.log_agent_stats_keys {key!r} is in no trajectory; trajectories have {names}")
     return torch.cat(values).tolist() if values else []

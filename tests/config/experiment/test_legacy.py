@@ -147,6 +147,9 @@ def test_the_smaller_of_two_actor_limits_applies():
     words = ["actor_train.mb_spec.max_tokens_per_mb=64", "actor_inf.mb_spec.max_tokens_per_mb=32"]
     assert load(*SHORT, *words).actor.mb_spec.max_tokens_per_mb == 32
     assert load(*SHORT, *reversed(words)).actor.mb_spec.max_tokens_per_mb == 32
+    for limited, unlimited in (("train", "inf"), ("inf", "train")):
+        words = [f"actor_{limited}.mb_spec.max_tokens_per_mb=64", f"actor_{unlimited}.mb_spec.max_tokens_per_mb=null"]
+        assert load(*SHORT, *words).actor.mb_spec.max_tokens_per_mb == 64
 
 
 @pytest.mark.parametrize(

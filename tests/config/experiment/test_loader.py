@@ -293,6 +293,11 @@ def test_one_clear_error_for_each_mistake(tmp_path, overrides, words):
     assert "\n" not in text
 
 
+def test_a_boolean_of_the_file_is_no_text_in_a_list(tmp_path):
+    tree = changed(RL, {"gconfig.stop": ["END", False]})
+    assert "gconfig.stop false: expected text; quote the value" in problem(tmp_path, tree=tree)
+
+
 def test_all_problems_are_reported_at_once(tmp_path):
     text = problem(tmp_path, "seed=x", "gconfig.top_p=2", "actor.eps_clip=-1")
     assert text.startswith("3 problems:")
@@ -443,6 +448,10 @@ def test_help_names_every_setting(capsys):
 def test_arguments_are_parsed():
     args = parse_cli_args(["train.py", "seed=1", "--config", "f.yaml", "~saver"])
     assert (args.config_file, args.overrides, args.help) == ("f.yaml", ("seed=1", "~saver"), False)
+    assert parse_cli_args(["runs/lr=1/train.py", "seed=1"]).overrides == ("seed=1",)
+    for words in (["reward.fn=a.py", "seed=1"], ["+workflow.kwargs.file=a.py"], ["++reward.fn=./a.py"]):
+        assert parse_cli_args(words).overrides == tuple(words)
+    assert parse_cli_args(["--config=a.py"]).config_file == "a.py"
 
 
 def test_loading_imports_neither_torch_nor_transformers(tmp_path):

@@ -69,6 +69,8 @@ def test_ranks_must_fit_the_devices():
     assert config.cluster.n_gpus_per_node == 8
     with pytest.raises(UsageError, match="need 8 devices, more than the 4 GPUs of this machine"):
         resolve_for_machine(rl(**sizes), Machine(gpus=4))
+    with pytest.raises(UsageError, match="need 8 devices, more than the 4 GPUs of the cluster"):
+        resolve_for_machine(rl(**sizes, scheduler__type="ray"), Machine(gpus=4, nodes=2))
     with pytest.raises(UsageError, match=r"more than cluster\.n_gpus_per_node 6"):
         resolve_for_machine(rl(**sizes, cluster__n_gpus_per_node=6), NODE)
     with pytest.raises(UsageError, match=r"cluster\.n_gpus_per_node 16 is more than this machine's GPU count of 8"):
@@ -160,6 +162,28 @@ def test_the_notice_says_whether_megatron_shards_weights(name):
     sharded, single = (rl(actor__backend=f"megatron:{d}", **{f"actor__megatron__{name}": True}) for d in ("d2", "d1"))
     assert f"actor.megatron.{name}: weights are sharded as with" in notice(sharded)
     assert f"actor.megatron.{name}: the actor's weights are not sharded" in notice(single)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "sharded", "whole"),
+    [
+        ("memory_efficient_load", True, {"actor__backend": "fsdp:d2"}, {"actor__backend": "fsdp:d1"}),
+        ("memory_efficient_load", True, {"actor__backend": "fsdp:c2"}, {"actor__fsdp__shard_weights": False}),
+        ("wrap_policy", {"transformer_layer_cls_to_wrap": ["Layer"]}, {"actor__backend": "fsdp:d2"}, {}),
+    ],
+)
+def test_settings_of_sharding_are_in_the_notice_of_a_run_that_does_not_shard(setting, value, sharded, whole):
+    changes = {f"actor__fsdp__{setting}": value}
+    assert notice(rl(**changes, **sharded)) == ""
+    line = f"  actor.fsdp.{setting}: with actor.backend fsdp:d1, the weights are not sharded in this run"
+    assert line in notice(rl(**changes, **whole))
+
+
+def test_the_notice_lists_a_request_not_to_shard_weights_that_are_always_sharded():
+    for backend, idle in (("fsdp:d1c2", True), ("megatron:d2e2", True), ("fsdp:d2", False)):
+        config = rl(actor__backend=backend, actor__fsdp__shard_weights=False)
+        assert training_layout(config.actor).fsdp is idle
+        assert (f"actor.fsdp.shard_weights: actor.backend {backend} divides" in notice(config)) is idle
 
 
 def test_speculative_decoding_is_refused_on_a_gpu():
