@@ -54,8 +54,8 @@ def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
             and not Path(section.path).expanduser().exists()
         ):
             with suppress(OSError):  # reported when the model is loaded
-                found, _ = PretrainedConfig.get_config_dict(section.path)
-                yield family_problem(section, path, found.get("model_type", section.model_type))
+                model_config, _ = PretrainedConfig.get_config_dict(section.path)
+                yield family_problem(section, path, model_config.get("model_type", section.model_type))
 
 
 def training_layout(actor: TrainEngineConfig) -> Layout:
