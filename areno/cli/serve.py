@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -34,9 +35,14 @@ def run(argv: Sequence[str]) -> int:
             lambda: load_engine(options),
             sock,
             options.drain_timeout_s,
-            lambda text: print(f"areno serve: {text}"),
+            _print_status,
         ).serve()
     return 0
+
+
+def _print_status(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the server does not need a reader, as in `areno serve | head -1`
+        print(f"areno serve: {text}")
 
 
 def _check_checkpoint(options: ServeOptions) -> None:

@@ -179,12 +179,13 @@ class BatchDispatcher:
         """Run all rows, and return the accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
         With ``repeats``, task ids are row indices, and therefore seeds are the same in each call. Raises UsageError if
-        restored rows still wait.
+        rows that :meth:`prepare_batch` has read ahead, or restored rows, still wait.
         """
         with self._changed:
-            if any(task.plan is None for task in (*self._pending, *self._finished)):
+            if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(
-                    "load_state has restored rows that still wait; call prepare_batch before rollout_batch"
+                    "rows of prepare_batch or load_state still wait, and would run first; use a separate dispatcher for "
+                    "rollout_batch"
                 )
             self._use(plan)
             if repeats:

@@ -50,9 +50,10 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
     limit = min(gconfig.max_tokens, context_length or gconfig.max_tokens)
     room = limit - prompt_len
     if room <= 0:
+        remedy = "raise gconfig.max_tokens, or " if limit == gconfig.max_tokens else ""
         raise DataError(
-            f"a prompt of {prompt_len} tokens leaves no room for an answer within {limit} tokens; raise gconfig.max_tokens, "
-            "or drop long prompts with the data set's max_length"
+            f"a prompt of {prompt_len} tokens leaves no room for an answer within {limit} tokens; {remedy}drop long prompts "
+            "with the data set's max_length"
         )
     max_new_tokens = min(gconfig.max_new_tokens, room)
     try:

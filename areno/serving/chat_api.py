@@ -40,7 +40,9 @@ def prepare_chat(
     """Validate a request, encode its messages, and compile its grammar. Raises ApiError 400 if the request is invalid."""
     _check(body)
     turn, text, tokens = _prompt(service, model.engine, body, recorder)
-    limit = service.recorder.context_limit if service.recorder is not None else None
+    recording = service.recorder
+    limit = recording.context_limit if recording is not None else None
+    keeps_special = recording is not None and not recording.sampling.skip_special_tokens
     try:
         parallel = body.parallel_tool_calls is not False
         expected = model.formats.expectation(text, _tools(body), _tool_choice(body), parallel)
@@ -59,7 +61,7 @@ def prepare_chat(
             else service.seeds(body.seed, body.samples)
         ),
         top_logprobs=body.top_logprobs or 0,
-        skip_special_tokens=not expected.needs_special_tokens,
+        skip_special_tokens=not (keeps_special or expected.needs_special_tokens),
         constraint=constraint,
         context_limit=limit,
     )

@@ -1,5 +1,6 @@
 """A minimal streaming client for chat completions, based on ``urllib``."""
 
+import contextlib
 import http.client
 import json
 import urllib.error
@@ -42,17 +43,19 @@ class ChatClient:
                     continue
                 chunk = self._parsed(data)
                 if "error" in chunk:
-                    raise ArenoError(f"{self._base}: {chunk['error'].get('message', data)}")
+                    error = chunk["error"]
+                    raise ArenoError(
+                        f"{self._base}: {error.get('message', data) if isinstance(error, dict) else error}"
+                    )
                 for choice in chunk.get("choices") or []:
                     yield choice.get("delta") or {}
         raise ArenoError(f"{self._base}: the connection ended during the answer")
 
     def _parsed(self, data: str | bytes) -> dict[str, Any]:
-        try:
-            parsed: dict[str, Any] = json.loads(data)
-        except ValueError:
-            raise ArenoError(f"{self._base} did not answer with JSON: {data[:100]!r}; check --base-url") from None
-        return parsed
+        with contextlib.suppress(ValueError):
+            if isinstance(parsed := json.loads(data), dict):
+                return parsed
+        raise ArenoError(f"{self._base} did not answer with a JSON object: {data[:100]!r}; check --base-url")
 
     def _lines(self, response: Any) -> Iterator[bytes]:
         try:

@@ -79,9 +79,12 @@ def unexpected(error: BaseException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Convert the most deeply nested error, because pydantic reports an error for each member of a union."""
+    """Convert the most deeply nested error, because pydantic reports an error for each member of a union.
+
+    Of two equally nested errors, a wrong value is reported rather than a wrong type, which belongs to another member.
+    """
     errors = error.errors()
-    first = max(errors, key=lambda one: len(one["loc"]))
+    first = max(errors, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     names = [str(part) for part in first["loc"][1:]]

@@ -83,7 +83,8 @@ class Generation:
             for item in await self._inbox.take():
                 if isinstance(item, Future):
                     self._unread -= 1
-                    self._error = self._error or item.exception()
+                    if not item.cancelled():  # a cancelled sample ends without a token
+                        self._error = self._error or item.exception()
                 else:
                     events.append(item)
             if events:

@@ -38,7 +38,7 @@ class MessagesRequest(RequestBody):
             | {
                 "messages": self._messages(),
                 "tools": [_tool(tool) for tool in self.tools or []] or None,
-                "tool_choice": _choice(choice) if self.tools else None,
+                "tool_choice": _choice(choice),
                 "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
                 "stop": self.stop_sequences or None,
             }
@@ -85,10 +85,16 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     content = objects(content, where, "messages")
-    unsupported = [block.get("type") for block in content if block.get("type") != "text"]
-    if unsupported:
-        raise bad_field("messages", f"blocks of type {unsupported[0]!r} are not supported; send text", where=where)
-    return "".join(str(block.get("text", "")) for block in content)
+    for block in content:
+        if block.get("type") != "text":
+            raise bad_field(
+                "messages", f"blocks of type {block.get('type')!r} are not supported; send text", where=where
+            )
+        if not isinstance(block.get("text"), str):
+            raise bad_field(
+                "messages", f"a text block has the text {block.get('text')!r:.80}; send a string", where=where
+            )
+    return "".join(block["text"] for block in content)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import Field
 from areno.serving.chat_api import ChatResponse
 from areno.serving.errors import bad_field
 from areno.serving.protocol_adapter import BlockKind, Event, ProtocolAdapter, chat_request, objects, record_of
+from areno.serving.request_builder import check_text
 from areno.serving.schemas import ChatRequest, RequestBody
 
 
@@ -32,6 +33,8 @@ class ResponsesRequest(RequestBody):
         """Convert to a chat request. Raises ApiError 400 if a field is invalid or unsupported."""
         if self.previous_response_id is not None:
             raise bad_field("previous_response_id", "responses are not stored; send the whole conversation as input")
+        for name in ("text", "tools", "tool_choice"):  # the response repeats them
+            check_text(json.dumps(getattr(self, name), ensure_ascii=False), name)
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -41,7 +44,7 @@ class ResponsesRequest(RequestBody):
             | {
                 "messages": self._messages(),
                 "tools": [_tool(tool) for tool in self.tools or []] or None,
-                "tool_choice": choice if self.tools else None,
+                "tool_choice": choice,
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": _format((self.text or {}).get("format")),
             }

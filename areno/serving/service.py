@@ -159,14 +159,17 @@ class Service:
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
         """Run ``work`` in a thread, and wait until the deadline at the latest. Meanwhile, ``samples`` count as queued.
 
-        Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout.
+        Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout. Agents share one thread, so their requests
+        may wait for it without a limit.
         """
         self.check_capacity(samples)
         self._preparing_samples += samples
         loop = asyncio.get_running_loop()
-        limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
+        own_limit = math.inf if self.recorder else PREPARE_TIMEOUT_S
+        limit = min(own_limit, self.config.request_timeout_s or own_limit)
+        ends = min(loop.time() + own_limit, deadline)
         try:
-            async with asyncio.timeout_at(min(loop.time() + PREPARE_TIMEOUT_S, deadline)):
+            async with asyncio.timeout_at(ends if ends < math.inf else None):
                 return await loop.run_in_executor(self._prepare_pool, work)
         except TimeoutError as error:
             message = (

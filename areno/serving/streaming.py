@@ -94,25 +94,25 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> bool:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events():
+        try:
+            # The deadline also ends a wait for a slow client.
+            async with tracing.atrace_session_phase("generate"), _until(self._deadline, self._service):
+                async for data in self._events():
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:  # the status line has been sent, so the error goes into the stream
+            data = event(self._builder.failure(_as_api_error(self._service, error)))
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 
     async def _events(self) -> AsyncIterator[bytes]:
-        try:
-            async with tracing.atrace_session_phase("generate"), _until(self._deadline, self._service):
-                yield _joined(self._builder.opening())
-                async for tokens in self._generation.tokens():
-                    chunks = [chunk for batch in by_sample(tokens) for chunk in self._builder.push(*batch)]
-                    if chunks:
-                        yield _joined(chunks)
-                self._builder.check()
-                yield _joined(self._builder.closing()) + self._builder.ending
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # the status line has been sent, so the error goes into the stream
-            yield event(self._builder.failure(_as_api_error(self._service, error)))
+        yield _joined(self._builder.opening())
+        async for tokens in self._generation.tokens():
+            chunks = [chunk for batch in by_sample(tokens) for chunk in self._builder.push(*batch)]
+            if chunks:
+                yield _joined(chunks)
+        self._builder.check()
+        yield _joined(self._builder.closing()) + self._builder.ending
 
 
 def _joined(chunks: list[dict[str, Any]]) -> bytes:

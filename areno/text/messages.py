@@ -115,7 +115,7 @@ def _arguments(value: Any) -> Any:
         return value or {}
     try:
         parsed = json.loads(value) if value.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return parsed if isinstance(parsed, dict) else value
 

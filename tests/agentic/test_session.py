@@ -111,6 +111,30 @@ def test_session_defaults_apply_unless_a_request_overrides_them(trainer):
         )
 
 
+@pytest.mark.parametrize("function", ["look_up", {"name": "look_up", "arguments": "[" * 5000}])
+def test_a_malformed_call_in_the_history_is_refused_or_kept_as_text(trainer, function):
+    history = [user("x"), {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, user("y")]
+    with trainer.rollout_session(sampling_params=sampling()) as ctx:
+        headers = {"Authorization": f"Bearer {ctx.api_key}"}
+        body = {"model": "policy", "messages": history, "max_tokens": 4}
+        answer = httpx.post(f"{ctx.base_url}/chat/completions", json=body, headers=headers, timeout=60)
+    if isinstance(function, str):
+        assert answer.status_code == 400
+        assert "is not a tool call" in answer.json()["error"]["message"]
+    else:
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_session_may_keep_special_tokens_in_the_text(trainer):
+    tokenizer = trainer.get_tokenizer()
+    special = tokenizer.all_special_tokens[0]
+    bias = {str(tokenizer.convert_tokens_to_ids(special)): 100}
+    for skip, text in ((True, ""), (False, special * 3)):
+        with trainer.rollout_session(sampling_params=sampling(skip_special_tokens=skip, ignore_eos=True)) as ctx:
+            answer = ask(ctx, [user("x")], max_tokens=3, logit_bias=bias)
+        assert answer.choices[0].message.content == text
+
+
 def test_turns_of_a_conversation_at_two_temperatures_are_two_rows_and_train_once(trainer):
     [item] = batch_of(["x"]).iter_samples()
     with trainer.rollout_session(sampling_params=sampling()) as ctx:

@@ -231,6 +231,28 @@ def test_a_process_that_violates_the_protocol_costs_one_episode_and_is_replaced(
         processes.close()
 
 
+def test_a_process_that_answers_while_the_pool_closes_is_closed_too(tmp_path):
+    class Touching:
+        async def run(self, data: dict[str, Any]) -> float:
+            Path(data["file"]).touch()
+            return 1.0
+
+    async def close_during_the_answer() -> float:
+        agent, data = cloudpickle.dumps(Touching()), {"file": str(tmp_path / "ran")}
+        asked = asyncio.create_task(processes.run(agent, data, {}, {}, 60))
+        await asyncio.sleep(0)
+        while not (tmp_path / "ran").exists():
+            time.sleep(0.01)  # blocks the event loop, which therefore learns of the answer after the close
+        time.sleep(0.5)
+        processes.close()
+        return await asked
+
+    before = len(os.listdir("/proc/self/fd"))
+    processes = AgentProcesses(1)
+    assert asyncio.run(close_during_the_answer()) == 1.0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_subprocess_that_dies_or_raises_costs_one_episode(engine):
     class Dying:
         async def run(self, data: dict[str, Any], **extra: Any) -> float:

@@ -43,11 +43,24 @@ def test_restored_rows_are_not_forgotten_by_an_evaluation():
         assert state["waiting"]
     with dispatching(batch=1, eta=2, most=1, stall_timeout_s=5) as (dispatcher, engine):
         dispatcher.load_state(state)
-        with pytest.raises(UsageError, match="restored rows that still wait; call prepare_batch before rollout_batch"):
+        with pytest.raises(UsageError, match=r"prepare_batch or load_state still wait.*use a separate dispatcher"):
             dispatcher.rollout_batch([next(rows)], Ticking())
         engine.set_version(1)
         dispatcher.set_version(1)
         assert used + row_numbers(dispatcher.prepare_batch(rows, Ticking())) == [0, 1]
+
+
+def test_an_evaluation_does_not_wait_behind_rows_that_were_read_ahead():
+    with dispatching(batch=1, eta=1, most=1, stall_timeout_s=5) as (dispatcher, engine):
+        rows = rows_of([""], [1])
+        used = row_numbers(dispatcher.prepare_batch(rows, Ticking()))
+        with pytest.raises(UsageError, match=r"prepare_batch or load_state still wait.*use a separate dispatcher"):
+            dispatcher.rollout_batch([{"row": 99, "ticks": 1}], Ticking())
+        for version in (1, 2, 3):
+            engine.set_version(version)
+            dispatcher.set_version(version)
+            used += row_numbers(dispatcher.prepare_batch(rows, Ticking()))
+        assert used == [0, 1, 2, 3]
 
 
 def test_close_closes_every_workflow_even_if_one_cannot_be_closed(caplog):

@@ -25,6 +25,8 @@ from areno.rollouts.workflows.base import GroupedRolloutWorkflow, RolloutWorkflo
 from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
+from areno.serving.generation import Generation as ServedGeneration
+from areno.serving.metrics import ServingMetrics
 from areno.types import Request, SamplingParams
 from tests.experiments.stage import Generation, open_engine
 
@@ -167,6 +169,18 @@ def test_an_exception_while_a_shared_engine_generates_aborts_the_running_answers
     assert len(future.result(timeout=0).sequences[0].resp_tokens) == 20, "an orderly exit waits"
 
 
+def test_a_request_that_is_cancelled_before_a_shared_engine_generates_ends_without_tokens(engine):
+    async def cancelled() -> list[Any]:
+        request = Request([5, 6], SamplingParams(max_new_tokens=3), [1])
+        waiting = ServedGeneration(SharedEngine(engine), ServingMetrics(), [request], ended.set, streams=True)
+        waiting.cancel()
+        return [tokens async for tokens in waiting.tokens()]
+
+    ended = threading.Event()
+    assert asyncio.run(cancelled()) == []
+    assert ended.is_set()
+
+
 class one_batch:  # noqa: N801  (reads as a function)
     def __init__(self, engine: Any, gconfig: Generation, *, n_samples: int = 2, batch: int = 1, seed: int = 0) -> None:
         workflow = RLVRWorkflow(AsyncReward(one), gconfig, engine.tokenizer)
@@ -286,6 +300,10 @@ def test_settings_without_effect_and_prompts_without_room_are_refused():
         sampling_params(Generation(use_beam_search=True), 4)
     with pytest.raises(DataError, match="a prompt of 300 tokens leaves no room for an answer within 256"):
         sampling_params(Generation(), 300)
+    with pytest.raises(DataError, match=r"within 256 tokens; raise gconfig\.max_tokens, or drop long prompts"):
+        sampling_params(Generation(), 300, 1000)
+    with pytest.raises(DataError, match="within 32 tokens; drop long prompts"):
+        sampling_params(Generation(), 300, 32)
     with pytest.raises(UsageError, match="gconfig: temperature must be above 0"):
         sampling_params(replace(Generation(), temperature=0.0), 4)
 

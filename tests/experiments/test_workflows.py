@@ -25,7 +25,7 @@ from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.trajectory import check_trajectory, make_trajectory, samples_of, train_sequences
-from areno.rollouts.workflows.base import RolloutWorkflow
+from areno.rollouts.workflows.base import RolloutWorkflow, as_trajectory
 from areno.rollouts.workflows.multi_turn import TRY_AGAIN, MultiTurnWorkflow
 from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
@@ -267,6 +267,14 @@ def test_the_error_for_an_invalid_trajectory_names_the_key(change, message):
         check_trajectory(trajectory)
 
 
+def test_a_trajectory_without_rows_is_a_rejected_episode():
+    row = TrajectoryRow([1, 2], [False, True], [False, True], [0] * 2, [0.0, -1], [-1, 0], 1.0, False, list)
+    trajectory = make_trajectory([(row, 1.0)])
+    assert as_trajectory(trajectory) is trajectory
+    for check in (False, True):
+        assert as_trajectory({name: values[:0] for name, values in trajectory.items()}, check) is None
+
+
 @given(st.lists(st.one_of(st.none(), st.integers(-3, 3)), max_size=8), st.sampled_from([0.0, 0.5, 1.0]))
 def test_discounted_returns_are_sums_over_the_remaining_rewards(rewards, gamma):
     wanted = [sum((r or 0) * gamma**k for k, r in enumerate(rewards[i:])) for i in range(len(rewards))]
@@ -322,3 +330,12 @@ def test_an_agent_is_wrapped(named):
 def test_invalid_workflows_and_arguments_are_refused(named, kwargs, message):
     with pytest.raises(UsageError, match=message):
         resolve_workflow(named, Generation(), workflow_kwargs=kwargs)
+
+
+def test_an_error_inside_a_constructor_is_not_blamed_on_its_arguments():
+    class Faulty(Plain):
+        def __init__(self) -> None:
+            self.total = 1 + None  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        resolve_workflow(Faulty, Generation())

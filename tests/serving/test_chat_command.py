@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -76,6 +77,32 @@ def test_an_unreachable_server_and_a_refused_request_are_reported(taught):
     done = piped("hi\n", "--base-url", taught.base_url, "--model", "other")
     assert done.returncode == 1
     assert "status 404: model: 'other' is not served" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (b"[1]", r"did not answer with a JSON object: b'\[1\]'; check --base-url"),
+        (b"<html>", "did not answer with a JSON object: b'<html>'; check --base-url"),
+        (b'data: {"error": "too many requests"}\n\n', "v1: too many requests"),
+        (b'data: {"error": {"message": "too many requests"}}\n\n', "v1: too many requests"),
+    ],
+)
+def test_an_unusual_answer_is_reported(page, message):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page)
+
+        def do_POST(self):
+            self.do_GET()
+
+    with HTTPServer(("127.0.0.1", 0), Page) as unusual:
+        threading.Thread(target=unusual.handle_request, daemon=True).start()
+        client = ChatClient(f"http://127.0.0.1:{unusual.server_address[1]}/v1")
+        with pytest.raises(ArenoError, match=message):
+            list(client.stream({"messages": []})) if page.startswith(b"data") else client.first_model()
 
 
 def test_a_connection_that_ends_during_an_answer_is_reported():

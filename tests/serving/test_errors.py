@@ -40,6 +40,7 @@ def error_of(answer, status):
         ({**CHAT, "n": 100}, "n", "limit of 32"),
         ({**CHAT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({**CHAT, "stop": ""}, "stop", "at least 1 character"),
+        ({**CHAT, "stop": ["x"] * 17}, "stop", "at most 16 items"),
         ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs", "requires logprobs"),
         ({**CHAT, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
@@ -93,6 +94,30 @@ def test_bad_completion_fields_are_named(server, body, param, message):
     error = error_of(server.post("/v1/completions", body), 400)
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("responses", {"text": {"format": {"type": "text", "x": "\ud800"}}}, "text", "unpaired surrogate"),
+        ("responses", {"tool_choice": {"\ud800": 1}}, "tool_choice", "unpaired surrogate"),
+        ("responses", {"tool_choice": "required"}, "tool_choice", "requires tools"),
+        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice", "requires tools"),
+        ("messages", {"system": [{"type": "text", "text": None}]}, "messages", "a text block has the text None"),
+    ],
+)
+def test_bad_fields_of_other_protocols_are_named(server, path, body, param, message):
+    needed = {"responses": {"input": "hi"}, "messages": {"messages": CHAT["messages"], "max_tokens": 2}}[path]
+    answer = httpx.post(f"{server.base_url}/{path}", content=dumps(needed | body), headers=JSON, timeout=30)
+    error = error_of(answer, 400)
+    assert (error["param"], message in error["message"]) == (param, True), error
+
+
+def test_deeply_nested_arguments_of_a_call_are_text(server):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 5000}}
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "x", "tool_calls": [call]}, *CHAT["messages"]]
+    error = error_of(server.post("/v1/chat/completions", {**CHAT, "messages": messages}), 400)
+    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

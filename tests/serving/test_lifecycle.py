@@ -65,6 +65,17 @@ def test_a_signal_during_loading_ends_the_process_at_once(sharp_checkpoint):
     assert "Traceback" not in output
 
 
+def test_a_server_does_not_need_a_reader_of_its_output(sharp_checkpoint):
+    process, url = begin(sharp_checkpoint, *SIZES)
+    process.stdout.close()  # as `areno serve | head -1` does
+    try:
+        wait_ready(url)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_the_reason(tmp_path, sharp_checkpoint):
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -14,11 +14,13 @@ import pytest
 
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
+from areno.rollouts.conversation.agent_server import AgentServer
 from areno.serving import connections, service
 from areno.serving.errors import ApiError
 from areno.serving.schemas import MAX_DEPTH, MAX_VALUES, measure
 from areno.serving.server import ServerThread
 from areno.serving.service import Service, ServingConfig
+from areno.types import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -301,6 +303,21 @@ def test_a_request_that_is_slow_to_prepare_blocks_no_other_and_times_out(engine,
         made.close()
 
 
+def test_requests_of_agents_may_wait_long_for_the_thread_that_prepares_them(engine, monkeypatch):
+    monkeypatch.setattr(service, "PREPARE_TIMEOUT_S", 0.3)
+    agents = AgentServer(engine, SamplingParams(), None, model_name="policy")
+    made = Service(ServingConfig(model_name="policy"), engine, agents)
+
+    async def in_turn():
+        return await asyncio.gather(*(made.prepare(lambda: time.sleep(0.1) or "done", samples=1) for _ in range(6)))
+
+    try:
+        assert asyncio.run(in_turn()) == ["done"] * 6
+    finally:
+        made.close()
+        agents.stop()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_preparation_and_generation_share_the_timeout(engine, stream):
     made, release = make_service(engine, request_timeout_s=4), threading.Event()
@@ -321,6 +338,19 @@ def test_preparation_and_generation_share_the_timeout(engine, stream):
     assert answer.status_code == (200 if stream else 504)
     assert "timed out after 4 s" in answer.text
     assert 4 <= took < 6.5
+
+
+def test_a_client_that_reads_slowly_gets_the_error_of_the_timeout(engine):
+    """The response exceeds the buffers, so the server waits for the client when the time is up."""
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}
+    content = json.dumps(body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\nConnection: close"
+    with ServerThread(make_service(engine, request_timeout_s=3)) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(address(server))
+        sock.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n{content}".encode())
+        time.sleep(3.5)
+        assert "timed out after 3 s" in read_to_end(sock)[-400:]
 
 
 def test_many_threads_prepare_the_same_tokens_as_one(server, engine):

@@ -67,11 +67,13 @@ def _as_text(fields: Mapping[str, Any]) -> str:
 
 
 def _call(call: Any) -> tuple[str, str]:
-    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):  # the chat template refuses the call
+        return "", _as_text({"call": call})
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return str(function.get("name")), arguments
     return str(function.get("name")), json.dumps(arguments, sort_keys=True, default=str)

@@ -109,7 +109,8 @@ class ConversationRecorder:
                 turns = [turn for turn in self.turns if name in (turn.id, turn.response_id)]
             if not turns:
                 latest = ", ".join(turn.response_id for turn in self.turns[-3:]) or "none"
-                raise ValueError(f"this session has no answer with the id {response_id!r}; the latest are: {latest}")
+                which = "with tokens" if response_id is None else f"with the id {response_id!r}"
+                raise ValueError(f"this session has no answer {which}; the latest answers are: {latest}")
             for turn in turns:
                 turn.reward = reward
 

@@ -41,7 +41,7 @@ class ServerWeightTransfer:
         self.newest: tuple[Path, int] | None = None
         self._channel, self._broadcast, self._torn = channel, False, False
         self._probe = [(7 * index + 3) % vocab_size for index in range(_PROBE_TOKENS)]
-        self._max_gap = _MAX_GAP["float32" in server.arguments]
+        self._max_gap = _MAX_GAP[any(word.endswith("float32") for word in server.arguments)]
         self._scratch: dict[Path | None, ScratchFolder] = {}
         self._checked = False
 

@@ -4,7 +4,6 @@ All calls run in one thread with an event loop. The server is a process that are
 """
 
 import asyncio
-import functools
 import itertools
 import threading
 import time
@@ -178,6 +177,9 @@ class ServerReplica:
             failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             await self._abandon_if_unhealthy(failure)
             self._end(entry, failure)
+            if request.n > 1 and not self.workers.failed:
+                with suppress(EngineError):  # the other samples are of no use
+                    await self.calls.abort(self._http, entry.rids)
         else:
             self._end(entry, RolloutResult(sequences))
 
@@ -326,12 +328,16 @@ class ServerReplica:
             opened = list(self._open.values())
         for entry in opened:
             self._end(entry, EngineError("the replica is closed"))
-        self._loop.call_soon_threadsafe(functools.partial(_stop, self._loop))
+        self._begin(self._end_calls())
         self._thread.join()
         self._loop.close()
 
-
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.call_soon(loop.stop)
+    async def _end_calls(self) -> None:
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        try:
+            await asyncio.gather(*calls, return_exceptions=True)
+            await self._http.aclose()
+        finally:
+            self._loop.stop()

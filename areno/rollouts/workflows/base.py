@@ -96,7 +96,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors. Returns None for a rejected episode (None or an empty dictionary).
+    """Convert the result of a workflow to tensors. Returns None for a rejected episode (None, or a result without rows).
 
     With ``check``, the keys, shapes and numbers of tensors are checked.
 
@@ -111,7 +111,7 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
         return {**trajectory, "num_turns": torch.tensor([interaction.num_turns for interaction in interactions])}
     if check or not isinstance(result, dict) or "input_ids" not in result:
         check_trajectory(result)
-    return result
+    return result if len(result["input_ids"]) else None
 
 
 class Episodes:

@@ -30,6 +30,7 @@ class AgentProcesses:
         self._slots = asyncio.Semaphore(workers)
         self._idle: list[WorkerProcess] = []
         self._busy: set[WorkerProcess] = set()
+        self._closed = False
         self._threads = ThreadPoolExecutor(workers, "areno-agent-process")
 
     async def run(
@@ -61,9 +62,9 @@ class AgentProcesses:
         raise AgentError(f"the agent failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
-        """Return a process to the pool if the process has answered. Otherwise kill the process."""
+        """Return a process to the open pool if the process has answered. Otherwise kill the process."""
         self._busy.discard(worker)
-        if asked.done() and not asked.cancelled() and asked.result()[0] != "died":
+        if not self._closed and asked.done() and not asked.cancelled() and asked.result()[0] != "died":
             self._idle.append(worker)
             return
         worker.stop()
@@ -71,6 +72,7 @@ class AgentProcesses:
 
     def close(self) -> None:
         """Kill all processes, including busy processes."""
+        self._closed = True
         for worker in self._busy:
             worker.stop()  # the call of `run` that waits for the worker closes it
         for worker in self._idle:

@@ -41,12 +41,14 @@ def resolve_workflow(
     if isinstance(workflow, str):
         workflow = named_object(workflow, option="workflow")
     if inspect.isclass(workflow):
-        parameters = inspect.signature(workflow).parameters
-        more = {name: value for name, value in (offered or {}).items() if name in parameters}
+        signature = inspect.signature(workflow)
+        given = {name: value for name, value in (offered or {}).items() if name in signature.parameters}
+        given |= workflow_kwargs or {}
         try:
-            workflow = workflow(**more | (workflow_kwargs or {}))
+            signature.bind(**given)
         except TypeError as error:
             raise UsageError(f"workflow {name_of(workflow)} does not accept workflow_kwargs: {error}") from error
+        workflow = workflow(**given)
     elif workflow_kwargs:
         names = ", ".join(workflow_kwargs)
         raise UsageError(

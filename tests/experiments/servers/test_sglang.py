@@ -23,6 +23,8 @@ from areno.types import Request, SamplingParams
 from tests.experiments.fleet.support import wait_until
 
 PROMPT = [5, 6, 7]
+FAILS = 13
+"""A seed for which the server's answer is incomplete."""
 
 
 class Protocol(BaseHTTPRequestHandler):
@@ -61,6 +63,8 @@ class Protocol(BaseHTTPRequestHandler):
             ]
             return {"output_ids": [1], "meta_info": {"input_token_logprobs": entries}}
         count, reason = body["sampling_params"]["max_new_tokens"], {"type": "length"}
+        if body["sampling_params"]["sampling_seed"] == FAILS:
+            return {"output_ids": []}
         if count == 40:  # the server aborts by itself
             count, reason = 2, {"type": "abort", "message": "retracted"}
         if count == 50:  # runs until it is aborted
@@ -154,6 +158,26 @@ def test_an_answer_that_the_server_aborted_is_an_error_and_not_a_short_answer(re
         ask(replica, 40).result(10)
 
 
+def test_a_failed_sample_aborts_the_others_of_its_request(replica, server):
+    [future] = replica.submit([Request(PROMPT, SamplingParams(max_new_tokens=50), [7, FAILS])])
+    with pytest.raises(EngineError):
+        future.result(5)
+    asked = {
+        body["sampling_params"]["sampling_seed"]: body["rid"] for path, body in server.heard if path == "/generate"
+    }
+    wait_until(lambda: ("/abort_request", {"rid": asked[7]}) in server.heard, 5)
+    assert ask(replica).result(10).sequences[0].resp_tokens == [10, 11, 12]
+
+
+def test_a_closed_replica_has_closed_its_connections(server, tiny_checkpoint):
+    replica = join(server, tiny_checkpoint)
+    running = ask(replica, 50)
+    replica.close()
+    assert replica._http.is_closed
+    with pytest.raises(EngineError, match="the replica is closed"):
+        running.result(0)
+
+
 def test_a_grammar_fails_only_its_own_request(replica):
     router = RequestRouter()
     router.enter(0, replica)
@@ -186,6 +210,22 @@ def test_a_joined_server_is_one_replica(server, tiny_checkpoint, tmp_path):
         with pytest.raises(UsageError, match=r"--add http://127\.0\.0\.1:1 is repeated"):
             fleet.resize(3, ["http://127.0.0.1:1", "http://127.0.0.1:1/"])
         assert fleet.size() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"), [((), "0.3"), (("--dtype", "float32"), "0.01"), (("--dtype=float32",), "0.01")]
+)
+def test_the_limit_of_the_log_prob_gap_depends_on_the_dtype(server, tiny_checkpoint, tmp_path, arguments, limit):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    joined = ServerOptions(product="sglang", addresses=(url,), arguments=arguments)
+    with (
+        closing(Engine(str(tiny_checkpoint), EngineConfig())) as trainer,
+        closing(
+            RolloutFleet(str(tiny_checkpoint), EngineConfig(), FleetOptions(log_folder=tmp_path, server=joined))
+        ) as fleet,
+        pytest.raises(EngineError, match=rf"\(limit: {limit}\)"),
+    ):
+        fleet.update_weights(trainer, 1, verify=True)
 
 
 def test_a_server_that_dies_before_its_weights_are_verified_is_restarted(server, tiny_checkpoint, tmp_path):
