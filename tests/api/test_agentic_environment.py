@@ -268,6 +268,16 @@ def test_demonstrations_equal_the_conversation_rendered_by_the_template(tokenize
     assert [row["response"].count("<tool_call>") for row in rows] == [1, 0, 2]
 
 
+def test_demonstrations_end_with_the_end_of_turn_if_it_is_not_the_eos_token(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    other = load_tokenizer(str(tmp_path))
+    other.eos_token = "<eos>"
+    conversation = [{"role": "user", "content": "a"}, says("b"), {"role": "user", "content": "c"}, says("d")]
+    rows = demonstration_rows(other, conversation, [])
+    end = tokenizer.eos_token  # with which the template ends a turn
+    assert [row["response"] for row in rows] == [f"b{end}", f"d{end}"]
+
+
 def test_demonstrations_refuse_a_template_that_rewrites_the_conversation(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     forgetful = load_tokenizer(str(tmp_path))
