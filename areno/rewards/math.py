@@ -64,8 +64,8 @@ def math_verify_reward(completion: str, answer: Any) -> float:
     gold = parse(_boxed(final, warn=True), parsing_timeout=limit)
     if not gold:
         raise RewardError(f"math-verify cannot parse the reference answer {text!r}; drop such rows in the loader")
-    if (right := _words(final)) is not None and (given := _words(_final(completion))) is not None:
-        return float(given == right)
+    if (right := _words(final)) is not None and (answered := _words(_final(completion))) is not None:
+        return float(answered == right)
     box = completion.rfind("\\boxed")
     prediction = parse(completion if box < 0 else _boxed(completion[box:]), parsing_timeout=limit)
     return float(verify(gold, prediction, timeout_seconds=limit))

@@ -252,6 +252,18 @@ def test_opening_answers_of_an_environment_are_not_replayed():
     assert asyncio.run(environment_reward(WithExample)(record)) == 1.0
 
 
+def test_an_answer_that_was_cut_off_while_thinking_is_not_replayed():
+    class Silent(Countdown):
+        def step(self, answer):
+            assert answer.text or answer.results
+            return super().step(answer)
+
+    messages = [{"role": "user", "content": "x"}, take(2), {"role": "assistant", "content": "", "reasoning": "so"}]
+    for start, reward in ((2, 1.0), (5, 0.0)):
+        record = RewardRecord(messages=messages, source_record={"start": start}, metadata={"finish_reason": "length"})
+        assert asyncio.run(environment_reward(Silent)(record)) == reward
+
+
 def test_demonstrations_equal_the_conversation_rendered_by_the_template(tokenizer):
     answers = iter([take(2), says("and now?"), take(1, 2)])
     messages, tools = asyncio.run(demonstrate(Countdown(), {"start": 5}, lambda _: next(answers)))

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -229,27 +228,6 @@ def test_generation_of_an_evaluation_does_not_count_in_a_training_steps_times(tr
     stats = trainer.train([row], sft_loss_fn, 1)
     assert stats["step_rollout_time_s"] == 0.0
     assert stats["step_e2e_time_s"] == pytest.approx(stats["step_train_time_s"])
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_an_evaluation_leaves_the_times_of_the_step_as_they_are(trainer, inside, caplog):
-    row = TrainSequence(prompt_mask=[True, False], tokens=[5, 6], logprobs=[0.0, -1.0], advantages=[0.0, 0.0])
-
-    def slow_rewards(records, token_rows):
-        time.sleep(1.0)
-        return zero_rewards(records, token_rows)
-
-    with trainer.rollout_session(sampling_params=SAMPLING, proxy=False):
-        trainer.rollout_token_batch([[5, 6]], 1, SAMPLING)
-        time.sleep(0.1)
-        if inside:
-            evaluate(trainer, slow_rewards)
-    with caplog.at_level("INFO"):
-        if not inside:
-            evaluate(trainer, slow_rewards)
-        assert not [line for line in caplog.messages if line.startswith("time rollout=")]
-    stats = trainer.train([row], sft_loss_fn, 1)
-    assert 0.1 <= stats["step_rollout_time_s"] <= stats["step_e2e_time_s"] - stats["step_train_time_s"] < 1.0
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
