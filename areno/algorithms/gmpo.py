@@ -39,13 +39,12 @@ def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> t
     advantage = sequence_means(advantages_of(data_pack), data_pack)
     sign = torch.where(advantage > 0, 1.0, -1.0)[ids]
     difference = log_difference(data_pack, logprobs)
-    clipped = sign * difference > knobs.gmpo_clip_eps
+    clipped = (sign * difference > knobs.gmpo_clip_eps) & (advantage != 0)[ids]
     bounded = torch.where(clipped, sign * knobs.gmpo_clip_eps, difference)
     ratio = ratio_of(sequence_means(bounded.to(difference.dtype), data_pack))
     loss, metrics = with_kl(over_sequences(-advantage * ratio), None, 0.0)
     metrics |= policy_metrics(data_pack, logprobs, ratio_of(difference))
-    flags = TokenFlags(clipped & (advantage != 0)[ids])
-    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask), "clipped": flags}
+    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask), "clipped": TokenFlags(clipped)}
 
 
 SPEC = AlgorithmSpec("gmpo", default_loss=gmpo_loss_fn, options=GMPOOptions, min_samples=2)

@@ -120,9 +120,8 @@ def evaluate_prompts(
         policy = partial(
             _completions, trainer, sampling=sampling, n_samples=n_samples, max_running=max_running, seed=seed
         )
-    metrics = measure(batches, answers or policy, rewards, n_samples, on_scored)
-    trainer.clock.close_step()  # excludes this generation from the times of the next training step
-    return metrics
+    with trainer.clock.paused():
+        return measure(batches, answers or policy, rewards, n_samples, on_scored)
 
 
 def eval_batch_size(max_running: int, n_samples: int) -> int:

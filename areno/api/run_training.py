@@ -129,7 +129,7 @@ def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequenc
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
     for source, rows in ((options.dataset_path, dataset), (options.eval_dataset_path, held_out)):
-        if needs is not None and rows and (problem := row_problem(needs, rows[0], str(source))):
+        if needs is not None and rows is not None and (problem := row_problem(needs, rows[0], str(source))):
             raise DataError(problem)
 
 

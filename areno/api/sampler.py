@@ -57,6 +57,18 @@ class StepClock:
         self.trained_s = self.trained_at - start
         self._train_s += self.trained_s
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the ``with`` block, and its rollouts, from the times of the step."""
+        rollout, starts, paused_at = self._rollout_s, (self._rollout_start, self._step_start), time.perf_counter()
+        self._rollout_start = self._step_start = None
+        try:
+            yield
+        finally:
+            pause = time.perf_counter() - paused_at
+            self._rollout_s = rollout
+            self._rollout_start, self._step_start = (None if start is None else start + pause for start in starts)
+
     def close_step(self, ended: float | None = None) -> dict[str, float]:
         """End the step (now, or at ``ended``), log and return its times, and reset the clock.
 

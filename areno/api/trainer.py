@@ -16,7 +16,7 @@ from areno.api.datasets import iter_prompt_batches
 from areno.api.evaluation import evaluate_prompts
 from areno.api.sampler import Sampler, running_sequences
 from areno.api.session import RolloutSession
-from areno.errors import RewardError, UsageError
+from areno.errors import CheckpointError, RewardError, UsageError
 from areno.observability.scalars import step_scalars
 from areno.observability.tensorboard import EventWriter
 from areno.rewards.worker import as_reward
@@ -330,10 +330,17 @@ class Trainer(Sampler):
             self._sampled_at = before  # answers of an evaluation are not trained on
 
     def save_checkpoint(self, path: str) -> str:
-        """Write weights, configuration and tokenizer in Hugging Face format. Returns the path."""
+        """Write weights, configuration and tokenizer in Hugging Face format. Returns the path.
+
+        Raises CheckpointError: the folder cannot be written.
+        """
         arguments.of_type("path", path, str | os.PathLike)
-        Path(path).mkdir(parents=True, exist_ok=True)
-        self.backend.save_model(Path(path))
+        backend = self.backend
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            backend.save_model(Path(path))
+        except OSError as error:
+            raise CheckpointError(f"cannot save a checkpoint to {path}: {error}; choose another folder") from error
         return str(path)
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[s
     except ValueError as error:
         yield f"--algo {spec.name}: {error}"
         return
-    if isinstance(knobs, PolicyLossOptions) and knobs.use_decoupled_loss and not knobs.needs_proximal:
+    if isinstance(knobs, PolicyLossOptions) and knobs.use_decoupled_loss and knobs.prox_logp_method != "recompute":
         yield (
             f"--prox-logp-method {knobs.prox_logp_method} needs weight versions, which only areno run passes to a loss; use "
             "recompute"

@@ -108,6 +108,12 @@ def reads_bounds(loss_fn: LossFn) -> bool:
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_bounds", False))
 
 
+def name_of(loss_fn: LossFn) -> str:
+    """The name of a loss in messages."""
+    inner = _unwrapped(loss_fn)[0]
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
 def knobs_of(loss_fn: LossFn) -> Any:
     """The argument ``knobs`` that ``functools.partial`` binds to a loss; None if ``knobs`` is not bound."""
     return _unwrapped(loss_fn)[1].get("knobs")

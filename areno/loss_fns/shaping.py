@@ -77,7 +77,10 @@ class RewardShaping:
                     raise ValueError(f"overlong_reward_penalty needs {name} of at least {minimum}, got {value}")
 
     def penalty(self, tokens: int) -> float:
-        """Length penalty of an answer of ``tokens`` tokens, 0 or negative."""
+        """Length penalty of a row with ``tokens`` trained tokens, 0 or negative.
+
+        One answer gets at least -``overlong_penalty_factor``. A row of several turns can be longer and get less.
+        """
         if not self.overlong_reward_penalty:
             return 0.0
         assert self.overlong_tokens is not None

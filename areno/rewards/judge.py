@@ -14,13 +14,17 @@ from areno.errors import RewardError
 from areno.openai_client import OpenAIClient, ServerError
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_MAXIMUM = re.compile(r"(?<=\d)[\s*_(]*(?:/|out of)\s*\d+(?:\.\d+)?")  # as in "8/10", "**8**/10" and "8 (out of 10)"
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:\.\d+)?")  # the hyphen of "7-8" is not a sign
+_MAXIMUM = re.compile(
+    r"(?<=\d)[\s*_(]*(?:/|out of)\s*\d+(?:\.\d+)?"  # as in "8/10", "**8**/10" and "8 (out of 10)"
+    r"|\b(?:scale|range)(?:\s+(?:of|from))?\s*:?\s*\d+\s*(?:-|–|to)\s*\d+",  # as in "8 (on a scale of 0-10)"
+    re.IGNORECASE,
+)
 _TIMEOUT_S = 60.0
 
 
 class Judge:
-    """Asks a model for a grade and reads the last number of its response; "8/10" and "8 out of 10" are read as 8.
+    """Asks a model for a grade and reads the last number of its response; "8/10" and "8 on a scale of 0-10" are read as 8.
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.

@@ -5,7 +5,7 @@ without a box, math-verify searches the text. In a worker process, an answer tha
 such as a tower of powers, counts as wrong, so that it cannot stall a run.
 
 math-verify parses the content of a box as one expression, and ``72 dollars`` as 72 times seven letters. If words
-surround exactly one expression, the words are therefore removed.
+surround exactly one expression, the words are therefore removed. Answers of words only are compared as text.
 """
 
 import logging
@@ -32,6 +32,7 @@ _TOKEN = re.compile(
 _MATH_WORDS = frozenset({"and", "or", "pi", "mod", "sqrt", "exp", "log", "ln", "min", "max", "gcd", "lcm"})
 _MATH_WORDS |= {"sin", "cos", "tan", "cot", "sec", "csc"}
 _UNITS = frozenset({"cm", "mm", "km", "kg", "mg", "ml", "ft", "lb", "oz", "hr"})
+_PLAIN_TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
 _COMPARISONS = frozenset({"not", "than", "least", "most"})  # words that change the meaning of a number
 _REWRITES = (
     (re.compile(r"(?<![\d/.])(\d+)\s+(\d+)\s*/\s*(\d+)$"), r"\1\\frac{\2}{\3}"),  # 1 1/2
@@ -59,9 +60,12 @@ def math_verify_reward(completion: str, answer: Any) -> float:
     text = str(reference)
     # The library's timeout uses a signal, which works only in the main thread; in other threads the runner's deadline applies.
     limit = CHECK_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    gold = parse(_boxed(_final(text), warn=True), parsing_timeout=limit)
+    final = _final(text)
+    gold = parse(_boxed(final, warn=True), parsing_timeout=limit)
     if not gold:
         raise RewardError(f"math-verify cannot parse the reference answer {text!r}; drop such rows in the loader")
+    if (right := _words(final)) is not None and (answered := _words(_final(completion))) is not None:
+        return float(answered == right)
     box = completion.rfind("\\boxed")
     prediction = parse(completion if box < 0 else _boxed(completion[box:]), parsing_timeout=limit)
     return float(verify(gold, prediction, timeout_seconds=limit))
@@ -100,6 +104,16 @@ def _box_content(text: str) -> str | None:
     return None
 
 
+def _words(answer: str) -> str | None:
+    """The words of an answer, in lower case, if it consists of words; None for numbers and expressions such as ``2x``."""
+    content = _box_content(answer) if answer.startswith("\\boxed") else answer
+    text = _PLAIN_TEXT.sub(r"\1", content or "").replace("$", "").strip(" \n.,;:?!")
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    if not re.fullmatch(r"(?:[^\W\d_]|[\s,'’])+", text):
+        return None
+    return " ".join(words) if any(len(word) > 1 and word not in _MATH_WORDS for word in words) else None
+
+
 def _expression(text: str) -> str | None:
     """The single expression in a text, such as ``72`` in ``72 dollars.``; None for zero or several expressions."""
     words = [match["word"].lower() for match in _TOKEN.finditer(text) if match["word"]]
@@ -129,7 +143,7 @@ def _warn_of_text(text: str) -> None:
         return
     _text_warning_logged.set()
     _log.warning(
-        "the reference answer %r is not a single number or expression, so only a box with the same text is correct; "
+        "the reference answer %r is not a single number or expression, so only the same text is correct; "
         "drop such rows in the loader, or reduce them to their result (logged once)",
         text[:200],
     )

@@ -156,7 +156,9 @@ class Scorer:
                     async with deadline:
                         result = "value", index, as_reward(await self.function(self.load(payload)))
                 except BaseException as error:
-                    result = "error", index, timeout_text(self.timeout_s) if deadline.expired() else self._reason(error)
+                    result = "error", index, self._reason(error)
+                if deadline.expired():  # even if the function caught the cancellation
+                    result = "error", index, timeout_text(self.timeout_s)
                 self._report(*result, time.perf_counter() - started)
 
         await asyncio.gather(*(score(*job) for job in jobs))

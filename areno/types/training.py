@@ -19,7 +19,7 @@ _LISTS = (
 
 @dataclass(slots=True)
 class TrainSequence:
-    """A token sequence with the per-token inputs of the loss.
+    """A token sequence with the per-token inputs of the loss, which are lists; arrays are converted.
 
     Args:
         prompt_mask: True for context tokens, False for response tokens.
@@ -70,9 +70,12 @@ class TrainSequence:
     observed: int = field(default=-1, compare=False)
 
     def __post_init__(self) -> None:
-        for name in _LISTS:
-            if getattr(self, name) is None:
+        for name in (*_LISTS, "loss_mask"):
+            values = getattr(self, name)
+            if values is None and name != "loss_mask":
                 setattr(self, name, [])
+            elif hasattr(values, "tolist"):  # an array or a tensor
+                setattr(self, name, values.tolist())
         if self.temperature is None:
             self.temperature = self.logprobs.temperature if isinstance(self.logprobs, Logprobs) else 1.0
         else:

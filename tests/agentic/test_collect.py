@@ -217,8 +217,9 @@ def test_a_hanging_plain_function_is_abandoned_and_its_key_revoked(trainer, monk
         with client_of(ctx) as client:
             if place(items[0]) == BAD:
                 release.wait(30)
-                answer = httpx.get(ctx.base_url + "/models", headers={"Authorization": f"Bearer {ctx.api_key}"})
-                refused.append(answer.status_code)
+                for key in (ctx.api_key, ctx.get_api_key(items[0])):
+                    answer = httpx.get(ctx.base_url + "/models", headers={"Authorization": f"Bearer {key}"})
+                    refused.append(answer.status_code)
             turns = []
             for item in items:
                 if place(item) == BAD:
@@ -234,9 +235,9 @@ def test_a_hanging_plain_function_is_abandoned_and_its_key_revoked(trainer, monk
         only_bad_fails(collected, "timed out after 2 s")
         release.set()
         deadline = time.monotonic() + 10
-        while not refused and time.monotonic() < deadline:
+        while len(refused) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-    assert refused == [401]
+    assert refused == [401, 401]
     check_nothing_left(trainer)
 
 

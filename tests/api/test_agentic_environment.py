@@ -252,6 +252,18 @@ def test_opening_answers_of_an_environment_are_not_replayed():
     assert asyncio.run(environment_reward(WithExample)(record)) == 1.0
 
 
+def test_an_answer_that_was_cut_off_while_thinking_is_not_replayed():
+    class Silent(Countdown):
+        def step(self, answer):
+            assert answer.text or answer.results
+            return super().step(answer)
+
+    messages = [{"role": "user", "content": "x"}, take(2), {"role": "assistant", "content": "", "reasoning": "so"}]
+    for start, reward in ((2, 1.0), (5, 0.0)):
+        record = RewardRecord(messages=messages, source_record={"start": start}, metadata={"finish_reason": "length"})
+        assert asyncio.run(environment_reward(Silent)(record)) == reward
+
+
 def test_demonstrations_equal_the_conversation_rendered_by_the_template(tokenizer):
     answers = iter([take(2), says("and now?"), take(1, 2)])
     messages, tools = asyncio.run(demonstrate(Countdown(), {"start": 5}, lambda _: next(answers)))
@@ -266,6 +278,16 @@ def test_demonstrations_equal_the_conversation_rendered_by_the_template(tokenize
         assert whole.startswith(row["prompt"] + row["response"] + tokenizer.eos_token)
     assert rows[1]["response"] == "and now?"
     assert [row["response"].count("<tool_call>") for row in rows] == [1, 0, 2]
+
+
+def test_demonstrations_end_with_the_end_of_turn_if_it_is_not_the_eos_token(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    other = load_tokenizer(str(tmp_path))
+    other.eos_token = "<eos>"
+    conversation = [{"role": "user", "content": "a"}, says("b"), {"role": "user", "content": "c"}, says("d")]
+    rows = demonstration_rows(other, conversation, [])
+    end = tokenizer.eos_token  # with which the template ends a turn
+    assert [row["response"] for row in rows] == [f"b{end}", f"d{end}"]
 
 
 def test_demonstrations_refuse_a_template_that_rewrites_the_conversation(tmp_path, tokenizer):

@@ -242,6 +242,25 @@ def test_an_objects_public_methods_are_its_tools_and_keep_its_state():
     assert asyncio.run(several()) == ["5", "10", "closed"]
 
 
+def only_arguments(size: Annotated[int, {"unit": "m"}, "in meters"], parts: list[Annotated[str, []]]) -> None:
+    """Args:
+    parts: names
+        of the parts.
+    """
+
+
+def test_a_docstring_may_have_only_arguments_and_hints_may_have_further_annotations():
+    schema = Tool(only_arguments).schema["function"]
+    assert schema["description"] == ""
+    assert schema["parameters"]["properties"] == {
+        "size": {"type": "integer", "description": "in meters"},
+        "parts": {"type": "array", "items": {"type": "string"}, "description": "names of the parts."},
+    }
+
+
+def not_a_hint(value: [int]) -> None: ...
+
+
 def no_hint(value): ...
 
 
@@ -263,6 +282,7 @@ def unknown_name(value: Missing) -> None: ...  # noqa: F821
         (no_hint, "tool no_hint, parameter value: has no type hint"),
         (any_number, "parameter values: models pass arguments by name"),
         (odd_type, "parameter value: .*complex.* has no JSON representation"),
+        (not_a_hint, r"tool not_a_hint, parameter value: \[<class 'int'>\] has no JSON representation"),
         (odd_keys, "keys of JSON objects are text"),
         (unknown_name, "tool unknown_name: its type hints cannot be resolved: name 'Missing'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer, TrainSequence
 from areno.api.agentic import AgentBatch
@@ -121,6 +122,8 @@ def test_arrays_of_token_ids_are_accepted(trainer):
     ("values", "message"),
     [
         ({"runtime": {"attn_backend": "xx"}}, "runtime attn_backend must be one of flash, native, got 'xx'"),
+        ({"runtime": {"device": "gpu"}}, "runtime device 'gpu': unknown device; use auto, cpu, cuda or cuda:N"),
+        ({"runtime": {"device": "cpu:x"}}, "runtime device 'cpu:x': unknown device"),
         ({"runtime": {"speculate": -1}}, "runtime speculate must be at least 0"),
         ({"runtime": {"keep_rollout_state": "no"}}, "runtime keep_rollout_state must be True or False, got 'no'"),
         ({"runtime": {"kv_cache_tokens": 0}}, "runtime kv_cache_tokens must be at least 1"),
@@ -165,6 +168,15 @@ def test_a_wrong_configuration_value_is_a_usage_error(tmp_path, values, message)
 def test_wrong_sampling_parameters_are_refused(values, message):
     with pytest.raises((TypeError, ValueError), match=message):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_rows_may_be_made_of_arrays(kind):
+    lists = {"tokens": [5, 6, 7], "prompt_mask": [True, False, False], "logprobs": [0.0, -1.0, -0.5]}
+    lists |= {"advantages": [0.0, 1.0, 1.0], "loss_mask": [True, True, False]}
+    plain = TrainSequence(**lists)
+    assert TrainSequence(**{name: kind(values) for name, values in lists.items()}) == plain
+    assert TrainSequence(**lists | {"logprobs": kind([0.0, -1.0, -0.5])}, temperature=0.5).logprobs == plain.logprobs
 
 
 def test_other_data_classes_refuse_invalid_values():

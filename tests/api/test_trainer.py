@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 
 import httpx
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import areno
 from areno import ArenoConfig, SamplingParams, Trainer, TrainSequence
 from areno.api.backend.base import BackendType, get_backend
-from areno.errors import EngineError, UsageError
+from areno.errors import CheckpointError, EngineError, UsageError
 from areno.loss_fns import gspo_loss_fn
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -235,6 +236,24 @@ def test_an_error_in_a_loss_reaches_the_caller_and_the_trainer_stays_usable(trai
         assert trainer.rollout_token_batch([[5, 6]], 1, SAMPLING)[0].sequences[0].versions[0] == 1
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_evaluation_is_not_part_of_the_times_of_a_step(trainer, inside, caplog):
+    def evaluate():
+        trainer.evaluate([{"prompt": PROMPTS[0]}], lambda record: time.sleep(1.0) or 1.0, sampling_params=SAMPLING)
+
+    with session(trainer):
+        trainer.rollout_token_batch([[5, 6]], 1, SAMPLING)
+        time.sleep(0.1)
+        if inside:
+            evaluate()
+    with caplog.at_level("INFO"):
+        if not inside:
+            evaluate()
+        assert not [line for line in caplog.messages if line.startswith("time rollout=")]
+    stats = trainer.train([row([5], [6, 7])], lambda pack, logprobs: -logprobs.mean())
+    assert 0.1 <= stats["step_rollout_time_s"] <= stats["step_e2e_time_s"] - stats["step_train_time_s"] < 1.0
+
+
 def normalize_rewards(rewards):
     mean = sum(rewards) / len(rewards)
     deviation = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
@@ -311,6 +330,13 @@ def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(trainer, tmp_p
         logprobs = plain(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
     assert trainer.score_logprobs("actor", [rows[0].tokens])[0][1:] == pytest.approx(logprobs.tolist(), abs=1e-5)
     assert AutoTokenizer.from_pretrained(saved).chat_template == trainer.get_tokenizer().chat_template
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_checkpoint_error(shared, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match=f"cannot save a checkpoint to {path}: .*; choose another folder"):
+            shared.save_checkpoint(path)
 
 
 def test_tied_weights_stay_tied_through_training_and_reloading(tmp_path):

@@ -209,6 +209,15 @@ def test_wrong_training_input_is_refused(crowded, capsys, argv, message):
     assert sorted(path for path in crowded.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+def test_rows_in_an_array_are_checked_before_a_model_is_loaded(workspace, capsys):
+    rows = "np.array([{'question': '1+1?'}, {'question': '1+2?'}])"
+    (workspace / "array.py").write_text(
+        f"import numpy as np\ndef load_training_dataset(dataset_path, **_):\n    return {rows}\n"
+    )
+    assert main(["train", *GSPO, "--dataset-loader-fn", "array.py"]) == 2
+    assert "data.jsonl, row 1: dataset row must contain `prompt`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("argv", "message"), OTHER, ids=[message[:50] for _, message in OTHER])
 def test_wrong_commands_are_refused(workspace, capsys, argv, message):
     refused(argv, message, capsys)

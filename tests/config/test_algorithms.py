@@ -166,6 +166,7 @@ def test_flags_reach_the_knobs_of_a_preference_loss(workspace):
             ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
             "--prox-logp-method linear needs weight versions",
         ),
+        (["--algo", "icepop", "--prox-logp-method", "metrics"], "--prox-logp-method metrics needs weight versions"),
         (
             ["--algo", "dapo", "--rejection-sampling-upper", "5"],
             "rejection_sampling has no effect without use_decoupled_loss",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from areno.engine.train import step as step_module
 from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions, clip_factor, gradient_norm
 from areno.engine.train.schedule import LrSchedule
 from areno.engine.train.step import TrainStep
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.loss_fns import gspo_loss_fn, reduces_over, sft_loss_fn
 from areno.types import TrainSequence
 from tests.engine.test_model_families import random_rows
@@ -299,3 +301,29 @@ def test_rows_without_what_a_loss_reads_are_refused_with_the_remedy(lacking, rem
         with pytest.raises(ValueError, match=remedy):
             step.run(rows, loss_fn, 2)
     assert math.isfinite(step.run(rows, sft_loss_fn, 2)["loss"])  # which reads neither
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda loss: 1.5, r"my_loss returned 1\.5; return a tensor of one element"),
+        (lambda loss: None, "my_loss returned None; return"),
+        (lambda loss: torch.stack([loss, loss]), r"my_loss returned a tensor of shape \[2\]; return"),
+        (lambda loss: (loss, [("a", 1)]), r"my_loss returned \(a tensor of shape \[\], \[\('a', 1\)\]\); return"),
+        (lambda loss: (loss, {}, 1), r"my_loss returned \(a tensor of shape \[\], \{\}, 1\); return"),
+        (lambda loss: (loss, {"gap": "x"}), "my_loss returned 'x' as the statistic 'gap'; return a number"),
+        (lambda loss: (loss, {"gap": torch.ones(3)}), r"a tensor of shape \[3\] as the statistic 'gap'"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused_by_name(output, message):
+    def my_loss(pack, logprobs, scale):
+        return output(logprobs.sum() * scale)
+
+    with pytest.raises(UsageError, match=message):
+        make_step().run(random_rows(2), partial(my_loss, scale=2.0), 1)
+
+
+def test_statistics_of_a_loss_may_be_numbers_or_tensors():
+    values = {"a": 1, "b": np.float32(2.0), "c": torch.tensor([3.0]), "d": math.inf}
+    stats = make_step().run(random_rows(2), lambda pack, logprobs: (logprobs.sum(), values), 2)
+    assert [stats[name] for name in values] == [1.0, 2.0, 3.0, math.inf]

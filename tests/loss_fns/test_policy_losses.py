@@ -63,6 +63,7 @@ def test_gspo_equals_its_formula(batch, clip, kl):
 def test_gmpo_equals_its_formula(batch, eps):
     loss, metrics = gmpo_loss_fn(batch.pack, batch.logprobs, GMPOOptions(eps))
     assert float(loss) == pytest.approx(written_out.gmpo(batch.rows, eps), **EXACT)
+    assert value_of(metrics["clip_fraction"]) == pytest.approx(written_out.gmpo_clipped(batch.rows, eps), **EXACT)
     assert value_of(metrics["total_loss"]) == pytest.approx(float(loss), **EXACT)
 
 

@@ -75,6 +75,16 @@ def gmpo(rows, eps):
     return mean(losses)
 
 
+def gmpo_clipped(rows, eps):
+    """The share of the tokens whose ratio is clipped; a sequence with advantage 0 has no gradient to clip."""
+    flags = []
+    for row in rows:
+        advantage = mean([t["advantages"] for t in row])
+        gaps = [t["x"] - t["logprobs"] for t in row]
+        flags += [gap > eps if advantage > 0 else advantage < 0 and gap < -eps for gap in gaps]
+    return mean(flags)
+
+
 def ppo(rows, low, high, dual, kl_coef, kind, against):
     def token(t):
         policy = clipped(ratio_of(t["x"] - t["logprobs"]), t["advantages"], low, high, dual)

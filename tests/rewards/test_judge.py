@@ -87,6 +87,10 @@ def test_grades_out_of_bounds_are_clamped_and_words_are_an_error(stub):
         ("7.5 out of 10", 0.75),
         ("Both 1/2 parts; 6", 0.6),
         ("10", 1.0),
+        ("8 (on a scale of 0-10)", 0.8),
+        ("Score: 8, range 1-10", 0.8),
+        ("On a scale from 1 to 10, this is a 6.", 0.6),
+        ("I would rate this 7-8", 0.8),
     ],
 )
 def test_a_maximum_after_the_grade_is_not_the_grade(stub, reply, reward):

@@ -81,10 +81,30 @@ def test_words_around_a_result_do_not_change_it(result, answer):
         ("0", "1 000"),
         ("4", "July 4th, 2024"),
         ("London", "Paris"),
+        *(("Mot", text) for text in ("Tom", "\\text{Tom}", "so the answer is \\boxed{Tom}")),
+        ("\\text{silent}", "listen"),
+        ("BCA", "ABC"),
+        ("New York", "York New"),
     ],
 )
 def test_words_around_a_wrong_result_do_not_make_it_right(result, answer):
     assert math_verify_reward(f"so \\boxed{{{result}}}.", answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("\\boxed{\\text{new  york}}", "New York."),
+        ("The answer is $Paris$.", "Paris"),
+        ("\\boxed{y \\cdot x}", "xy"),
+        ("\\boxed{x*y}", "y*x"),
+        ("\\boxed{2yx}", "2xy"),
+        ("\\boxed{xy + 1}", "1 + yx"),
+        ("\\boxed{r\\pi}", "\\pi r"),
+    ],
+)
+def test_words_are_compared_as_text_and_products_of_letters_symbolically(completion, answer):
+    assert math_verify_reward(completion, answer) == 1.0
 
 
 def test_a_reference_without_a_single_result_is_warned_about_once(caplog):

@@ -46,6 +46,22 @@ def test_coroutine_past_its_deadline_is_cancelled_and_only_its_record_fails(rewa
     assert "no result within 0.4 s" in outcomes[1].error
 
 
+def test_the_value_of_a_coroutine_that_catches_its_cancellation_is_too_late(reward_file, records):
+    path = reward_file("""
+        import asyncio
+        async def reward_fn(record):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+            return 1
+    """)
+    with RewardRunner(path=path, timeout_s=0.4, workers=1, on_error="drop") as runner:
+        [outcome] = runner.run(records("a"))
+    assert outcome.value is None
+    assert "no result within 0.4 s" in outcome.error
+
+
 @pytest.mark.parametrize(("bad", "text"), [("block 60", "no result within 0.4 s"), ("die", "exit code 5")])
 def test_only_the_record_that_blocks_or_kills_the_event_loop_fails(reward_file, records, bad, text):
     with RewardRunner(path=reward_file(ASYNC), timeout_s=0.4, workers=1, on_error="drop") as runner:

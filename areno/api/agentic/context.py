@@ -20,7 +20,7 @@ class AgentContext:
     def __init__(self, server: AgentServer, seed: int) -> None:
         self.sampling_params, self.max_running_prompts = server.sampling, server.max_running_prompts
         self._server, self._seed = server, seed
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._shared = server.open(seed)
         self.api_key = self._shared.api_key
         self._own: dict[tuple[int, int], AgentSession] = {}
@@ -65,6 +65,7 @@ class AgentContext:
     def close(self) -> None:
         """Reject further requests; recorded turns remain available."""
         with self._lock:
+            self._closed = True
             for session in (self._shared, *self._own.values()):
                 self._server.end(session)
 
@@ -72,6 +73,8 @@ class AgentContext:
         with self._lock:
             if item.place not in self._own:
                 self._own[item.place] = self._server.open(derive_seed(self._seed, *item.place))
+                if self._closed:  # an abandoned agent is still running
+                    self._server.end(self._own[item.place])
             return self._own[item.place]
 
 

@@ -111,13 +111,18 @@ async def converse(
             break
         conversation.turns.append((len(conversation.messages), response))
         message: Message = {"content": "", **response.choices[0].message.model_dump(exclude_none=True)}
-        if response.choices[0].finish_reason == "length" and not (message["content"] or "tool_calls" in message):
+        if cut_off(message, response.choices[0].finish_reason):
             conversation.ending = "too long"
             break
         if not await take_answer(environment, conversation, message):
             conversation.ending = "over"
             break
     return conversation
+
+
+def cut_off(message: Mapping[str, Any], finish_reason: str | None) -> bool:
+    """Whether an answer ended at a limit before its first text or tool call. The environment does not see such an answer."""
+    return finish_reason == "length" and not (message.get("content") or message.get("tool_calls"))
 
 
 async def replay(environment: Environment, record: Mapping[str, Any], messages: Sequence[Message]) -> None:

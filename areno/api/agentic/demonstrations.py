@@ -78,11 +78,15 @@ def demonstration_rows(
         if message["role"] != "assistant":
             continue
         prompt = render_generation_prompt(tokenizer, messages[:index], tools=tools).text
-        longer = render_generation_prompt(tokenizer, messages[: index + 1], tools=tools).text
+        longer = render_generation_prompt(
+            tokenizer, messages[: index + 1], tools=tools, add_generation_prompt=False
+        ).text
         if not longer.startswith(prompt):
             raise UsageError(f"the chat template rewrites the messages before message {index}; use another template")
         response = longer[len(prompt) :]
-        if tokenizer.eos_token:
-            response = response.partition(tokenizer.eos_token)[0]
+        if tokenizer.eos_token and tokenizer.eos_token in response:
+            response = response.partition(tokenizer.eos_token)[0]  # SFT adds it again
+        else:
+            response = response.rstrip()  # the template ends turns with another token, after which it may add a newline
         rows.append({"prompt": prompt, "response": response})
     return rows

@@ -25,6 +25,7 @@ from areno.api.agentic.conversation_loop import (
     Answer,
     Environment,
     converse,
+    cut_off,
     replay,
     settled,
     tool_choice_field,
@@ -107,9 +108,11 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
     """Return a reward function that replays the conversation and returns the environment's reward."""
 
     async def reward_fn(record: RewardRecord) -> float:
-        environment = make()
+        environment, messages = make(), record.messages
+        if messages and cut_off(messages[-1], record.metadata.get("finish_reason")):
+            messages = messages[:-1]
         try:
-            await replay(environment, record.source_record, record.messages)
+            await replay(environment, record.source_record, messages)
             reward: float = await settled(environment.reward())
             return reward
         finally:

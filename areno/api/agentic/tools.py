@@ -12,9 +12,10 @@ import json
 import logging
 import math
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
@@ -199,8 +200,9 @@ def as_text(value: Any) -> str:
 def value_type_of(hint: Any, place: str) -> ValueType:
     """Return the JSON schema and the reader of a type hint. Raises UsageError, naming ``place``, if the hint has none."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _SCALARS:
-        return _SCALARS[hint]
+    kind = origin or (hint if isinstance(hint, Hashable) else None)
+    if kind in _SCALARS:
+        return _SCALARS[kind]
     if origin is typing.Annotated:
         texts = [text for text in arguments[1:] if isinstance(text, str)]
         inner = value_type_of(arguments[0], place)
@@ -211,9 +213,9 @@ def value_type_of(hint: Any, place: str) -> ValueType:
         return _one_of([(value, value) for value in arguments])
     if origin in (Union, types.UnionType):
         return _any_of([value_type_of(each, place) for each in arguments])
-    if (origin or hint) in _ARRAYS:
-        return _array(origin or hint, arguments, place)
-    if (origin or hint) in _OBJECTS:
+    if kind in _ARRAYS:
+        return _array(kind, arguments, place)
+    if kind in _OBJECTS:
         return _mapping(arguments, place)
     if inspect.isclass(hint):
         if issubclass(hint, enum.Enum):
@@ -361,7 +363,9 @@ def _public_methods(source: object) -> list[Callable[..., Any]]:
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return the first paragraph, and the entries of the ``Args:`` section by name."""
-    head, _, rest = text.partition("\nArgs:\n")
+    head, _, rest = f"\n{text}".partition("\nArgs:\n")
+    if not rest.startswith(" "):  # `inspect.getdoc` removes the indentation if the docstring has no other section
+        rest = textwrap.indent(rest, "    ")
     described: dict[str, str] = {}
     name = ""
     for line in rest.splitlines():

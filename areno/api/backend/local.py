@@ -172,7 +172,10 @@ def _device(name: str, devices: list[int] | None) -> torch.device:
         name = f"cuda:{devices[0] if devices else 0}" if available else "cpu"
     if not available and (problem := gpu_problem(name, 1, 0)):
         raise UsageError(problem)
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"runtime device {name!r}: unknown device; use auto, cpu, cuda or cuda:N") from error
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -258,7 +258,9 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         "Length of the penalized range before the limit, in tokens.",
         minimum=1,
     )
-    overlong_penalty_factor: float | None = setting(None, "Penalty at the length limit.", above=0)
+    overlong_penalty_factor: float | None = setting(
+        None, "Penalty at the length limit. A row of several turns can be longer and be penalized more.", above=0
+    )
     mask_no_eos_with_zero: bool = setting(False, "Give truncated answers no task reward, and do not train on them.")
     discount: float = setting(1.0, "Discount factor of rewards, per token.", minimum=0, maximum=1)
     gae_lambda: float = setting(1.0, "Lambda of generalized advantage estimation.", minimum=0, maximum=1)
