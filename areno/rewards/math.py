@@ -105,13 +105,13 @@ def _box_content(text: str) -> str | None:
 
 
 def _words(answer: str) -> str | None:
-    """The words of an answer, in lower case, if it consists of words; None for numbers and expressions such as ``2x``."""
+    """The words of an answer in lower case, if it consists of words; None for numbers and for expressions such as ``xy``."""
     content = _box_content(answer) if answer.startswith("\\boxed") else answer
     text = _PLAIN_TEXT.sub(r"\1", content or "").replace("$", "").strip(" \n.,;:?!")
     words = re.findall(r"[^\W\d_]+", text.lower())
     if not re.fullmatch(r"(?:[^\W\d_]|[\s,'’])+", text):
         return None
-    return " ".join(words) if any(len(word) > 1 and word not in _MATH_WORDS for word in words) else None
+    return " ".join(words) if any(len(word) > 2 and word not in _MATH_WORDS for word in words) else None
 
 
 def _expression(text: str) -> str | None:
