@@ -94,7 +94,7 @@ class TypedParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        match = re.fullmatch(r"argument (?:--[\w-]+, )*(--[\w-]+): (.*)", message)
+        match = re.fullmatch(r"argument (--[\w-]+)(?:/--[\w-]+)*: (.*)", message)
         flag, reason = match.groups() if match else ("", message)
         if reason.startswith("expected"):
             raise UsageError(

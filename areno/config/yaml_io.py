@@ -27,13 +27,15 @@ def _loader() -> "type[yaml.SafeLoader]":
     class UniqueKeyLoader(yaml.SafeLoader):
         """Rejects duplicate keys; PyYAML would silently use the last value."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for index, key in enumerate(keys):
-                if key in keys[:index]:
-                    mark = node.value[index][0].start_mark
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
-            return super().construct_mapping(node, deep)
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if key.tag == self.DEFAULT_SCALAR_TAG:  # text, and not the merge key <<
+                    if key.value in seen:
+                        raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                    seen.add(key.value)
+            return node
 
     return UniqueKeyLoader
 
