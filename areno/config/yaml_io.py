@@ -100,14 +100,17 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 def stored_values(options: TrainOptions) -> dict[str, Any]:
     """Return the values for ``config.yaml``: the options that the run reads, except those with ``stored=False``.
 
-    Paths are absolute, so that the run can be resumed from any folder.
+    ``activation_checkpointing`` is omitted while it is undecided, so that it stays undecided in a resumed run. Paths are
+    absolute, so that the run can be resumed from any folder.
     """
     spec = get_algorithm(options.algo)
-    unused = without_effect(options, spec)
+    omitted = set(without_effect(options, spec))
+    if options.recomputes is None:
+        omitted.add("activation_checkpointing")
     values = {
         entry.name: stored_value(entry, getattr(options, entry.name))
         for entry in options_of(TrainOptions)
-        if entry.info.stored and entry.name not in unused
+        if entry.info.stored and entry.name not in omitted
     }
     values |= options.extra
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

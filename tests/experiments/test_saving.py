@@ -206,6 +206,13 @@ def test_checkpoints_in_a_separate_root_are_locked_too(tmp_path):
         LoggingSetup.active = active
 
 
+def test_two_spellings_of_a_separate_root_are_locked_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for saver, recover in ((f"{tmp_path}/all", "~/all"), (f"{tmp_path}/all/", f"{tmp_path}/all"), ("~", str(tmp_path))):
+        with open_log(experiment(tmp_path, **{"saver.fileroot": saver, "recover.fileroot": recover})):
+            pass
+
+
 def test_only_the_user_can_access_the_default_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = config_from(SFT, SFTConfig)
