@@ -129,4 +129,4 @@ class ExperimentFolders:
                 f"cluster.fileroot {self.fileroot}: cannot create {error.filename or self.logs} "
                 f"({error.strerror or error}); choose another cluster.fileroot"
             ) from error
-        return run_dir.create()
+        return run_dir.create("choose another trial_name or cluster.fileroot")
