@@ -76,19 +76,24 @@ def load_training_dataset(
         default_loader(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn, default_loader)
     )
     origin = f"{option} {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
+    first = first_row(rows, origin, dataset_path)
+    if not isinstance(first, Mapping):
+        raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
+    checked: Sequence[Mapping[str, Any]] = rows
+    return checked
+
+
+def first_row(rows: Any, origin: str, dataset_path: str) -> Any:
+    """Return row 0. Raises UsageError, which begins with ``origin``, if there is none, or ``len()`` or indexing fails."""
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
     if len(rows) == 0:
         raise UsageError(f"{origin}: no rows in {dataset_path}")
     try:
-        first = rows[0]
+        return rows[0]
     except (KeyError, TypeError, IndexError) as error:
         splits = f"; choose one of {', '.join(map(str, rows))}" if isinstance(rows, Mapping) else ""
         raise UsageError(f"{origin}: {type(rows).__name__} has no row 0{splits}; it must support rows[i]") from error
-    if not isinstance(first, Mapping):
-        raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
-    checked: Sequence[Mapping[str, Any]] = rows
-    return checked
 
 
 def first_rows(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:

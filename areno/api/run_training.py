@@ -114,10 +114,13 @@ def locked_run(options: TrainOptions) -> Iterator[None]:
         "--save-path": options.checkpoint_path,
         "--metrics-log-dir": options.events_path,
     }
+    run, locked = options.run_path.resolve(), set[Path]()
     with ExitStack() as locks:
         for option, directory in directories.items():
-            if option == "--run-dir" or options.run_path.resolve() not in directory.resolve().parents:
+            folder = directory.resolve()
+            if folder not in locked and run not in folder.parents:
                 locks.enter_context(run_lock(directory, f"or choose another {option}"))
+                locked.add(folder)
         if options.resume is None and is_run(options.run_path):
             raise UsageError(f"--run-dir {options.run_path} already contains a run; choose another directory")
         yield

@@ -11,6 +11,9 @@ from areno.config.run_options import BasicOptions, CheckpointOptions, Evaluation
 from areno.config.train_options import LoraOptions, UpdateOptions
 from areno.errors import ArenoError
 
+OUTPUT_DIRECTORIES = ("run_dir", "save_path", "metrics_log_dir")
+"""Options that name a directory to write to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(

@@ -5,6 +5,7 @@ argparse only collects strings. `convert_values` converts strings and YAML value
 
 import argparse
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
-from areno.config.all_train_options import TrainOptions
+from areno.config.all_train_options import OUTPUT_DIRECTORIES, TrainOptions
 from areno.config.options import GROUPS, Option, convert, flag_of, nearest, options_of
 from areno.config.yaml_io import load_config
 from areno.errors import UsageError
@@ -94,7 +95,7 @@ class TypedParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        match = re.fullmatch(r"argument (?:--[\w-]+, )*(--[\w-]+): (.*)", message)
+        match = re.fullmatch(r"argument (--[\w-]+)(?:/--[\w-]+)*: (.*)", message)
         flag, reason = match.groups() if match else ("", message)
         if reason.startswith("expected"):
             raise UsageError(
@@ -202,10 +203,14 @@ def convert_values(
 
 
 def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explicit: frozenset[str]) -> TrainOptions:
-    """Create options from converted values; ``extra`` gets the values or defaults of the algorithm's own options."""
+    """Create options from converted values; ``extra`` gets the values or defaults of the algorithm's own options.
+
+    A leading ``~`` of an output directory is expanded.
+    """
     core_names = {entry.name for entry in options_of(TrainOptions)}
     extra = {entry.name: values.get(entry.name, entry.default) for entry in extra_options(spec)}
     core = {name: value for name, value in values.items() if name in core_names}
+    core |= {name: os.path.expanduser(core[name]) for name in OUTPUT_DIRECTORIES if core.get(name)}
     if ".py" not in core.get("algo", ".py"):
         core["algo"] = core["algo"].lower()  # registry names are case-insensitive, paths are not
     return TrainOptions(**core, extra=extra, explicit=explicit)

@@ -73,7 +73,8 @@ def replay_options(run: Path, argv: Sequence[str], out: Path) -> ReplayOptions:
     extra = {name: options.extra[name] for name in explicit - core}
     kept = stored.options.extra if options.algo == stored.options.algo else options.extra
     changes = {name: getattr(options, name) for name in explicit & core} | {"extra": kept | extra}
-    merged = replace(stored.options, **(_NOT_REPEATED | {"explicit": explicit, "run_dir": str(out)} | changes))
+    changes |= {"explicit": explicit | stored.options.explicit, "run_dir": str(out)}
+    merged = replace(stored.options, **(_NOT_REPEATED | changes))
     checked = replace(merged, **_UNREAD, device=resolved_device(merged.device, visible_gpus()))
     validate(checked, needs_data=False)
     return ReplayOptions(stored.options, merged)

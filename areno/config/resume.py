@@ -90,7 +90,8 @@ class StoredRun:
         problems = Problems()
         values = convert_values(raw, {entry.name: entry for entry in entries}, lambda name: f"{file}: {name}", problems)
         problems.raise_if_any()
-        return cls(path, replace(build_options(values, spec, frozenset()), run_dir=str(path)), entries)
+        explicit = frozenset({"activation_checkpointing"}) & values.keys()  # stored only if it was set
+        return cls(path, replace(build_options(values, spec, explicit), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
         """Return the options that affect results and differ, as (old, new). If ``names`` is given, only these options are
@@ -157,7 +158,7 @@ def _continue(options: TrainOptions, run: StoredRun) -> TrainOptions:
     )
     core = {entry.name for entry in options_of(TrainOptions)}
     changes: dict[str, Any] = {name: getattr(options, name) for name in options.explicit & core}
-    changes |= {"explicit": options.explicit, "run_dir": str(run.path), "resume": str(run.path)}
+    changes |= {"explicit": options.explicit | run.options.explicit, "run_dir": str(run.path), "resume": str(run.path)}
     changes["extra"] = run.options.extra | {name: options.extra[name] for name in options.explicit - core}
     merged = replace(run.options, **changes)
     _check_step(merged)

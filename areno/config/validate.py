@@ -12,7 +12,7 @@ from typing import Any
 from areno.config import hooks
 from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
-from areno.config.all_train_options import TrainOptions
+from areno.config.all_train_options import OUTPUT_DIRECTORIES, TrainOptions
 from areno.config.effects import without_effect
 from areno.config.machine import NO_MPS, tensor_parallel_problem
 from areno.config.options import Option, flag_of, nearest, options_of
@@ -350,7 +350,7 @@ def _rows_problem(reference: str, loader: str | None, option: str, split: str) -
 
 
 def _output_paths(options: TrainOptions) -> Iterator[str]:
-    for name in ("run_dir", "save_path", "metrics_log_dir"):
+    for name in OUTPUT_DIRECTORIES:
         directory = getattr(options, name)
         if directory == "":
             yield f"{flag_of(name)} must not be empty; pass a directory, or omit the option"

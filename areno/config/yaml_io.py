@@ -27,13 +27,15 @@ def _loader() -> "type[yaml.SafeLoader]":
     class UniqueKeyLoader(yaml.SafeLoader):
         """Rejects duplicate keys; PyYAML would silently use the last value."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for index, key in enumerate(keys):
-                if key in keys[:index]:
-                    mark = node.value[index][0].start_mark
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
-            return super().construct_mapping(node, deep)
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if key.tag == self.DEFAULT_SCALAR_TAG:  # text, and not the merge key <<
+                    if key.value in seen:
+                        raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                    seen.add(key.value)
+            return node
 
     return UniqueKeyLoader
 
@@ -98,14 +100,17 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 def stored_values(options: TrainOptions) -> dict[str, Any]:
     """Return the values for ``config.yaml``: the options that the run reads, except those with ``stored=False``.
 
-    Paths are absolute, so that the run can be resumed from any folder.
+    ``activation_checkpointing`` is omitted while it is undecided, so that it stays undecided in a resumed run. Paths are
+    absolute, so that the run can be resumed from any folder.
     """
     spec = get_algorithm(options.algo)
-    unused = without_effect(options, spec)
+    omitted = set(without_effect(options, spec))
+    if options.recomputes is None:
+        omitted.add("activation_checkpointing")
     values = {
         entry.name: stored_value(entry, getattr(options, entry.name))
         for entry in options_of(TrainOptions)
-        if entry.info.stored and entry.name not in unused
+        if entry.info.stored and entry.name not in omitted
     }
     values |= options.extra
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

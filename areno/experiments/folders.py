@@ -66,11 +66,10 @@ def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> N
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
     """Lock the trial's directories for this process, including separate checkpoint roots."""
-    roots = {config.saver.fileroot, config.recover.fileroot} - {"", config.cluster.fileroot}
-    folders = [ExperimentFolders.of(config).logs]
-    folders += [ExperimentFolders.of(config, root).checkpoints for root in sorted(roots)]
+    default, roots = ExperimentFolders.of(config), (config.saver.fileroot, config.recover.fileroot)
+    elsewhere = {ExperimentFolders.of(config, root).checkpoints.resolve() for root in roots}
     with ExitStack() as locks:
-        for folder in folders:
+        for folder in (default.logs, *sorted(elsewhere - {default.checkpoints.resolve()})):
             locks.enter_context(run_lock(folder, "or choose another trial_name"))
         yield
 
@@ -130,4 +129,4 @@ class ExperimentFolders:
                 f"cluster.fileroot {self.fileroot}: cannot create {error.filename or self.logs} "
                 f"({error.strerror or error}); choose another cluster.fileroot"
             ) from error
-        return run_dir.create()
+        return run_dir.create("choose another trial_name or cluster.fileroot")

@@ -28,7 +28,9 @@ from areno.training.reporter import StepOutcome
 from areno.types import TrainSequence
 
 _NOT_REPEATED = (
-    *("valid_dataset=null", "rollout.save_rollouts=null", "rollout.dump_to_file=false", "perf_tracer=null"),
+    *("valid_dataset=null", "eval_gconfig=null", "evaluator.eval_before_train=false", "evaluator.keep_best=false"),
+    *("evaluator.early_stop_patience=null", *(f"evaluator.freq_{u}=null" for u in ("epochs", "steps", "secs"))),
+    *("rollout.save_rollouts=null", "rollout.dump_to_file=false", "perf_tracer=null"),
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )

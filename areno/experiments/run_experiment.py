@@ -79,12 +79,15 @@ def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> 
     """Entry point of ``main_async_ppo.py`` and ``main_sync_ppo.py``, with legacy keys and the math reward as default."""
     words = list(sys.argv[1:] if argv is None else argv)
 
-    def run() -> None:
-        config = load_legacy_config(words, asynchronous=asynchronous)
-        config.reward.fn = config.reward.fn or MATH_REWARD
-        run_experiment(config)
+    return guarded(lambda: run_experiment(legacy_config(words, asynchronous=asynchronous)))
 
-    return guarded(run)
+
+def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
+    """Read legacy keys; without a reward function or reward model, the math reward is used."""
+    config = load_legacy_config(words, asynchronous=asynchronous)
+    if not config.reward.path:
+        config.reward.fn = config.reward.fn or MATH_REWARD
+    return config
 
 
 def guarded(run: Callable[[], None]) -> int:

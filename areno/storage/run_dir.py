@@ -51,14 +51,17 @@ class RunDirectory:
         self.log_path = self.path / layout.log
         self.summary_path = self.path / "summary.json"
 
-    def create(self) -> RunDirectory:
-        """Create the directory and its subdirectories if missing, and return ``self``. Raises UsageError on failure."""
+    def create(self, remedy: str = "choose another with --run-dir") -> RunDirectory:
+        """Create the directory and its subdirectories if missing, and return ``self``.
+
+        Raises UsageError, which ends with ``remedy``, on failure.
+        """
         try:
             for directory in (self.path, self.events_path, self.checkpoints_path):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"cannot create run directory {self.path}: {error.strerror or error}; choose another with --run-dir"
+                f"run directory {self.path}: cannot create {error.filename or self.path} ({error.strerror or error}); {remedy}"
             ) from error
         return self
 

@@ -96,3 +96,11 @@ def test_two_runs_cannot_share_a_folder_of_checkpoints_or_events(tmp_path, train
         with run_lock(place, ""):
             assert train("--max-steps", 1, option, place) == 2
         assert f"choose another {option}" in capsys.readouterr().err
+
+
+def test_a_run_may_write_everything_into_one_folder(tmp_path, train):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert train("--max-steps", 1, "--save-path", tmp_path / "link", "--metrics-log-dir", tmp_path / "run") == 0
+    assert {"step_000001", "metrics.jsonl"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    both = tmp_path / "both"
+    assert train("--max-steps", 1, "--run-dir", tmp_path / "2", "--save-path", both, "--metrics-log-dir", both) == 0

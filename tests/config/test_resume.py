@@ -10,6 +10,7 @@ from areno.config.validate import validate
 from areno.config.yaml_io import dump_config
 from areno.errors import UsageError
 from areno.storage.checkpoint_folder import CheckpointFolder
+from areno.storage.run_layout import checkpoints_of
 from tests.config.workspace import GSPO, stored_run
 
 
@@ -47,6 +48,31 @@ def test_resume_takes_everything_from_the_old_run(workspace):
     assert (options.lr, options.seed, options.run_dir) == (3e-5, 7, str(run))
     assert options.ckpt == str(workspace / "model")
     assert options.checkpoint_path == run / "checkpoints"
+
+
+def test_recomputation_stays_automatic_or_explicit(workspace):
+    for name, flags, expected in (
+        ("auto", (), None),
+        ("on", ("--activation-checkpointing",), True),
+        ("off", ("--no-activation-checkpointing",), False),
+    ):
+        run = stored_run(workspace / "runs" / name, config(*flags), step=5)
+        resumed = resume("--resume", str(run))
+        assert resumed.recomputes is expected
+        assert parse_train(["--config", str(run / "config.yaml")]).recomputes is expected
+        again = stored_run(workspace / "runs" / f"{name}-again", dump_config(resumed), step=5)
+        assert resume("--resume", str(again)).recomputes is expected
+
+
+def test_a_tilde_means_the_home_directory(workspace, monkeypatch):
+    home = workspace / "home"
+    monkeypatch.setenv("HOME", str(home))
+    (workspace / "more.yaml").write_text("metrics_log_dir: ~/events\n")
+    options = parse_train([*GSPO, "--run-dir=~/run", "--save-path=~/models", "--config", "more.yaml"])
+    assert (options.run_path, options.checkpoint_path) == (home / "run", home / "models")
+    assert options.events_path == home / "events"
+    stored_run(home / "run", dump_config(options))
+    assert checkpoints_of(home / "run", "--ckpt") == resume("--resume", "~/run").checkpoint_path == home / "models"
 
 
 def test_length_saving_deadlines_and_logging_may_change(workspace):

@@ -2,10 +2,11 @@ import dataclasses
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from areno.config import TrainOptions
 from areno.config.parser import parse_train
-from areno.config.yaml_io import dump_config, load_config
+from areno.config.yaml_io import dump_config, load_config, read_mapping
 from areno.errors import UsageError
 from tests.config.workspace import GSPO, SFT
 
@@ -63,6 +64,14 @@ def test_errors_about_malformed_files_name_the_file_and_the_place(tmp_path, text
     with pytest.raises(UsageError, match=expected) as caught:
         load_config(file)
     assert str(file) in str(caught.value)
+
+
+def test_merge_keys_are_resolved_as_in_an_experiment_file(tmp_path):
+    file = tmp_path / "merged.yaml"
+    file.write_text("x: {y: &inner {<<: &base {lr: 1, seed: 2}, lr: 3}}\nz: {<<: *inner, seed: 4}\n<<: *base\nlr: 5\n")
+    merged = read_mapping(file, "--from")
+    assert merged == OmegaConf.to_container(OmegaConf.load(file))
+    assert merged == {"x": {"y": {"lr": 3, "seed": 2}}, "z": {"lr": 3, "seed": 4}, "lr": 5, "seed": 2}
 
 
 def test_missing_and_binary_files_are_usage_errors(tmp_path):

@@ -56,6 +56,20 @@ def test_a_fileroot_that_cannot_be_used_is_named(tmp_path):
         ExperimentFolders(tmp_path / "file", "e", "t").create()
 
 
+def test_a_file_or_dangling_link_in_the_run_directory_is_named(tmp_path):
+    folders = ExperimentFolders(tmp_path, "e", "t")
+    folders.logs.mkdir(parents=True)
+    remedy = r"choose another trial_name or cluster\.fileroot$"
+    (folders.logs / "events").touch()
+    with pytest.raises(UsageError, match=rf"cannot create {folders.logs / 'events'} \(File exists\); {remedy}"):
+        folders.create()
+    (folders.logs / "events").unlink()
+    folders.run_dir.checkpoints_path.unlink()
+    folders.run_dir.checkpoints_path.symlink_to("gone/away")
+    with pytest.raises(UsageError, match=rf"cannot create {folders.logs / 'checkpoints'} .*{remedy}"):
+        folders.create()
+
+
 def test_each_role_is_saved_at_its_own_frequency(tmp_path):
     """A shared counter would save the critic at each step, and the actor never."""
     saver = Saver(tmp_path, every(2), roles=("default", "critic"))
@@ -204,6 +218,13 @@ def test_checkpoints_in_a_separate_root_are_locked_too(tmp_path):
         with pytest.raises(UsageError, match="is being written to by process"), open_log(second):
             raise AssertionError("must not be reached")
         LoggingSetup.active = active
+
+
+def test_two_spellings_of_a_separate_root_are_locked_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for saver, recover in ((f"{tmp_path}/all", "~/all"), (f"{tmp_path}/all/", f"{tmp_path}/all"), ("~", str(tmp_path))):
+        with open_log(experiment(tmp_path, **{"saver.fileroot": saver, "recover.fileroot": recover})):
+            pass
 
 
 def test_only_the_user_can_access_the_default_root(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.errors import EngineError, UsageError
 from areno.experiments.run_experiment import run_experiment
 from areno.experiments.trainers import SFTTrainer, experiment
+from areno.experiments.trainers.row_source import load_dataset
 from areno.training.state import RunState
 from tests.experiments.trainer_stage import ANSWERED, Run, differ, run_kind, settings_of_kind, trainer_of
 
@@ -78,6 +81,43 @@ def test_long_rows_are_left_out(sft, tiny_checkpoint, tmp_path):
         {"total_train_steps": None, "train_dataset.batch_size": 1, "train_dataset.max_length": int(min(lengths))}
     )
     assert kept.column("sft/n_tokens") == [min(lengths)] * lengths.count(min(lengths))
+
+
+def no_split(path: str) -> list[Any]:
+    return [path]
+
+
+def broken(path: str, **_: Any) -> list[Any]:
+    return [1 // 0]
+
+
+def streamed(path: str, **_: Any) -> Iterator[dict[str, Any]]:
+    yield {"text": path}
+
+
+def split_in_two(path: str, **_: Any) -> dict[str, list[Any]]:
+    return {"train": [path], "test": [path]}
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            no_split,
+            "the call with ('rows.db', split='train', rows=3) failed: TypeError: no_split() got an unexpected keyword",
+        ),
+        (broken, "failed: ZeroDivisionError: integer division or modulo by zero (" + __file__),
+        (streamed, "got generator; it must support len() and rows[i], for example a list"),
+        (split_in_two, "dict has no row 0; choose one of train, test"),
+    ],
+)
+def test_an_unusable_loader_says_why(function, words):
+    name = f"tests.experiments.test_settings_supervised.{function.__name__}"
+    section = TrainDatasetConfig(path="rows.db", dataset_kwargs={"loader": name, "rows": 3})
+    with pytest.raises(UsageError) as caught:
+        load_dataset(section, "train_dataset")
+    assert str(caught.value).startswith(f"train_dataset.dataset_kwargs.loader {name}: ")
+    assert words in str(caught.value)
 
 
 def test_the_loader_gets_path_split_and_its_arguments(sft):

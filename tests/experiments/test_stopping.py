@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 import areno  # noqa: F401  (before torch)
+from areno.errors import CheckpointError, UsageError
+from areno.experiments.folders import ExperimentFolders
+from areno.storage.run_status import read_status
+from areno.training.frequency import StepInfo
 from examples.experiments import toy
-from tests.experiments.trainer_stage import InProcessTrainer, settings_of_kind
+from tests.experiments.trainer_stage import InProcessTrainer, settings_of_kind, trainer_of
 from tests.support.cli import areno as run_areno
 from tests.support.cli import start, wait_for_text
 
@@ -82,6 +87,44 @@ def test_without_recovery_the_model_is_saved(made: Path, tmp_path: Path) -> None
 def test_with_saving_off_no_model_is_saved(made: Path, tmp_path: Path) -> None:
     stopped(made, tmp_path, signal.SIGTERM, saver__mode="off")
     assert not models(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (ValueError("bad rows"), {"state": "failed", "error": "ValueError: bad rows"}),
+        (KeyboardInterrupt(), {"state": "stopped", "signal": "SIGINT"}),
+        (None, {"state": "finished"}),
+    ],
+)
+def test_a_program_that_uses_a_trainer_records_how_it_ended(
+    tiny_checkpoint: Path, tmp_path: Path, kind: str, error: BaseException | None, ended: dict[str, str]
+) -> None:
+    expected = nullcontext() if error is None else pytest.raises(type(error))
+    with expected, trainer_of(settings_of_kind(kind, tiny_checkpoint, tmp_path, {"saver.mode": "off"})) as trainer:
+        if error is not None:
+            raise error
+    status = read_status(trainer.run_dir)
+    assert {name: status[name] for name in ("state", "error", "signal") if name in status} == ended
+
+
+def fail_to_write(_: Path) -> None:
+    raise OSError("no space left on device")
+
+
+def test_a_trainer_that_cannot_be_created_or_closed_is_recorded_as_failed(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    missing = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"train_dataset.path": "missing.jsonl"})
+    with pytest.raises(UsageError, match=r"missing\.jsonl"):
+        trainer_of(missing)
+    assert "missing.jsonl" in read_status(ExperimentFolders.of(missing).run_dir)["error"]
+    trainer = trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path, {"trial_name": "other"}))
+    trainer.saver.save("default", StepInfo(0, 0, 0, 1, 1), fail_to_write, stage=lambda: fail_to_write)
+    with pytest.raises(CheckpointError), trainer:
+        pass
+    assert "no space left" in read_status(trainer.run_dir)["error"]
 
 
 def test_constant_rewards_cause_a_warning_that_names_settings(

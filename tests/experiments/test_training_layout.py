@@ -13,8 +13,8 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
-from areno.experiments.trainers.engines import engine_config, training_layout
-from tests.config.experiment.samples import SAMPLES, changed
+from areno.experiments.trainers.engines import engine_config, optimizer_of, training_layout
+from tests.config.experiment.samples import SAMPLES, accepted, changed, refused
 from tests.support.tiny import save_tiny_checkpoint
 
 LAYERS = 12
@@ -134,6 +134,23 @@ def test_number_formats_of_states_and_gradients_reach_the_optimizer(actor):
     assert made(optimizer_dtype="bfloat16").moments == made(optimizer__type="adam_bf16").moments == "bf16"
     assert made(optimizer_dtype="bfloat16", optimizer__type="adam_8bit").moments == "8bit"
     assert made(grad_reduce_dtype="bfloat16").reduce_bf16
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "attribute"),
+    [
+        ("optimizer_dtype", "bfloat16", "adam_bf16"),
+        ("grad_reduce_dtype", "bfloat16", "reduce_bf16"),
+        ("offload", True, "offload"),
+        ("fsdp.per_layer_optim_step", True, "offload"),
+    ],
+)
+def test_actor_and_critic_choose_the_settings_of_their_own_optimizers(setting, value, attribute):
+    for chooses, other in (("actor", "critic"), ("critic", "actor")):
+        config = accepted({"critic.optimizer": {}, f"{chooses}.{setting}": value})
+        assert getattr(optimizer_of(getattr(config, chooses)), attribute) is True
+        assert getattr(optimizer_of(getattr(config, other)), attribute) is False
+    assert "has no effect: ref runs in the actor's engine" in refused({f"ref.{setting}": value})
 
 
 def test_the_loss_scale_reaches_the_optimizer(actor, model):

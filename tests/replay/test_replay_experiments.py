@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from areno.cli.main import main
+from areno.config.experiment.saving import save_config
 from areno.experiments.replay import replay_config
-from tests.experiments.trainer_stage import run_kind
+from tests.experiments.trainer_stage import run_kind, settings_of_kind
 from tests.replay.conftest import of_step
 from tests.replay.test_replay import contents, tensors
 
@@ -129,6 +130,20 @@ def test_the_error_names_a_wrong_setting(runs, capsys):
     capsys.readouterr()
     assert replay(runs("critic"), "actor.eps_clipp=1") == 2
     assert "actor.eps_clipp" in capsys.readouterr().err
+
+
+def test_a_replay_of_an_experiment_with_evaluations_does_not_evaluate(tmp_path, tiny_checkpoint):
+    evaluated = {
+        "valid_dataset": {"path": str(tmp_path / "rl.jsonl"), "type": "rl", "batch_size": 4},
+        "evaluator": {"freq_steps": 5, "eval_before_train": True, "keep_best": True, "early_stop_patience": 3},
+        "eval_gconfig.temperature": 0.5,
+    }
+    config = settings_of_kind("rl", tiny_checkpoint, tmp_path, evaluated)
+    save_config(config, tmp_path / "run")
+    recorded, replayed = replay_config(tmp_path / "run", [], tmp_path / "out", keeps=False)
+    assert recorded.evaluator.freq_steps == 5
+    assert (replayed.valid_dataset, replayed.eval_gconfig) == (None, None)
+    assert not replayed.evaluator.has_frequency
 
 
 def test_a_replay_reports_to_no_tracking_service(runs, tmp_path):

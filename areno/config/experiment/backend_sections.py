@@ -4,11 +4,12 @@ All sections keep AReaL's defaults, so that existing files can be loaded. areno'
 The engine applies their layouts and the settings that have an equivalent, rejects FP8, and ignores the other settings.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from areno.config.experiment.setting_declaration import changed, section, setting
+from areno.config.experiment.setting_declaration import Problems, changed, section, setting
 
 UNUSED_BACKEND = "section of an unused backend"
 OWN_ENGINE = "areno's engine, which replaces this backend, makes this choice itself"
@@ -109,6 +110,10 @@ class SGLangConfig:
         "Command that starts a server, such as PATH/python -m sglang.launch_server; empty uses the installed SGLang.",
     )
 
+    def problems(self) -> Problems:
+        """Yield the problems within the section."""
+        yield from _command_problems(self.command)
+
 
 @dataclass
 class vLLMConfig:  # noqa: N801
@@ -137,6 +142,17 @@ class vLLMConfig:  # noqa: N801
     max_loras: int = _vllm(8)
     lora_modules: list[str] | None = setting(None, _VLLM)
     command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty uses the installed vLLM.")
+
+    def problems(self) -> Problems:
+        """Yield the problems within the section."""
+        yield from _command_problems(self.command)
+
+
+def _command_problems(command: str) -> Problems:
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        yield "command", f"{command!r} is not a valid command line: {error}; check its quotes"
 
 
 @dataclass

@@ -5,6 +5,7 @@ Most settings without effect are errors too; ``notices`` lists the settings with
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from areno.config.experiment.backends import backend_problems
 from areno.config.experiment.engine_sections import TrainEngineConfig
@@ -19,6 +20,7 @@ from areno.config.paths import is_address
 _SECTIONS_WITH_FILES = ("saver", "recover")  # their fileroot may differ from cluster.fileroot
 _OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
 _OF_EACH_ROLE |= {"scheduling_strategy", "scheduling_spec", "mb_spec", "optimizer", "archon", "megatron"}
+_OF_EACH_OPTIMIZER = {"optimizer_dtype", "grad_reduce_dtype", "offload"}
 
 
 def check_config(config: BaseExperimentConfig) -> Iterator[str]:
@@ -150,13 +152,15 @@ def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfi
                 "processes; move the variables to "
                 "actor.scheduling_spec.0.env_vars"
             )
-    shared = settings_of(TrainEngineConfig)
+    shared, own = settings_of(TrainEngineConfig), _OF_EACH_ROLE | (_OF_EACH_OPTIMIZER if role == "critic" else set())
     for name, entry in settings_of(type(engine)).items():
         value = getattr(engine, name)
+        if role == "critic" and name == "fsdp":
+            value = replace(value, per_layer_optim_step=actor.fsdp.per_layer_optim_step)
         if value in (entry.default, getattr(actor, name, entry.default), entry.info.documented):
             continue
         setting = f"{role}.{name} {shown(value)}".strip()
-        if name in shared and name not in _OF_EACH_ROLE and not entry.info.no_effect:
+        if name in shared and name not in own and not entry.info.no_effect:
             yield f"{setting} has no effect: {role} runs in the actor's engine, whose setting applies; remove the setting"
         elif name not in shared and role == "ref":
             yield f"{setting} has no effect: a reference is not trained; remove the setting"

@@ -115,8 +115,8 @@ class ExperimentTrainer(TrainingLoop):
             self._data_size = data_size(*datasets, self.rows.steps_per_epoch)
             self.saver = self._make_saver()
             self.set_up(spec, self.engine, self._make_reporter(), checkpoints)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(error)
             raise
 
     def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
@@ -335,8 +335,8 @@ class ExperimentTrainer(TrainingLoop):
         if state.step and saves and not self.saver.path(ACTOR_MODELS, at).exists():
             self.save_models(at)
 
-    def close(self) -> None:
-        """Shut everything down; a second call does nothing."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Shut everything down, and record ``error`` as the reason of the end; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -344,12 +344,16 @@ class ExperimentTrainer(TrainingLoop):
         if parts[-1] is None:
             parts += self._services
         with ExitStack() as stack:  # closes everything, in reverse order, even if something fails
-            stack.callback(self._closing.close)
+            stack.push(lambda _kind, closing, _trace: self._end_log(error or closing))
             stack.callback(tracing.session_tracer().close)
             stack.callback(tracing.save, force=True)
             for part in reversed(parts):
                 if part is not None:
                     stack.callback(part.close)
+
+    def _end_log(self, error: BaseException | None) -> None:
+        """Close the log, with the error that ended the run, which is recorded as the run's status."""
+        self._closing.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def __enter__(self) -> Self:
         return self
@@ -358,7 +362,7 @@ class ExperimentTrainer(TrainingLoop):
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             _log.error("the experiment failed: %s: %s", type(error).__name__, error)
         try:
-            self.close()
+            self.close(error)
         except Exception as closing:
             if error is None:
                 raise

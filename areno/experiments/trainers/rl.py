@@ -100,8 +100,8 @@ class PPOTrainer(ExperimentTrainer):
             self.ensure_roles()
             self.open_rollout()
             self._texts = TokenTexts(self.engine.tokenizer)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(error)
             raise
 
     def open_rollout(self) -> None:
@@ -449,10 +449,10 @@ class PPOTrainer(ExperimentTrainer):
         self.fleet.update_weights(self.engine, self.state.step)
         self.dispatcher.load_state(rollout_state(checkpoint))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the episodes, then the replicas, then the rest."""
         with ExitStack() as stack:  # in reverse order, even if something fails
-            stack.callback(super().close)
+            stack.callback(super().close, error)
             if self.fleet is not None:
                 stack.callback(self.fleet.close)
             for dispatcher in self.dispatchers:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from areno.api.datasets import load_training_dataset
+from areno.api.datasets import first_row, load_training_dataset
 from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
 from areno.config.hooks import named_function
 from areno.engine.rollout.counter_rng import epoch_order
-from areno.errors import DataError, UsageError
+from areno.errors import ArenoError, DataError, UsageError
+from areno.rewards.worker import describe_error, source_file
 
 
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:
@@ -24,10 +25,17 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
                 f"{name}.dataset_kwargs {', '.join(more)} need a loader that accepts them; set {name}.dataset_kwargs.{LOADER}"
             )
         return load_training_dataset(section.path, option=f"{name}.path", split=section.split)
-    function = named_function(loader, option=f"{name}.dataset_kwargs.{LOADER}")
-    rows = function(section.path, split=section.split, **more)
-    if not hasattr(rows, "__len__") or not len(rows):
-        raise UsageError(f"{name}.dataset_kwargs.{LOADER} {loader} returned no rows")
+    option, keywords = f"{name}.dataset_kwargs.{LOADER}", {"split": section.split, **more}
+    function, origin = named_function(loader, option=option), f"{option} {loader}"
+    try:
+        rows = function(section.path, **keywords)
+    except ArenoError:
+        raise
+    except Exception as error:
+        call = ", ".join([repr(section.path), *(f"{key}={value!r}" for key, value in keywords.items())])
+        cause = describe_error(error, source_file(function))
+        raise UsageError(f"{origin}: the call with ({call}) failed: {cause}; correct the loader") from error
+    first_row(rows, origin, section.path)
     return rows  # type: ignore[no-any-return]
 
 

@@ -389,6 +389,13 @@ def test_allocation_mode_sets_the_backend_of_each_role():
             "name_resolve.type=ray does not work across the processes of scheduler.type=slurm",
         ),
         ({"scheduler.type": "ray", "actor.weight_update_mode": "shm"}, "machines share no memory; use xccl, or disk"),
+        *(
+            (
+                {"rollout.backend": f"{name}:d1", f"{name}.command": '/opt/"server'},
+                f"{name}.command '/opt/\"server' is not a valid command line: No closing quotation; check its quotes",
+            )
+            for name in ("vllm", "sglang")
+        ),
         ({"rollout.agent.mode": "online"}, "online) are not supported"),
     ],
 )

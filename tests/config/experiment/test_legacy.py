@@ -6,8 +6,10 @@ import pytest
 
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.legacy import LEGACY_KEYS, load_legacy_config, render_legacy_help
+from areno.config.experiment.loader import settled
 from areno.config.experiment.setting_declaration import paths_of, walk
 from areno.errors import UsageError
+from areno.experiments.run_experiment import MATH_REWARD, legacy_config
 
 COMMAND = [
     "n_nodes=1",
@@ -46,6 +48,16 @@ def test_the_published_command_is_accepted_unchanged():
     config = load(*COMMAND)
     assert (config.rollout.backend, config.actor.backend) == ("sglang:d4", "megatron:d2p2")
     assert config.allocation_mode == "sglang.d4p1m1+d2p2m1"
+
+
+def test_the_math_reward_is_the_default_unless_a_reward_is_set():
+    for words, fn in (
+        ((), MATH_REWARD),
+        (("reward.path=a/scorer",), ""),
+        (("reward.fn=mine.py:score",), "mine.py:score"),
+    ):
+        config = settled(legacy_config([*SHORT, *words], asynchronous=True))
+        assert config.reward.fn == fn
 
 
 def test_the_published_command_is_translated_key_by_key():

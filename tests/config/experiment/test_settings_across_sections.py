@@ -29,6 +29,8 @@ def test_settings_that_another_section_decides_are_refused():
         role = path.partition(".")[0]
         changes = {path: value, "actor.dtype": "bfloat16"} | ({"critic.optimizer": {}} if role == "critic" else {})
         assert f"has no effect: {role} runs in the actor's engine" in refused(changes), path
+    fsdp = {"critic.optimizer": {}, "critic.fsdp": {"per_layer_optim_step": True, "memory_efficient_load": True}}
+    assert "critic.fsdp" in refused(fsdp)
     accepted({"ref": "${actor}", "actor.gradient_checkpointing": True})
     accepted({"ref.mb_spec.max_tokens_per_mb": 64})
 
