@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from areno.cli.main import main
 from areno.engine.parallel.layout import Layout
@@ -79,11 +79,19 @@ def test_the_ranks_that_share_experts_divide_the_data_and_context_ranks(devices)
     assert all(layout.dp_size * layout.cp_size % layout.ep_size == 0 for layout in found)
 
 
-def test_a_model_of_another_form_is_refused_by_name(tmp_path, capsys):
-    path = str(save_tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
+@pytest.mark.parametrize("family", ["gpt2", "gemma3n_text", "gemma4_text"])  # without or with several MLP or head sizes
+def test_a_model_of_another_form_is_refused_by_name(family, tmp_path, capsys):
+    path = str(tmp_path)
+    CONFIG_MAPPING[family]().save_pretrained(path)
     code, text = fit(capsys, "--ckpt", path, "--devices", "2")
     assert code == 2
     assert f"--ckpt {path}: models of this architecture cannot be estimated" in text
+
+
+def test_a_missing_model_is_not_called_a_model_of_another_form(tmp_path, capsys):
+    code, text = fit(capsys, "--ckpt", str(tmp_path / "missing"), "--devices", "2")
+    assert code == 2
+    assert "architecture" not in text
 
 
 def test_context_ranks_beyond_the_key_heads_receive_repeated_heads():
@@ -132,6 +140,15 @@ def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
     [entry] = json.loads(text)
     assert 0 < entry["measured"]["seconds"] < 60
     assert entry["measured"]["bytes"] > entry["bytes"]  # measured for the whole process
+
+
+def test_a_model_with_a_short_context_is_tried_with_shorter_rows(tmp_path, capsys):
+    path = str(save_tiny_checkpoint(tmp_path / "model", heads=4, hidden=64, max_position_embeddings=48))
+    words = ("--devices", "1", "--tokens", "100", "--microbatches", "2", "--try", "1", "--dtype", "float32", "--json")
+    code, text = fit(capsys, "--ckpt", path, *words)
+    assert code == 0
+    [entry] = json.loads(text)
+    assert entry["measured"]["seconds"] > 0
 
 
 def test_a_layout_that_runs_out_of_memory_leaves_the_results_of_the_others(tmp_path, capsys, monkeypatch):

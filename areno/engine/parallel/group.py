@@ -205,11 +205,14 @@ class EngineGroup(Backend):
                 pending.future.set_exception(error)
 
     def _failed(self, error: EngineError) -> None:
+        self._fail_requests(error)
+        self._on_failure(error)
+
+    def _fail_requests(self, error: EngineError) -> None:
         with self._lock:
             open_requests, self._pending = self._pending, {}
         for pending in open_requests.values():
             pending.future.set_exception(error)
-        self._on_failure(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Abort one request; its future resolves to the tokens sampled so far."""
@@ -326,6 +329,7 @@ class EngineGroup(Backend):
                 self.workers.call("engine.close")
         finally:
             self.workers.close()
+            self._fail_requests(EngineError("the engine has been closed"))  # none, unless the closing was interrupted
             self._folder.cleanup()
 
 

@@ -37,6 +37,7 @@ class _Message:
     cancelled: list[int] = field(default_factory=list)
     sampled: int = 0  # sum of all token ids sampled so far
     pause: bool = False  # all ranks pause before this turn until their weights have changed
+    idle: bool = False  # the leader has waited until no request was pending
     last: bool = False  # the loop ends
 
 
@@ -84,6 +85,13 @@ class LeadingLoop(LockstepLoop):
             )
         super()._apply(commands)
 
+    def wait_idle(self) -> None:
+        """See :meth:`RolloutLoop.wait_idle`; every rank of the replica must call this method."""
+        with self._wake:
+            super().wait_idle()
+            if self._failure is None:
+                self._turns.broadcast_object(_Message(sampled=self.sampled, idle=True))
+
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
         """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must call this method."""
@@ -110,6 +118,7 @@ class FollowingLoop(LockstepLoop):
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
         self._followed: dict[int, SampleGroup] = {}
+        self._idle = 0  # times that the leader was idle, less the calls of `wait_idle`
         super().__init__(*args, **options)
         self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
         self._thread.start()
@@ -131,12 +140,19 @@ class FollowingLoop(LockstepLoop):
             with torch.inference_mode(False):  # as in the leader's submitting thread
                 self.model.adapter.merge()
         with self._wake:
+            self._idle += message.idle
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups
             cancelled = [self._followed[number] for number in message.cancelled]
             self._apply(LoopCommands(list(groups.values()), message.cancel_all, cancelled, message.pause))
         self._followed = {number: group for number, group in self._followed.items() if group.unfinished}
         return True
+
+    def wait_idle(self) -> None:
+        """Wait until the leader is idle. This loop may not have received the leader's requests yet."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._failure is not None or self._idle)
+            self._idle -= 1
 
     def _turn(self) -> None:
         if self._busy:

@@ -34,7 +34,7 @@ class Call:
 
     number: int
     method: str
-    arguments: tuple[Any, ...] = ()
+    arguments: bytes = b""  # a serialized tuple; if it cannot be loaded, only this call fails
     now: bool = False
 
 

@@ -23,6 +23,7 @@ import psutil
 import areno  # noqa: F401  (before torch: areno sets how long idle threads spin)
 from areno.engine.heartbeat import HEARTBEAT
 from areno.engine.parallel.messages import Beat, Call, CallResult, Event, LogLine, Start, dumps, loads
+from areno.errors import EngineError
 from areno.frames import Frames
 from areno.launch.links import Connection, dial
 
@@ -67,7 +68,7 @@ class _Worker:
         self._doing = ""
 
     def _perform(self, call: Call) -> None:
-        self._answer(call, lambda: attrgetter(call.method)(self._target)(*call.arguments))
+        self._answer(call, lambda: attrgetter(call.method)(self._target)(*_arguments(call)))
 
     def _answer(self, call: Call, work: Any) -> None:
         HEARTBEAT.tick()
@@ -123,6 +124,17 @@ class _Worker:
             lines = logging.StreamHandler()
             lines.setFormatter(logging.Formatter(f"%(asctime)s {os.getpid()} %(levelname)s %(name)s: %(message)s"))
             root.addHandler(lines)
+
+
+def _arguments(call: Call) -> tuple[Any, ...]:
+    try:
+        arguments: tuple[Any, ...] = loads(call.arguments)
+    except Exception as error:
+        raise EngineError(
+            f"the worker processes cannot load the arguments of {call.method}: {type(error).__name__}: {error}; every module "
+            "that the arguments need must be on the module search path when the processes start"
+        ) from error
+    return arguments
 
 
 class _Forward(logging.Handler):

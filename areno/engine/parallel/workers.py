@@ -197,10 +197,10 @@ class WorkerGroup:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
-                raise EngineError(f"{method}: the worker processes have been stopped")
+                raise _stopped(method)
             self._numbers += 1
             number = self._numbers
-        text = dumps(Call(number, method, arguments, now))
+        text = dumps(Call(number, method, dumps(arguments), now))
         futures: list[Future[Any]] = []
         for index in ranks:
             rank = self._ranks[index]
@@ -232,7 +232,7 @@ class WorkerGroup:
         assert error is not None
         if self._failure is not None:
             raise self._failure
-        if len(errors) == len(futures) and len({type(e) for _, e in errors}) == 1:
+        if self._closing or (len(errors) == len(futures) and len({type(e) for _, e in errors}) == 1):
             raise error
         failure = EngineError(
             f"rank {rank} of {self.size} failed in {method}: {type(error).__name__}: {error}"
@@ -319,7 +319,9 @@ class WorkerGroup:
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:
-                if rank.node and not self._closing:  # the connection may outlive the process
+                # The connection may outlive the process, for example if a child process holds it. A local process may have
+                # sent messages that have not been read yet.
+                if rank.node or now - rank.heard > _SETTLE_S:
                     self._ended(rank)
                 continue
             silent = now - rank.heard
@@ -390,6 +392,12 @@ class WorkerGroup:
             rank.process.wait()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
+        with self._lock:
+            waiting = [call for rank in self._ranks for call in rank.waiting.values()]
+            for rank in self._ranks:
+                rank.waiting = {}
+        for method, future in waiting:
+            future.set_exception(_stopped(method))
         for rank in self._ranks:
             rank.frames.close()
 
@@ -417,6 +425,10 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
         _Rank(rank, task.process, task.connection.frames(_MESSAGE_BYTES), task.process.node)
         for rank, task in enumerate(started)
     ]
+
+
+def _stopped(method: str) -> EngineError:
+    return EngineError(f"{method}: the worker processes have been stopped")
 
 
 def _last(rank: _Rank) -> str:

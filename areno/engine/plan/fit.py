@@ -116,9 +116,10 @@ def run(argv: Sequence[str]) -> int:
         number = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if not 0 < number < math.inf:
             raise UsageError(f"{flag} {number}: use a finite number above 0")
+    config = read_config(options.ckpt, option="--ckpt")
     try:
-        model = ModelSizes.of(read_config(options.ckpt, option="--ckpt"))
-    except (AttributeError, ValueError) as error:
+        model = ModelSizes.of(config)
+    except Exception as error:  # from the model's code, or for a size that differs between its layers
         raise UsageError(f"--ckpt {options.ckpt}: models of this architecture cannot be estimated: {error}") from error
     compute = 2 if options.dtype == "bfloat16" else 4
     step = Training(options.tokens, options.microbatches, compute, _MOMENTS[options.optimizer])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
@@ -35,7 +35,7 @@ class LayoutTrial:
     dtype: torch.dtype
     optimizer: OptimizerOptions = field(default_factory=lambda: OptimizerOptions(lr=1e-5))
     steps: int = 2  # number of measured steps, after a warmup step
-    longest: int = _LONGEST
+    longest: int = _LONGEST  # less if the model's context is shorter
     meter: Callable[[], int] = lambda: 0
 
     @property
@@ -73,6 +73,7 @@ def measure_layout(layout: Layout, trial_run: LayoutTrial) -> Measured:
     )
     group = EngineGroup(trial_run.path, config, layout)
     try:
+        trial_run = replace(trial_run, longest=min(trial_run.longest, group.context_length or trial_run.longest))
         rows = trial_run.rows(group.vocab_size)
         group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
         group.run_on_all_ranks(trial.begin)

@@ -176,7 +176,7 @@ class RolloutLoop:
         with self._wake:
             self._cancel = self._pending()
             self._wake.notify()
-        self.wait_idle()
+        RolloutLoop.wait_idle(self)  # of this rank only
 
     def wait_idle(self) -> None:
         """Wait until no request is pending. Returns at once if the loop has failed, because all requests have then failed."""

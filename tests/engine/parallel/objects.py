@@ -45,6 +45,15 @@ class Counter:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def die_with_a_child(self) -> None:
+        """Be killed while a child process still holds the connection."""
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        self.send(child)
+        self.die_on(self.rank)
+
     def fail_on(self, rank: int, wait: float = 0.0) -> None:
         if self.rank == rank:
             raise ValueError("this rank was told to fail")

@@ -291,6 +291,22 @@ def test_low_precision_moments_move_between_layouts(moments, checkpoint, tmp_pat
         assert gap < 0.1, f"{name}: {gap}"
 
 
+def test_training_waits_on_every_rank_for_requests_submitted_just_before(checkpoint):
+    found = []
+    for layout in (None, Layout(1, 2)):
+        made = engine(checkpoint, layout)
+        try:
+            for step in range(2):
+                futures = made.submit(REQUESTS)
+                loss = lesson(made, "sft", step)["loss"]
+                assert all(future.done() for future in futures)
+                results = [sequence for future in futures for sequence in future.result().sequences]
+                found.append((pytest.approx(loss, rel=1e-4), [s.resp_tokens for s in results], results[0].versions))
+        finally:
+            made.close()
+    assert found[2:] == found[:2]
+
+
 def break_rank(engine, rank):
     def refuse(_hidden):
         raise MemoryError("no memory on this rank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import re
@@ -98,6 +99,16 @@ def test_a_killed_rank_is_named_with_its_signal_and_call(group):
     assert gone_within(group.pids, 5)
 
 
+def test_a_killed_rank_is_noticed_although_its_child_holds_the_connection(group, monkeypatch):
+    monkeypatch.setattr(workers, "_SETTLE_S", 0.5)
+    call = group.tell(1, "die_with_a_child")
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .* was killed by signal 9 in die_with_a_child"):
+        call.result(timeout=30)
+    [(_, child)] = group.events
+    assert alive(child)
+    os.kill(child, signal.SIGKILL)
+
+
 def test_ranks_that_cannot_start_say_why_and_leave_nothing():
     with pytest.raises(EngineError, match="nothing can be made here"):
         WorkerGroup((objects.make_first, objects.refuse))
@@ -129,6 +140,26 @@ def test_errors_and_results_that_cannot_be_sent_are_described_and_end_nothing(gr
     with pytest.raises(RuntimeError, match="never picklable"):
         group.call("apply", lambda _rank, _value: Unpicklable(), 0)
     assert group.call("add", 1) == [1, 1]
+
+
+def test_arguments_that_a_worker_cannot_load_fail_only_their_call(group, tmp_path, monkeypatch):
+    (tmp_path / "known_here_only.py").write_text("def times(rank, value):\n    return rank * value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    times = importlib.import_module("known_here_only").times
+    message = r"cannot load the arguments of apply: ModuleNotFoundError: No module named 'known_here_only'.*search path"
+    with pytest.raises(EngineError, match=message):
+        group.call("apply", times, 5)
+    with pytest.raises(EngineError, match=message):
+        group.tell(1, "apply", times, 5).result(timeout=30)
+    assert group.call("add", 1) == [1, 1]
+
+
+def test_a_call_that_outlasts_the_group_says_so(group, monkeypatch):
+    monkeypatch.setattr(workers, "_END_S", 0.5)
+    answers = group.begin("sleep", 60.0)
+    group.close()
+    with pytest.raises(EngineError, match="sleep: the worker processes have been stopped"):
+        answers()
 
 
 def test_a_closed_group_says_so_instead_of_waiting(group):
