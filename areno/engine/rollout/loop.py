@@ -9,11 +9,12 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ from areno.engine.rollout.sequence import DecodeOutcome, LoopCommands, Prefill, 
 from areno.engine.rollout.slot_cache import LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.speculation import VerifyPlan, draft
 from areno.errors import EngineError
-from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
 # Maximum tokens per prefill call: with nothing to decode, between decode steps on CPUs, and between decode steps on GPUs, where
@@ -51,7 +51,7 @@ class RolloutLoop:
     Args:
         model: the policy. While requests are pending, its weights may change only within :meth:`weights_changing`.
         eos_ids: token ids that end a response, unless the request ignores end-of-text tokens.
-        make_stop_text: creates a request's stop-string checker, given the stop strings and whether to skip special tokens.
+        tokenizer: the model's tokenizer, for stop strings and grammars.
         budget_tokens: KV cache capacity in tokens.
         max_running: maximum number of sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
@@ -71,7 +71,7 @@ class RolloutLoop:
         model: CausalLM,
         *,
         eos_ids: frozenset[int],
-        make_stop_text: Callable[[list[str], bool], StopChecker],
+        tokenizer: Any,
         budget_tokens: int,
         max_running: int,
         progress: DecodeProgress | None = None,
@@ -90,7 +90,7 @@ class RolloutLoop:
         self.cache = SlotCache(model.device)
         self.records = self.cache.records = records
         self.prefixes = PrefixStore(prefix_tokens)
-        self._make_stop_text = make_stop_text
+        self._tokenizer = tokenizer
         self._progress = progress
         self._rows: RowParameters | None = None  # None when the running sequences have changed
         self.decode = DecodeSwitch(model, self.cache, layers, decode_mode, builds)
@@ -133,6 +133,11 @@ class RolloutLoop:
             if group is not None:
                 self._cancelled.append(group)
                 self._wake.notify()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended the loop."""
+        return self._failure is not None
 
     def load(self) -> EngineLoad:
         """Return the loop's current load."""
@@ -240,7 +245,7 @@ class RolloutLoop:
 
     def _group(self, request: Request) -> SampleGroup:
         closing = None if self.records is None else lambda sequence: take_routing(self.cache, sequence)
-        return SampleGroup.of(request, self.eos_ids, self._make_stop_text, closing)
+        return SampleGroup.of(request, self.eos_ids, self._tokenizer, closing)
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
