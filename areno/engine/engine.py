@@ -153,7 +153,7 @@ class Engine(Backend):
     @property
     def failed(self) -> bool:
         """Whether the rollout loop has failed."""
-        return self._loop is not None and self._loop.failed
+        return self._loop is not None and self._loop.failure is not None
 
     def set_max_running(self, sequences: int | None) -> None:
         """Limit concurrent sequences per replica; None restores the configured limit. Raises ValueError for a limit below 1."""
