@@ -48,6 +48,10 @@ class EngineError(ArenoError, RuntimeError):
     """The engine or the cluster failed, or was used in the wrong order; the message includes the cause."""
 
 
+class GrammarError(EngineError):
+    """The grammar of one request failed while its response was generated."""
+
+
 def exit_code(error: BaseException) -> int:
     """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
 

@@ -35,6 +35,10 @@ class Generator(Protocol):
     def context_length(self) -> int | None:
         """Maximum number of tokens per sequence; None if the model states no limit."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether the whole engine has failed, so that every later request fails too."""
+
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests and return one future per request.
 

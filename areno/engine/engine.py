@@ -39,7 +39,6 @@ from areno.errors import EngineError, UsageError
 from areno.loss_fns.loss_interface import LossFn
 from areno.storage.contents import STATE_FOLDER
 from areno.text.chat import eos_token_ids, load_tokenizer
-from areno.text.stop import StopChecker
 from areno.types import ModelRole, Request, RolloutResult, TokenRecord, TrainSequence
 from areno.types.routing import RoutingRecord
 
@@ -91,7 +90,7 @@ class Engine(Backend):
         progress = DecodeProgress(interval, peers.replica, peers.layout.dp_size) if peers.leads else None
         common: dict[str, Any] = {
             "eos_ids": self.eos_ids,
-            "make_stop_text": lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
+            "tokenizer": self.tokenizer,
             "budget_tokens": budget,
             "max_running": config.max_running,
             "progress": progress,
@@ -151,6 +150,11 @@ class Engine(Backend):
     def kv_tokens(self) -> int:
         """KV cache capacity in tokens; 0 if this engine cannot generate."""
         return self._loop.scheduler.budget_tokens if self._loop is not None else 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rollout loop has failed."""
+        return self._loop is not None and self._loop.failure is not None
 
     def set_max_running(self, sequences: int | None) -> None:
         """Limit concurrent sequences per replica; None restores the configured limit. Raises ValueError for a limit below 1."""

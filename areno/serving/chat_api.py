@@ -176,13 +176,6 @@ class ChatResponse(SampledResponse):
         self._metrics = metrics
         self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
-    def check(self) -> None:
-        """Raise ApiError if the grammar failed or the response is incomplete."""
-        if self._expected.failures:
-            message = f"the grammar failed during generation: {self._expected.failures[0]}; simplify the schema"
-            raise ApiError(400, message, param=_format_param(self._body), code="grammar_failed")
-        super().check()
-
     def opening(self) -> list[dict[str, Any]]:
         """The first chunks, with the role of each message."""
         delta = {"role": "assistant", "content": ""}

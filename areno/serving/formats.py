@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from areno.serving.recording import Piece
 from areno.serving.schemas import ResponseFormat
 from areno.text import grammar
+from areno.text.grammar import ConstraintFactory, OptionalReasoning
 from areno.text.reasoning import ReasoningDelta, ReasoningParser, ReasoningStream, reasoning_parser_for
 from areno.text.tool_calls import ContentDelta, StreamingParser, ToolCallDelta, ToolCallParser, parser_for
-from areno.types import TokenConstraint
 
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
-
-ConstraintMaker = Callable[[], TokenConstraint]
 
 
 class Formats:
@@ -45,15 +41,12 @@ class Formats:
         expected.reader()  # validates the tools
         return expected
 
-    def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
+    def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintFactory | None:
         """Return a factory of the response's grammar, if any. Raises UsageError if a schema is invalid or unsupported."""
         make = self._maker(expected, form)
-        if make is None:
-            return None
-        inner, ends = self._with_reasoning(make, expected.reasoning), sorted(self._engine.eos_ids)
-        return lambda: _IsolatedConstraint(inner(), self._engine.vocab_size, ends, expected.failures)
+        return None if make is None else self._with_reasoning(make, expected.reasoning)
 
-    def _with_reasoning(self, make: Callable[..., ConstraintMaker], reasoning: ReasoningParser) -> ConstraintMaker:
+    def _with_reasoning(self, make: Callable[..., ConstraintFactory], reasoning: ReasoningParser) -> ConstraintFactory:
         """Extend a constraint, so that reasoning may precede the constrained response."""
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
@@ -61,10 +54,9 @@ class Formats:
         ids = self._engine.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         if len(ids) != 1:
             return make()
-        direct, after_reasoning = make(), make(after=reasoning.closer)
-        return lambda: _OptionalReasoning(direct(), after_reasoning, ids[0])
+        return OptionalReasoning(make(), make(after=reasoning.closer), ids[0])
 
-    def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
+    def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
         """Return a function that creates the factory. Its argument ``after`` is a marker after which the constraint applies."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
@@ -79,73 +71,6 @@ class Formats:
         return functools.partial(grammar.json_schema_constraint, tokenizer, form.json_schema.json_schema, **options)
 
 
-class _IsolatedConstraint:
-    """Ends only the sample whose grammar fails, because an exception in the engine's thread would end all samples."""
-
-    def __init__(self, inner: TokenConstraint, vocabulary: int, eos_ids: Sequence[int], failures: list[str]) -> None:
-        self._inner, self._failures, self._failed = inner, failures, False
-        self._eos_only = np.zeros(vocabulary, dtype=np.bool_)
-        self._eos_only[list(eos_ids)] = True
-
-    def allowed(self) -> np.ndarray | None:
-        if not self._failed:
-            try:
-                mask = self._inner.allowed()
-                if mask is None or mask.any():
-                    return mask
-                self._fail("no token of this model can continue the response")
-            except Exception as error:  # no failure may affect other samples
-                self._fail(str(error))
-        return self._eos_only
-
-    def forces(self, token: int) -> bool:
-        return self._failed or self._inner.forces(token)
-
-    def push(self, token: int) -> None:
-        try:
-            if not self._failed:
-                self._inner.push(token)
-        except Exception as error:
-            self._fail(str(error))
-
-    @property
-    def finished(self) -> bool:
-        return self._failed or self._inner.finished
-
-    def _fail(self, reason: str) -> None:
-        self._failed = True
-        self._failures.append(reason)
-
-
-class _OptionalReasoning:
-    """A constraint for a model with optional reasoning. The first token decides whether the model reasons."""
-
-    def __init__(self, direct: TokenConstraint, after_reasoning: ConstraintMaker, opener: int) -> None:
-        self._active, self._after_reasoning, self._opener = direct, after_reasoning, opener
-        self._started = False
-
-    def allowed(self) -> np.ndarray | None:
-        mask = self._active.allowed()
-        if self._started or mask is None:
-            return mask
-        mask = mask.copy()
-        mask[self._opener] = True
-        return mask
-
-    def forces(self, token: int) -> bool:
-        return self._started and self._active.forces(token)
-
-    def push(self, token: int) -> None:
-        if not self._started and token == self._opener:
-            self._active = self._after_reasoning()
-        self._started = True
-        self._active.push(token)
-
-    @property
-    def finished(self) -> bool:
-        return self._active.finished
-
-
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """Parameters for parsing the responses to one request (see :meth:`Formats.expectation`)."""
@@ -156,7 +81,6 @@ class Expectation:
     tool_choice: str | dict[str, Any]
     parallel: bool
     needs_special_tokens: bool  # markers are special tokens, so decoding must keep them
-    failures: list[str] = field(default_factory=list)  # grammar errors of the samples
 
     def reader(self) -> MessageReader:
         """A new parser for one message."""

@@ -1,8 +1,8 @@
 """Passes the tokens of one HTTP request from the engine's thread to the event loop.
 
 The engine calls a listener for each token. The listener must never block, so it only queues the token with its arrival time.
-Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when all samples of
-a prompt have ended.
+Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when all samples have
+ended, so a prompt can restart on another replica: its earlier tokens are dropped from the queue.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 TokenEvent = tuple[int, GeneratedToken, float]
 """Index of the sample over all prompts of the request, the sample's next token, and the arrival time (``perf_counter``)."""
+
+_Item = TokenEvent | Future[RolloutResult] | range
+"""A token, a prompt whose samples have ended, or the samples of a prompt that restarts."""
 
 
 def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[GeneratedToken]]]:
@@ -63,7 +66,9 @@ class Generation:
         self._last: dict[int, float] = {}  # arrival time of each sample's last token
         with_listeners, first = [], 0
         for request in requests:
-            with_listeners.append(replace(request, listener=functools.partial(self._on_token, first)))
+            listener = functools.partial(self._on_token, first)
+            restart = None if streams else functools.partial(self._on_restart, range(first, first + request.n))
+            with_listeners.append(replace(request, listener=listener, on_restart=restart))
             first += request.n
         self._futures = engine.submit(with_listeners)
         self._running = self._unread = len(self._futures)
@@ -79,12 +84,15 @@ class Generation:
     async def tokens(self) -> AsyncIterator[list[TokenEvent]]:
         """Yield non-empty batches of new tokens until all samples have ended. Raises EngineError if generation failed."""
         while self._unread:
-            events = []
+            events: list[TokenEvent] = []
             for item in await self._inbox.take():
                 if isinstance(item, Future):
                     self._unread -= 1
                     if not item.cancelled():  # a cancelled sample ends without a token
                         self._error = self._error or item.exception()
+                    self._error = self._error or item.exception()
+                elif isinstance(item, range):
+                    events = [event for event in events if event[0] not in item]
                 else:
                     events.append(item)
             if events:
@@ -103,14 +111,18 @@ class Generation:
     def _on_token(self, first: int, index: int, token: GeneratedToken) -> None:
         self._inbox.put((first + index, token, time.perf_counter()), wakes=self._streams)
 
+    def _on_restart(self, samples: range) -> None:
+        self._inbox.put(samples, wakes=False)
+
     def _on_done(self, future: Future[RolloutResult]) -> None:
-        self._inbox.put(future)
+        self._inbox.put(future, wakes=self._streams)
         self._inbox.call(self._count_down)
 
     def _count_down(self) -> None:
         # A sample leaves the queue even if a slow client has not read its tokens yet.
         self._running -= 1
         if not self._running:
+            self._inbox.wake()
             self._on_end()
 
 
@@ -119,14 +131,19 @@ class _TokenQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._items: deque[TokenEvent | Future[RolloutResult]] = deque()
+        self._items: deque[_Item] = deque()
         self._ready = asyncio.Event()
         self._woken = False
 
-    def put(self, item: TokenEvent | Future[RolloutResult], wakes: bool = True) -> None:
+    def put(self, item: _Item, wakes: bool) -> None:
         """Append an item and, with ``wakes``, wake the reader. Thread-safe."""
         self._items.append(item)
-        if wakes and not self._woken:
+        if wakes:
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader. Thread-safe."""
+        if not self._woken:
             self._woken = True
             self.call(self._ready.set)
 
@@ -136,7 +153,7 @@ class _TokenQueue:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
-    async def take(self) -> list[TokenEvent | Future[RolloutResult]]:
+    async def take(self) -> list[_Item]:
         await self._ready.wait()
         self._ready.clear()
         self._woken = False  # before reading, so that a later item wakes the loop again

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from areno.errors import EngineError
+
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
 
@@ -77,6 +79,9 @@ class _EngineLoad:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        load = self._engine.load()
+        try:
+            load = self._engine.load()
+        except EngineError:  # the engine has failed; the other metrics remain
+            return
         for family, name, text, field in _LOAD:
             yield family(name, text, value=getattr(load, field))

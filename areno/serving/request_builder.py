@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areno.serving.errors import ApiError, bad_field
 from areno.serving.schemas import GenerationBody
@@ -53,7 +53,7 @@ def build_job(
     seeds: Callable[[], list[int]],
     top_logprobs: int = 0,
     skip_special_tokens: bool = True,
-    constraint: Callable[[], TokenConstraint] | None = None,
+    constraint: Callable[[Any], TokenConstraint] | None = None,
     context_limit: int | None = None,
 ) -> GenerationJob:
     """Validate a request against the model and build the engine requests.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import EngineError
+from areno.errors import EngineError, GrammarError
 from areno.serving.errors import ApiError, bad_field
 from areno.serving.formats import Formats
 from areno.serving.generation import Generation
@@ -211,6 +211,15 @@ class Service:
             raise ApiError(503, f"the engine rejected the request: {error}", code="engine_failed") from error
         self._open[generation] = samples
         return generation
+
+    def api_error(self, error: EngineError) -> ApiError:
+        """The response to a request that failed with ``error``. If the whole engine has failed, later requests are rejected."""
+        if isinstance(error, GrammarError):
+            return ApiError(400, f"{error}; simplify the schema", code="grammar_failed")
+        if self._model is not None and self._model.engine.failed:
+            self.failure = str(error)
+            return ApiError(500, f"generation failed: {error}", code="engine_failed")
+        return ApiError(500, f"generation failed: {error}", code="generation_failed")
 
     # -- shutdown --------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,5 @@ def _as_api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
-        service.failure = str(error)
-        return ApiError(500, f"generation failed: {error}", code="engine_failed")
+        return service.api_error(error)
     return unexpected(error)

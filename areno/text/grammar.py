@@ -1,8 +1,8 @@
 """Structured output: JSON, JSON schemas and tool calls.
 
-`llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) compiles a grammar once per tokenizer. Every
-sample uses a copy of the compiled state. Reasoning is unconstrained: the grammar applies only after the marker
-``after``, which ends the reasoning.
+`llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) compiles a grammar once per tokenizer and
+process. Every sample uses a copy of the compiled state. Reasoning is unconstrained: the grammar applies only after the
+marker ``after``, which ends the reasoning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import json
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -21,7 +22,8 @@ from areno.text.tool_calls.parser import CallShape, ToolCallParser, selectable_t
 from areno.text.tool_calls.schema import resolved, types_of
 from areno.types import TokenConstraint
 
-ConstraintFactory = Callable[[], TokenConstraint]
+ConstraintFactory = Callable[[Any], TokenConstraint]
+"""Creates the state of one sample, given the tokenizer of the process that samples. Can be pickled."""
 
 # White space in JSON: one space, or a newline with indentation. Unlimited white space would let a model loop.
 _JSON_STYLE = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
@@ -38,6 +40,33 @@ class ConstraintOptions(TypedDict, total=False):
     after: str | None  # apply the grammar after this marker, for example ``</think>``
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A validated grammar. ``what`` is its name in error messages."""
+
+    rules: str
+    what: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+    def __call__(self, tokenizer: Any) -> TokenConstraint:
+        """Return the state of a new sample. The first call in a process compiles the grammar."""
+        return _compiler(tokenizer, {"vocab_size": self.vocab_size, "eos_ids": self.eos_ids}).state(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalReasoning:
+    """A constraint for a model with optional reasoning: the first token ``opener`` selects the constraint ``reasoned``."""
+
+    direct: ConstraintFactory
+    reasoned: ConstraintFactory
+    opener: int
+
+    def __call__(self, tokenizer: Any) -> TokenConstraint:
+        """Return the state of a new sample."""
+        return _OptionalReasoningState(self.direct(tokenizer), functools.partial(self.reasoned, tokenizer), self.opener)
+
+
 def json_object_constraint(tokenizer: Any, **options: Unpack[ConstraintOptions]) -> ConstraintFactory:
     """Constrain to any JSON object; see :func:`json_schema_constraint`."""
     return json_schema_constraint(tokenizer, {"type": "object"}, **options)
@@ -48,7 +77,7 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a factory for the state of one sample; the factory is cheap to call. Raises UsageError if the schema is
+    Returns a factory for the state of one sample. Raises UsageError if the schema is
     invalid or unsupported, ``llguidance`` is not installed, the tokenizer is not a fast one, or it has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
@@ -163,6 +192,8 @@ class _GrammarState:
         self._check()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         self._choices = int(mask.sum())
+        if not self._choices:
+            raise EngineError("no token of this model can continue the response")
         return mask
 
     def forces(self, token: int) -> bool:
@@ -187,6 +218,35 @@ class _GrammarState:
             raise EngineError(f"the grammar of a response failed: {reason}")
 
 
+class _OptionalReasoningState:
+    """The state of one sample with optional reasoning."""
+
+    def __init__(self, direct: TokenConstraint, reasoned: Callable[[], TokenConstraint], opener: int) -> None:
+        self._active, self._reasoned, self._opener = direct, reasoned, opener
+        self._started = False
+
+    def allowed(self) -> np.ndarray | None:
+        mask = self._active.allowed()
+        if self._started or mask is None:
+            return mask
+        mask = mask.copy()
+        mask[self._opener] = True
+        return mask
+
+    def forces(self, token: int) -> bool:
+        return self._started and self._active.forces(token)
+
+    def push(self, token: int) -> None:
+        if not self._started and token == self._opener:
+            self._active = self._reasoned()
+        self._started = True
+        self._active.push(token)
+
+    @property
+    def finished(self) -> bool:
+        return self._active.finished
+
+
 class _Compiler:
     """Compiles grammars for one tokenizer, with a cache of recent grammars."""
 
@@ -204,10 +264,15 @@ class _Compiler:
         self._special = {text: number for number, text in added.items() if self._tokens.is_special_token(number)}
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
-    def factory(self, rules: str, after: str | None, what: str) -> ConstraintFactory:
+    def factory(self, rules: str, after: str | None, what: str) -> Grammar:
         """A state factory for a grammar. The rule ``body`` is the response. Error messages call the grammar ``what``."""
-        matcher = self._matcher(f"{self._start(after)}\n{rules}", what)
-        return lambda: _GrammarState(matcher.deep_copy(), self._tokens, self._vocab_size)
+        grammar = Grammar(f"{self._start(after)}\n{rules}", what, self._vocab_size, self._eos_ids)
+        self._matcher(grammar)  # validates the grammar
+        return grammar
+
+    def state(self, grammar: Grammar) -> _GrammarState:
+        """The state of a new sample."""
+        return _GrammarState(self._matcher(grammar).deep_copy(), self._tokens, self._vocab_size)
 
     def literal(self, text: str) -> str:
         """A grammar sequence for fixed text: special tokens by id, and all other text quoted."""
@@ -238,13 +303,14 @@ class _Compiler:
         gap = "gap: /[ \\t\\r\\n]{0,8}/"
         return "\n".join(["start: free gap body", *self.text_until(after, "free", any_token=True), gap])
 
-    def _compile(self, grammar: str, what: str) -> Any:
+    def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
 
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar.rules, self._tokens)
         if is_error:
-            raise UsageError(f"{what}: {' '.join(messages[0].split())}; change the grammar, or omit the constraint")
-        return LLMatcher(self._tokens, grammar)
+            reason = " ".join(messages[0].split())
+            raise UsageError(f"{grammar.what}: {reason}; change the grammar, or omit the constraint")
+        return LLMatcher(self._tokens, grammar.rules)
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], _Compiler]] = weakref.WeakKeyDictionary()

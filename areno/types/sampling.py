@@ -228,14 +228,18 @@ class Request:
     Args:
         seeds: one seed per sample. Sample i depends only on ``seeds[i]``, not on the batch.
         listener: called in the engine's thread with a sample's index and each new token of the sample. It must be fast.
-        constraint: creates the grammar state of one sample; None allows all text.
+        on_restart: called if the request restarts on another replica, so that all tokens passed to ``listener`` are void. If
+            None, a request does not restart after its first token was passed to ``listener``.
+        constraint: creates the grammar state of one sample, given the engine's tokenizer; None allows all text. It is
+            pickled if the engine runs in other processes.
     """
 
     prompt_tokens: list[int]
     sampling: SamplingParams
     seeds: list[int] = field(default_factory=lambda: [0])
     listener: Callable[[int, GeneratedToken], None] | None = None
-    constraint: Callable[[], TokenConstraint] | None = None
+    constraint: Callable[[Any], TokenConstraint] | None = None
+    on_restart: Callable[[], None] | None = None
 
     @property
     def n(self) -> int:

@@ -45,7 +45,7 @@ def requests(count: int, vocab: int, new: int, greedy: bool | None = None) -> li
 
 def generate(model: CausalLM, kind: type, asked: list[Request], **options: Any) -> tuple[list[Sample], RolloutLoop]:
     """Prompt and answer of every sample."""
-    settings = {"eos_ids": frozenset(), "make_stop_text": None, "budget_tokens": 65_536, "max_running": 32, **options}
+    settings = {"eos_ids": frozenset(), "tokenizer": None, "budget_tokens": 65_536, "max_running": 32, **options}
     loop = kind(model, **settings)
     futures = loop.submit(asked)
     pairs = zip(asked, [future.result(timeout=300) for future in futures], strict=True)

@@ -298,7 +298,7 @@ def rollout_loop(model: Any, **options: Any) -> Any:
     """A loop over pages that ends no answer by itself."""
     from areno.engine.rollout.paged.loop import PagedRolloutLoop
 
-    settings = {"eos_ids": frozenset(), "make_stop_text": None, "budget_tokens": 65_536, "max_running": 32, **options}
+    settings = {"eos_ids": frozenset(), "tokenizer": None, "budget_tokens": 65_536, "max_running": 32, **options}
     return PagedRolloutLoop(model, **settings)
 
 

@@ -53,7 +53,7 @@ class Script:
 
         engine.submit = forced
 
-    def _line(self) -> Any:
+    def _line(self, _tokenizer: Any) -> Any:
         return _Forced(self.lines.popleft(), self._vocabulary)
 
     def _keep(self, prompt: list[int], done: Any) -> None:

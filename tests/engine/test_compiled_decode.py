@@ -47,7 +47,7 @@ def make_loop():
         loop = RolloutLoop(
             model,
             eos_ids=frozenset(),
-            make_stop_text=None,
+            tokenizer=None,
             budget_tokens=budget,
             max_running=running,
             layers=validate_decoding(model, "test").layers,

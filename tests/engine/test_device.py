@@ -65,7 +65,7 @@ def test_the_thread_that_generates_uses_the_device_of_the_model(monkeypatch):
         loop_module, "use_device", lambda device: calls.append((threading.current_thread().name, device))
     )
     model = prepare(tiny_module("llama", layers=1, hidden=32, heads=2), "llama")
-    loop = RolloutLoop(model, eos_ids=frozenset(), make_stop_text=None, budget_tokens=256, max_running=2)
+    loop = RolloutLoop(model, eos_ids=frozenset(), tokenizer=None, budget_tokens=256, max_running=2)
     loop.submit([Request([1, 2], SamplingParams(max_new_tokens=2), [0])])[0].result(timeout=60)
     loop.close()
     assert calls == [("areno-rollout", model.device)]

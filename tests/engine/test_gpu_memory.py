@@ -117,7 +117,7 @@ def test_loading_a_role_frees_the_cache_before_its_new_size_is_measured(tiny_che
 def test_a_paged_loop_can_be_resized():
     model = prepare(tiny_module("llama", layers=1, hidden=32, heads=2), "llama")
     loop = PagedRolloutLoop(
-        model, eos_ids=frozenset(), make_stop_text=None, budget_tokens=1024, max_running=4, prefix_tokens=256
+        model, eos_ids=frozenset(), tokenizer=None, budget_tokens=1024, max_running=4, prefix_tokens=256
     )
     request = Request([5] * 20, SamplingParams(greedy=True, max_new_tokens=5, ignore_eos=True), [0])
     first = loop.submit([request])[0].result(timeout=60).sequences[0].resp_tokens

@@ -28,7 +28,7 @@ PROMPT_LENGTHS = (5, 29, 1, 14, 33, 18, 70)
 
 
 def make_loop(model, budget=4096, running=16):
-    return RolloutLoop(model, eos_ids=frozenset(), make_stop_text=None, budget_tokens=budget, max_running=running)
+    return RolloutLoop(model, eos_ids=frozenset(), tokenizer=None, budget_tokens=budget, max_running=running)
 
 
 def random_prompts(seed=2):

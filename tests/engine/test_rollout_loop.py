@@ -12,7 +12,6 @@ from areno.engine.model.loading import prepare
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import validate_decoding
 from areno.errors import EngineError
-from areno.text.stop import StopChecker
 from areno.types import Request, SamplingParams
 from tests.support.tiny import TEXTS, bpe_tokenizer, tiny_module
 
@@ -33,7 +32,7 @@ def make_loop(tokenizer):
         loop = RolloutLoop(
             model,
             eos_ids=eos,
-            make_stop_text=lambda stop, skip: StopChecker(tokenizer, stop, skip),
+            tokenizer=tokenizer,
             budget_tokens=budget,
             max_running=running,
         )

@@ -34,7 +34,7 @@ def make_loop():
         loop = RolloutLoop(
             model,
             eos_ids=frozenset(),
-            make_stop_text=lambda stop, skip: None,
+            tokenizer=None,
             budget_tokens=budget,
             max_running=running,
             prefix_tokens=prefix_tokens,
@@ -249,7 +249,7 @@ def test_a_listener_hears_every_token_of_every_sample_with_its_alternatives(make
 class Countdown:
     """A grammar that allows one token at a time: 9, 8, 7, then ends."""
 
-    def __init__(self):
+    def __init__(self, _tokenizer):
         self.left = [9, 8, 7]
 
     def allowed(self):
@@ -321,7 +321,7 @@ def test_a_program_that_forgets_to_close_ends_quietly(tmp_path):
         "from areno.engine.rollout.loop import RolloutLoop\n"
         "from areno.types import Request, SamplingParams\n"
         "loop = RolloutLoop(prepare(tiny_module('llama', layers=2)), eos_ids=frozenset(),\n"
-        "                   make_stop_text=lambda stop, skip: None, budget_tokens=10**6, max_running=8)\n"
+        "                   tokenizer=None, budget_tokens=10**6, max_running=8)\n"
         "loop.submit([Request([5], SamplingParams(max_new_tokens=100_000), [0])])\n"
         "loop.submit([Request([6], SamplingParams(max_new_tokens=3), [0])])[0].result()\n"
         "print('done')\n"

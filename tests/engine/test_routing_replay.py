@@ -92,7 +92,7 @@ def make_loop():
 
     def make(model, kind=RolloutLoop, **options):
         settings = {"eos_ids": frozenset(), "budget_tokens": 8192, "max_running": 16, **options}
-        loops.append(kind(model, make_stop_text=None, records=model.routers, **settings))
+        loops.append(kind(model, tokenizer=None, records=model.routers, **settings))
         return loops[-1]
 
     yield make

@@ -23,7 +23,7 @@ def make_loop():
 
     def make(model, speculate, eos=frozenset(), budget=8192):
         loop = RolloutLoop(
-            model, eos_ids=eos, make_stop_text=None, budget_tokens=budget, max_running=16, speculate=speculate
+            model, eos_ids=eos, tokenizer=None, budget_tokens=budget, max_running=16, speculate=speculate
         )
         loops.append(loop)
         return loop

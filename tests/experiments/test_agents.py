@@ -59,6 +59,8 @@ class Talker:
             "text": "good",
             "none": None,
             "bad id": {"x": 1.0},
+            "nan": float("nan"),
+            "infinite": {ids[0]: float("inf")} if ids else {},
         }[self.how]
 
 
@@ -142,17 +144,35 @@ def test_a_reward_is_not_lost_in_an_answer_that_has_no_tokens(engine, how, retur
     assert [one.reward for one in found] == returns
 
 
+@pytest.mark.parametrize("style", ["individual", "concat"])
+def test_an_answer_that_a_grammar_forced_has_no_row(engine, style):
+    class Obedient:
+        async def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
+            form = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 1}}}
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                for prompt, options in ((data["prompt"], {}), ("Say 1.", {"response_format": form})):
+                    messages: list[Any] = [{"role": "user", "content": prompt}]
+                    answer = await client.chat.completions.create(model="default", messages=messages, **options)  # type: ignore[call-overload]
+            assert answer.choices[0].message.content == "1"
+            return 1.0
+
+    (only,) = run(engine, Obedient(), export_style=style, turn_discount=0.5).values()
+    assert (sum(only.row.trained), only.reward) == (6, 0.5)
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
         (Talker(how="text"), "returned str 'good'"),
         (Talker(how="none"), "neither returned nor set a reward"),
         (Talker(how="bad id"), "this session has no answer with the id 'x'"),
+        (Talker(how="nan"), "returned the reward nan; return finite numbers"),
+        (Talker(how="infinite"), "returned the reward inf; return finite numbers"),
         (Talker(turns=0), "ended without a model answer"),
     ],
 )
 def test_an_agent_without_a_usable_reward_is_an_error(engine, agent, message):
-    with pytest.raises((AgentError, TypeError), match=message):
+    with pytest.raises((AgentError, TypeError, ValueError), match=message):
         run(engine, agent)
 
 

@@ -111,11 +111,17 @@ def running(checkpoint: Path, *options: object) -> Iterator[Running]:
             process.communicate()
 
 
-def save_sharp_checkpoint(folder: Path) -> Path:
+def save_sharp_checkpoint(folder: Path, heads: int = 2) -> Path:
     """A random model whose distribution is far from flat, so that greedy decoding has no ties."""
     tokenizer = bpe_tokenizer(TEXTS)
     module = tiny_module(
-        "llama", vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id, hidden=32, layers=2, heads=2, sharpen=4.0
+        "llama",
+        vocab=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        hidden=32,
+        layers=2,
+        heads=heads,
+        sharpen=4.0,
     )
     module.generation_config.eos_token_id = tokenizer.eos_token_id  # type: ignore[union-attr]
     module.save_pretrained(folder)  # type: ignore[operator]

@@ -91,7 +91,7 @@ class BrokenGrammar:
 
     finished = False
 
-    def __init__(self):
+    def __init__(self, _tokenizer):
         self.pushed = 0
 
     def allowed(self):

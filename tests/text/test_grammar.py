@@ -45,7 +45,7 @@ def tokenizer():
 
 def _walk(tokenizer, factory, seed, limit=400, ending=""):
     """Sample allowed tokens at random; after a while prefer those that end the text, starting with ``ending``."""
-    draw, state, ids, planned = random.Random(seed), factory(), [], []
+    draw, state, ids, planned = random.Random(seed), factory(tokenizer), [], []
     hurry = [tokenizer.convert_tokens_to_ids(char) for char in '"}],:0']
     while True:
         allowed = np.flatnonzero(state.allowed())
@@ -68,7 +68,7 @@ def _walk(tokenizer, factory, seed, limit=400, ending=""):
 
 def _accepts(tokenizer, factory, text):
     """Whether every token of a text is allowed and the text is a complete answer."""
-    state = factory()
+    state = factory(tokenizer)
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         if not state.allowed()[token]:
             return False
@@ -150,7 +150,7 @@ def test_values_that_do_not_fit_are_refused(tokenizer, text):
 
 @pytest.mark.parametrize("text", ["{\n\n", "{  ", "{\n" + 33 * " "])
 def test_unbounded_whitespace_is_not_allowed(tokenizer, text):
-    state = json_schema_constraint(tokenizer, PERSON)()
+    state = json_schema_constraint(tokenizer, PERSON)(tokenizer)
     ids = tokenizer.convert_tokens_to_ids(["{" if char == "{" else "Ċ" if char == "\n" else "Ġ" for char in text])
     for token in ids[:-1]:
         assert state.allowed()[token]
@@ -171,7 +171,7 @@ def test_answers_are_one_of_the_choices(tokenizer):
 
 
 def test_the_end_of_text_is_allowed_only_when_the_answer_is_complete(tokenizer):
-    state = choice_constraint(tokenizer, ["ab", "abc"])()
+    state = choice_constraint(tokenizer, ["ab", "abc"])(tokenizer)
     eos = tokenizer.eos_token_id
     for char, complete, finished in (("a", False, False), ("b", True, False), ("c", True, True)):
         state.push(tokenizer.convert_tokens_to_ids(char))
@@ -184,7 +184,7 @@ def test_the_end_of_text_is_allowed_only_when_the_answer_is_complete(tokenizer):
 def test_masks_have_the_size_of_the_models_vocabulary_and_use_its_eos_ids(tokenizer):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")}
     factory = choice_constraint(tokenizer, ["a"], vocab_size=len(tokenizer) + 77, eos_ids=ends)
-    state = factory()
+    state = factory(tokenizer)
     assert state.allowed().shape == (len(tokenizer) + 77,)
     assert state.allowed().dtype == np.bool_
     state.push(tokenizer.convert_tokens_to_ids("a"))
@@ -193,14 +193,14 @@ def test_masks_have_the_size_of_the_models_vocabulary_and_use_its_eos_ids(tokeni
 
 def test_states_are_independent(tokenizer):
     factory = choice_constraint(tokenizer, ["ab", "cd"])
-    first, second = factory(), factory()
+    first, second = factory(tokenizer), factory(tokenizer)
     first.push(tokenizer.convert_tokens_to_ids("a"))
     assert second.allowed()[tokenizer.convert_tokens_to_ids("c")]
     assert not first.allowed()[tokenizer.convert_tokens_to_ids("c")]
 
 
 def test_a_token_that_is_not_allowed_is_an_error(tokenizer):
-    state = choice_constraint(tokenizer, ["ab"])()
+    state = choice_constraint(tokenizer, ["ab"])(tokenizer)
     with pytest.raises(EngineError, match="grammar of a response failed"):
         state.push(tokenizer.convert_tokens_to_ids("z"))
 
@@ -385,7 +385,7 @@ def test_the_module_loads_without_torch_and_without_the_package():
 
 
 def test_tokens_are_forced_if_only_one_text_can_follow(tokenizer):
-    state = choice_constraint(tokenizer, ["color red", "color blue"])()
+    state = choice_constraint(tokenizer, ["color red", "color blue"])(tokenizer)
     for text, forced in [("co", True), ("lor", True), (" ", True), ("b", False), ("lue", True)]:
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
             assert state.forces(token) == forced, text

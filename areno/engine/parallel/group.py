@@ -118,6 +118,11 @@ class EngineGroup(Backend):
         return self.layout.dp_size
 
     @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, and with it the whole group."""
+        return self.workers.failed
+
+    @property
     def version(self) -> int:
         """Number of optimizer steps applied to the actor's weights."""
         return self.run_on_all_ranks(attrgetter("version"))[0]
@@ -138,16 +143,26 @@ class EngineGroup(Backend):
                 self.workers.call("engine.begin_rollout")
                 self._gathered = True
             opened = self._assign(requests)
-            asked = {}
-            for replica, leader in enumerate(self.layout.leaders()):
-                batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
-                if batch:
-                    plain = {number: replace(request, listener=None) for number, request in batch.items()}
-                    heard = {number for number, request in batch.items() if request.listener is not None}
-                    asked[tuple(batch)] = self.workers.tell(leader, "submit", plain, heard)
+            try:
+                asked = self._hand_over(opened)
+            except BaseException:  # such as a constraint that cannot be pickled
+                for number in opened:
+                    self._take(number)
+                raise
         for numbers, answer in asked.items():
             answer.add_done_callback(functools.partial(self._refused, numbers))
         return [pending.future for pending in opened.values()]
+
+    def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
+        """Send requests to the leaders of their replicas. Return the answers by the numbers of the requests."""
+        asked = {}
+        for replica, leader in enumerate(self.layout.leaders()):
+            batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
+            if batch:
+                plain = {n: replace(request, listener=None, on_restart=None) for n, request in batch.items()}
+                heard = {number for number, request in batch.items() if request.listener is not None}
+                asked[tuple(batch)] = self.workers.tell(leader, "submit", plain, heard)
+        return asked
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
         """Number the requests, and assign each to the least loaded replica."""

@@ -9,11 +9,12 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ from areno.engine.rollout.sequence import DecodeOutcome, LoopCommands, Prefill, 
 from areno.engine.rollout.slot_cache import LayerShape, PrefillPlan, PrefillSpan, SlotCache
 from areno.engine.rollout.speculation import VerifyPlan, draft
 from areno.errors import EngineError
-from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
 # Maximum tokens per prefill call: with nothing to decode, between decode steps on CPUs, and between decode steps on GPUs, where
@@ -51,7 +51,7 @@ class RolloutLoop:
     Args:
         model: the policy. While requests are pending, its weights may change only within :meth:`weights_changing`.
         eos_ids: token ids that end a response, unless the request ignores end-of-text tokens.
-        make_stop_text: creates a request's stop-string checker, given the stop strings and whether to skip special tokens.
+        tokenizer: the model's tokenizer, for stop strings and grammars.
         budget_tokens: KV cache capacity in tokens.
         max_running: maximum number of sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
@@ -71,7 +71,7 @@ class RolloutLoop:
         model: CausalLM,
         *,
         eos_ids: frozenset[int],
-        make_stop_text: Callable[[list[str], bool], StopChecker],
+        tokenizer: Any,
         budget_tokens: int,
         max_running: int,
         progress: DecodeProgress | None = None,
@@ -90,7 +90,7 @@ class RolloutLoop:
         self.cache = SlotCache(model.device)
         self.records = self.cache.records = records
         self.prefixes = PrefixStore(prefix_tokens)
-        self._make_stop_text = make_stop_text
+        self._tokenizer = tokenizer
         self._progress = progress
         self._rows: RowParameters | None = None  # None when the running sequences have changed
         self.decode = DecodeSwitch(model, self.cache, layers, decode_mode, builds)
@@ -101,7 +101,7 @@ class RolloutLoop:
         self._open: dict[Future[RolloutResult], SampleGroup] = {}  # all unanswered requests
         self._pause = Pause(self._wake)
         self._closing = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # the error that ended the loop
         self._busy = self._cancel = False
         self._cancelled: list[SampleGroup] = []
         self._thread: threading.Thread | None = None
@@ -155,7 +155,7 @@ class RolloutLoop:
         version. A merged adapter is unmerged for the block and merged again afterwards. If the block raises an exception, the
         loop fails too, because the weights may be partly updated.
         """
-        with self._pause.held(lambda: self._thread is None or self._closing or self._failure is not None):
+        with self._pause.held(lambda: self._thread is None or self._closing or self.failure is not None):
             self._check_alive()
             try:
                 with self.model.adapter.changing() if self.model.adapter is not None else nullcontext():
@@ -181,7 +181,7 @@ class RolloutLoop:
     def wait_idle(self) -> None:
         """Wait until no request is pending. Returns at once if the loop has failed, because all requests have then failed."""
         with self._wake:
-            self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
+            self._wake.wait_for(lambda: self.failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
         """If the loop is idle, bind a compiled step to the model's current weights, so that the old weights can be freed."""
@@ -206,12 +206,12 @@ class RolloutLoop:
 
     def restart(self) -> BaseException | None:
         """Reset the loop if it has failed, and drop the cache. Returns the error that stopped the loop, or None."""
-        cause = self._failure
+        cause = self.failure
         if cause is not None:
             if self._thread is not None:
                 self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
-            self._failure, self._thread, self._rows, self._busy, self._incoming = None, None, None, False, []
+            self.failure, self._thread, self._rows, self._busy, self._incoming = None, None, None, False, []
         self.drop_cache()
         return cause
 
@@ -227,8 +227,8 @@ class RolloutLoop:
         self.drop_cache()
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"the rollout loop has died: {self._failure}") from self._failure
+        if self.failure is not None:
+            raise EngineError(f"the rollout loop has died: {self.failure}") from self.failure
         if self._closing:
             raise EngineError("the rollout loop is closed")
 
@@ -240,7 +240,7 @@ class RolloutLoop:
 
     def _group(self, request: Request) -> SampleGroup:
         closing = None if self.records is None else lambda sequence: take_routing(self.cache, sequence)
-        return SampleGroup.of(request, self.eos_ids, self._make_stop_text, closing)
+        return SampleGroup.of(request, self.eos_ids, self._tokenizer, closing)
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class RolloutLoop:
                 while self._next_work():
                     self._pause.rest()
                     HEARTBEAT.tick()
-                    if self._failure is None:
+                    if self.failure is None:
                         self._turn()
         except BaseException as error:
             self._fail(error)
@@ -274,7 +274,7 @@ class RolloutLoop:
                     self._wake.wait_for(self._awaited)
                 self.decode.refresh()
                 self._apply(self._take_commands())
-            return self._failure is None and (self._busy or not self._closing)
+            return self.failure is None and (self._busy or not self._closing)
 
     def _awaited(self) -> bool:
         return bool(self._incoming or self._closing or self._pause.wanted)
@@ -297,7 +297,7 @@ class RolloutLoop:
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
-            self._failure = error
+            self.failure = error
             groups, self._open = list(self._open.values()), {}
             self._wake.notify_all()
         for group in groups:

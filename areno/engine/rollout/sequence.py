@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
-from areno.errors import EngineError
+from areno.errors import EngineError, GrammarError
 from areno.text.stop import StopChecker
 from areno.types import FinishReason, GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
 from areno.types.routing import RoutingRecord
@@ -36,16 +37,16 @@ class SampleGroup:
         cls,
         request: Request,
         eos_ids: frozenset[int],
-        make_stop_text: Callable[[list[str], bool], StopChecker],
+        tokenizer: Any,
         closing: Callable[[Sequence], None] | None = None,
     ) -> SampleGroup:
-        """Create the samples of a request. ``make_stop_text(stop, skip_special_tokens)`` creates a stop-string checker."""
+        """Create the samples of a request. ``tokenizer`` is needed for stop strings and grammars."""
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
         group = cls(request.prompt_tokens, sampling, stop_ids, Future(), request.listener, closing=closing)
         for index, seed in enumerate(request.seeds):
-            watcher = make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
-            constraint = request.constraint() if request.constraint is not None else None
+            watcher = StopChecker(tokenizer, sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
+            constraint = request.constraint(tokenizer) if request.constraint is not None else None
             edited = constraint is not None or sampling.edits_logits
             edits = LogitEdits(sampling, request.prompt_tokens, constraint, stop_ids) if edited else None
             group.members.append(Sequence(group, seed, index, watcher, edits))
@@ -169,11 +170,11 @@ class DecodeOutcome:
         return sequence.finish is None and sequence.group not in self.failed
 
 
-def grammar_errors(sequences: list[Sequence]) -> dict[SampleGroup, EngineError]:
+def grammar_errors(sequences: list[Sequence]) -> dict[SampleGroup, GrammarError]:
     """Return the requests whose grammar has raised an exception, with the errors."""
     causes = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}
     for group, error in causes.items():
-        errors[group] = EngineError(f"the grammar of a request failed: {type(error).__name__}: {error}")
+        errors[group] = GrammarError(f"the grammar of a request failed: {type(error).__name__}: {error}")
         errors[group].__cause__ = error
     return errors

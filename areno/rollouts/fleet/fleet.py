@@ -2,7 +2,7 @@
 
 Each replica is an inference server, or an engine in separate processes without an optimizer or gradients. Replicas fail
 independently. A request goes to the least loaded replica. If this replica dies, the request restarts on another replica, unless
-tokens of its answer were already streamed.
+tokens of its answer were already streamed to a client.
 """
 
 import os
@@ -167,6 +167,11 @@ class RolloutFleet:
             WorkerFailedError: a replica has used up its restarts, or no replica is left.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the fleet rejects requests: it is closed, or a replica has used up its restarts."""
+        return self._router.ended
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Abort one request. The request's future returns the partial answer."""

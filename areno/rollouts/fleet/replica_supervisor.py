@@ -212,8 +212,6 @@ class ReplicaSupervisor:
     def _start(self, slot: _Slot) -> Exception | None:
         """Start a replica. Return None, or the error if the start failed."""
         job = self._job
-        with open(slot.log_file, "a", encoding="utf-8") as log:
-            log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")
         processes = Processes(
             name=f"{job.role} {slot.number}",
             launcher=job.launcher,
@@ -225,6 +223,8 @@ class ReplicaSupervisor:
             startup_s=job.startup_timeout_s,
         )
         try:
+            with open(slot.log_file, "a", encoding="utf-8") as log:
+                log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")
             replica = job.make(slot.number, processes, functools.partial(self._lost, slot))
         except Exception as error:
             return error
@@ -235,7 +235,8 @@ class ReplicaSupervisor:
             job.on_start(slot.number, replica)
         except Exception as error:
             replica.workers.abandon(str(error))
-            replica.close()
+            with contextlib.suppress(EngineError):
+                replica.close()
             return error
         with self._changed:
             closed = slot.state == "closed"
@@ -294,9 +295,12 @@ def _text(error: Exception) -> str:
 
 
 def tail(log_file: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log file, with a heading."""
-    with open(log_file, encoding="utf-8", errors="replace") as file:
-        last = deque((line.rstrip("\n") for line in file), lines)
+    """The last lines of a log file, with a heading, or the reason why it cannot be read."""
+    try:
+        with open(log_file, encoding="utf-8", errors="replace") as file:
+            last = deque((line.rstrip("\n") for line in file), lines)
+    except OSError as error:
+        return f"The log cannot be read: {error}"
     return f"The last {len(last)} lines of {log_file}:\n" + "\n".join(last)
 
 

@@ -84,6 +84,11 @@ class RequestRouter:
         for routed in parked:
             self._finish(routed, error)
 
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`end` has been called."""
+        return self._error is not None
+
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
         """Route requests, and return one future per request. After :meth:`end`, raises the error that ``end`` was given."""
         opened = {}
@@ -150,7 +155,7 @@ class RequestRouter:
     def _hand_over(self, replica: RolloutReplica, batch: list[_RoutedRequest]) -> None:
         try:
             answers = replica.submit([self._watched(routed) for routed in batch])
-        except EngineError as error:
+        except Exception as error:  # whatever it is, these requests are answered
             for routed in batch:
                 self._failed(routed, replica, error)
             return
@@ -162,14 +167,17 @@ class RequestRouter:
                     replica.cancel(inner)
 
     def _watched(self, routed: _RoutedRequest) -> Request:
-        """Return the request, with a listener that records whether tokens were streamed."""
-        listener = routed.request.listener
+        """Return the request, with a listener that records whether it received tokens. Late tokens of a replica that died are
+        dropped.
+        """
+        listener, tries = routed.request.listener, routed.tries
         if listener is None:
             return routed.request
 
         def record(sample: int, token: GeneratedToken) -> None:
-            routed.streamed = True
-            listener(sample, token)
+            if routed.tries == tries:
+                routed.streamed = True
+                listener(sample, token)
 
         return replace(routed.request, listener=record)
 
@@ -189,11 +197,14 @@ class RequestRouter:
             self._finish(routed, error)
         elif routed.cancelled:
             self._finish(routed, _nothing(routed.request))
-        elif routed.streamed:
+        elif routed.streamed and routed.request.on_restart is None:
             self._finish(routed, EngineError(f"the replica died while streaming the answer: {error}"))
         elif routed.tries >= _MAX_TRIES:
             self._finish(routed, EngineError(f"{routed.tries} replicas died with this request; last: {error}"))
         else:
+            if routed.streamed and routed.request.on_restart is not None:
+                routed.request.on_restart()
+                routed.streamed = False
             with self._lock:
                 self.resubmitted += 1
                 routed.replica = routed.inner = None

@@ -73,8 +73,11 @@ class ServerCalls(Protocol):
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Load a checkpoint while generation is paused, and discard caches that were computed with the old weights."""
 
-    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
-        """Load an adapter under a name, and unload the adapter ``outdated`` if it is not empty."""
+    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path) -> None:
+        """Load an adapter under a name."""
+
+    async def unload_adapter(self, http: httpx.AsyncClient, name: str) -> None:
+        """Unload an adapter. Running samples keep it."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Log-prob of each prompt token except the first, at temperature 1."""

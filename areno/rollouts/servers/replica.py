@@ -93,6 +93,7 @@ class ServerReplica:
     ) -> None:
         self.workers, self.calls = server, calls
         self._adapter, self._version = "", 0  # name and version of the adapter; servers do not version adapters
+        self._previous = ""  # name of the adapter before
         self.vocab_size = vocab_size
         self.tokenizer = load_tokenizer(tokenizer_of(path))
         check_tokenizer(self.tokenizer, path, option="--ckpt")
@@ -234,12 +235,20 @@ class ServerReplica:
         """Load the weights of a checkpoint into the server. Return the seconds taken. Raises EngineError on failure."""
         began = time.perf_counter()
         if adapter:
-            name = f"{adapter}-v{version}"
-            self.call(self.calls.load_adapter(self._http, name, folder, self._adapter))
-            self._adapter, self._version = name, version
+            self.call(self._change_adapter(f"{adapter}-v{version}", folder, version))
         else:
             self.call(self.calls.load_weights(self._http, folder, version))
         return time.perf_counter() - began
+
+    async def _change_adapter(self, name: str, folder: Path, version: int) -> None:
+        """Load an adapter and use it for later requests. Its predecessor stays until the next change, because the server may
+        not have accepted all its requests yet.
+        """
+        if self._previous:
+            await self.calls.unload_adapter(self._http, self._previous)
+            self._previous = ""
+        await self.calls.load_adapter(self._http, name, folder)
+        self._previous, self._adapter, self._version = self._adapter, name, version
 
     @property
     def transfers(self) -> bool:

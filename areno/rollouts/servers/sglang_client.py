@@ -86,11 +86,13 @@ class SglangCalls:
             raise EngineError(f"{http.base_url}/update_weights_from_disk: {done.get('message')}")
         await post_json(http, "/continue_generation", {})
 
-    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
+    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path) -> None:
         """See :class:`ServerCalls`."""
         await post_json(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        if outdated:
-            await post_json(http, "/unload_lora_adapter", {"lora_name": outdated})
+
+    async def unload_adapter(self, http: httpx.AsyncClient, name: str) -> None:
+        """See :class:`ServerCalls`."""
+        await post_json(http, "/unload_lora_adapter", {"lora_name": name})
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """See :class:`ServerCalls`."""

@@ -37,8 +37,8 @@ def open_server(
         UsageError: the product is not installed.
         EngineError: the server exited, or was not healthy in time.
     """
-    transfers = not has_custom_worker(options)
-    calls: ServerCalls = VllmCalls(transfers=transfers) if options.product == "vllm" else SglangCalls()
+    transfers, joined = not has_custom_worker(options), bool(options.addresses)
+    calls: ServerCalls = VllmCalls(transfers=transfers, joined=joined) if options.product == "vllm" else SglangCalls()
     vocab_size = AutoConfig.from_pretrained(base_of(path)).get_text_config().vocab_size
     server: InferenceServerProcess | ExternalServer
     if options.addresses:

@@ -5,6 +5,7 @@ Weights are sent as checkpoint folders, or by a broadcast.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ class VllmCalls:
     """The HTTP calls of vLLM.
 
     ``transfers`` tells whether the server has areno's worker extension and transfer engine, and so can receive broadcasts.
+    A ``joined`` server may lack them.
     """
 
     product = "vLLM"
 
-    def __init__(self, *, transfers: bool = True) -> None:
-        self.transfers = transfers
+    def __init__(self, *, transfers: bool = True, joined: bool = False) -> None:
+        self.transfers, self.joined = transfers, joined
 
     async def describe(self, http: httpx.AsyncClient) -> int:
         """Query the context length, and set the weight version to 0."""
@@ -111,7 +113,9 @@ class VllmCalls:
 
     async def _resume(self, http: httpx.AsyncClient) -> None:
         if self.transfers:
-            await self._rpc(http, "areno_repack")
+            # A joined server without the extension does not know the method, and needs it only on a CPU (docs/servers.md).
+            with suppress(EngineError) if self.joined else nullcontext():
+                await self._rpc(http, "areno_repack")
         dropped = await post_json(http, "/reset_prefix_cache", reset_running_requests=True)
         if not (dropped or {}).get("success", True):
             raise EngineError(f"{http.base_url}: could not reset the prefix cache of the old weights")
@@ -120,11 +124,13 @@ class VllmCalls:
     async def _rpc(self, http: httpx.AsyncClient, method: str, **arguments: Any) -> None:
         await post_json(http, "/collective_rpc", {"method": method, "kwargs": arguments})
 
-    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
+    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path) -> None:
         """See :class:`ServerCalls`."""
         await post_json(http, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        if outdated:
-            await post_json(http, "/v1/unload_lora_adapter", {"lora_name": outdated})
+
+    async def unload_adapter(self, http: httpx.AsyncClient, name: str) -> None:
+        """See :class:`ServerCalls`."""
+        await post_json(http, "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """See :class:`ServerCalls`."""

@@ -180,7 +180,7 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
     discounted = discounted_returns([turn.reward or 0.0 for turn in counted], options.turn_discount)
     returns = dict(zip(counted, discounted, strict=True))
     if options.export_style == "individual":
-        rows = [(turn, _single_turn_row(turn, tokenizer)) for turn in answered]
+        rows = [(turn, row) for turn in answered for row in _single_turn_rows(turn, tokenizer)]
     else:
         rows = [(answered[max(row.turns)], row) for row in build_rows(answered, LossMaskPolicy(), tokenizer)]
     return {
@@ -191,5 +191,6 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
     }
 
 
-def _single_turn_row(turn: Turn, tokenizer: Any) -> TrajectoryRow:
-    return build_rows([replace(turn, parent=None, context_tokens=turn.prompt)], LossMaskPolicy(), tokenizer)[0]
+def _single_turn_rows(turn: Turn, tokenizer: Any) -> list[TrajectoryRow]:
+    """The row of one answer; none if a grammar forced all its tokens."""
+    return build_rows([replace(turn, parent=None, context_tokens=turn.prompt)], LossMaskPolicy(), tokenizer)

@@ -6,6 +6,7 @@ imports torch or model code only if the agent does.
 
 import asyncio
 import json
+import math
 import os
 import pickle
 import traceback
@@ -124,11 +125,18 @@ def returned_value(returned: Any) -> float | dict[str, float] | None:
     if returned is None:
         return None
     if isinstance(returned, dict):
-        return {str(name): float(reward) for name, reward in returned.items()}
+        return {str(name): _finite(float(reward)) for name, reward in returned.items()}
     try:
-        return float(returned)
+        reward = float(returned)
     except (TypeError, ValueError):
         raise TypeError(
             f"the agent's run returned {type(returned).__name__} {returned!r:.80}; return a reward (float), or rewards by "
             "response id (dict)"
         ) from None
+    return _finite(reward)
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise ValueError(f"the agent's run returned the reward {reward}; return finite numbers")
+    return reward

@@ -99,6 +99,21 @@ def test_a_worker_that_cannot_start_shows_its_log(start):
     assert workers_of(os.getpid()) == []
 
 
+def test_a_log_file_that_cannot_be_written_is_an_error_at_the_start_and_after_a_restart(start, tmp_path):
+    (tmp_path / "logs" / "echo-1.log").mkdir(parents=True)
+    with pytest.raises(WorkerCreationError, match=r"echo/1 could not be started: IsADirectoryError.*echo-1\.log"):
+        start(replicas=2)
+    given_up = []
+    supervisor = start(restarts=2, on_given_up=lambda _, error: given_up.append(error))
+    log = tmp_path / "logs" / "echo-0.log"
+    log.unlink()
+    log.mkdir()
+    os.kill(supervisor.workers()[0].pids[0], signal.SIGKILL)
+    wait_until(lambda: given_up)
+    assert "its 2 restarts are used up: IsADirectoryError" in str(given_up[0])
+    assert supervisor.workers()[0].state == "failed"
+
+
 def test_closing_does_not_wait_for_a_restart(start):
     supervisor = start(backoff_s=30.0)
     os.kill(supervisor.workers()[0].pids[0], signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,6 +44,8 @@ class Protocol(BaseHTTPRequestHandler):
             self.server.fails_at, self.server.down = "", True
         if self.server.down:
             self.answer({"message": "the engine died"}, 503)
+        elif self.path == "/generate" and body.get("lora_path", "") not in self.server.adapters:
+            self.answer({"message": "the adapter is not loaded"}, 400)
         elif self.path == "/generate":
             self.answer(self.generated(body))
         elif self.path == "/abort_request":
@@ -53,6 +56,11 @@ class Protocol(BaseHTTPRequestHandler):
             self.server.version = body["weight_version"] if whole else self.server.version
             self.answer({"success": whole, "message": "" if whole else "no such folder"}, 200 if whole else 400)
         else:
+            if self.path == "/load_lora_adapter":
+                self.server.adapters.add(body["lora_name"])
+            elif self.path == "/unload_lora_adapter":
+                self.server.adapters.remove(body["lora_name"])
+                time.sleep(0.05)
             self.answer({"message": "", "status": "ok", "success": True})
 
     def generated(self, body):
@@ -92,7 +100,7 @@ class Protocol(BaseHTTPRequestHandler):
 def server():
     found = ThreadingHTTPServer(("127.0.0.1", 0), Protocol)
     found.heard, found.version, found.aborted = [], "0", threading.Event()
-    found.fails_at, found.down = "", False
+    found.fails_at, found.down, found.adapters = "", False, {""}
     threading.Thread(target=found.serve_forever, daemon=True).start()
     yield found
     found.shutdown()
@@ -182,7 +190,7 @@ def test_a_grammar_fails_only_its_own_request(replica):
     router = RequestRouter()
     router.enter(0, replica)
     sampling = SamplingParams(max_new_tokens=3)
-    [refused] = router.submit([Request(PROMPT, sampling, [7], constraint=lambda: None)])
+    [refused] = router.submit([Request(PROMPT, sampling, [7], constraint=lambda _: None)])
     with pytest.raises(EngineError, match="SGLang replicas do not support grammars"):
         refused.result(10)
     assert router.unfinished(0) == 0
@@ -247,14 +255,36 @@ def test_a_server_that_dies_before_its_weights_are_verified_is_restarted(server,
 def test_an_adapter_has_its_version_in_its_name(replica, server):
     replica.take_over(Path("/a/1"), 1, "mine")
     replica.take_over(Path("/a/2"), 2, "mine")
+    replica.take_over(Path("/a/3"), 3, "mine")
     calls = [(path, body["lora_name"]) for path, body in server.heard if "lora" in path]
     assert calls == [
         ("/load_lora_adapter", "mine-v1"),
         ("/load_lora_adapter", "mine-v2"),
         ("/unload_lora_adapter", "mine-v1"),
+        ("/load_lora_adapter", "mine-v3"),
     ]
     ask(replica).result(10)
-    assert server.heard[-1][1]["lora_path"] == "mine-v2"
+    assert server.heard[-1][1]["lora_path"] == "mine-v3"
+
+
+def test_no_request_names_an_adapter_that_is_not_loaded(replica):
+    replica.take_over(Path("/a/0"), 0, "mine")
+    ended, answers = threading.Event(), [0] * 4
+
+    def ask_until_the_end(agent: int) -> None:
+        while not ended.is_set():
+            ask(replica).result(10)
+            answers[agent] += 1
+
+    with ThreadPoolExecutor(4) as threads:
+        agents = [threads.submit(ask_until_the_end, agent) for agent in range(4)]
+        for version in range(1, 8):
+            before = list(answers)
+            replica.take_over(Path(f"/a/{version}"), version, "mine")
+            wait_until(lambda before=before: ended.is_set() or all(map(int.__gt__, answers, before)))
+        ended.set()
+        for agent in agents:
+            agent.result(20)
 
 
 def test_a_lost_server_is_marked_failed_before_its_request_fails(replica, server):

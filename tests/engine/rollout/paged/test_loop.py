@@ -33,7 +33,7 @@ def open_loop():
 
     def make(model, kind=PagedRolloutLoop, **options):
         settings = {"eos_ids": frozenset([3]), "budget_tokens": 4096, "max_running": 16, **options}
-        loops.append(kind(model, make_stop_text=None, **settings))
+        loops.append(kind(model, tokenizer=None, **settings))
         return loops[-1]
 
     yield make
