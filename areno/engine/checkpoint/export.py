@@ -24,7 +24,8 @@ def export_model(
     merged into the original weights.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``; None uses the dtype of the base model's files.
+        dtype: ``float32`` or ``bfloat16``; None uses the dtype that the base model's
+            configuration states, or ``float32`` if it states none.
         gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None writes no GGUF file.
 
     Raises:

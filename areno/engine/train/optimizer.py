@@ -75,11 +75,20 @@ class OptimizerOptions:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
-        """Create options from a mapping. If a key is unknown, raises UsageError with ``owner`` and the known keys."""
+        """Create options from a mapping.
+
+        Raises UsageError, which names ``owner``: a key is unknown, or ``lr_decay_style`` lacks ``lr_decay_steps``.
+        """
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
-        return cls(**fields)
+        options = cls(**fields)
+        if options.lr_decay_style != "constant" and not options.lr_decay_steps:
+            raise UsageError(
+                f"{owner} lr_decay_style={options.lr_decay_style!r} needs lr_decay_steps, the optimizer step at which the "
+                "learning rate reaches min_lr; set it to the number of optimizer steps of the run"
+            )
+        return options
 
     def schedule(self) -> LrSchedule:
         """The learning rate as a function of the step."""
