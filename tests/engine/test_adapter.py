@@ -365,9 +365,20 @@ def test_a_tilde_in_the_paths_of_models_and_adapters_is_the_home_folder(open_eng
             torch.testing.assert_close(scored(served), scored(engine), rtol=0, atol=1e-5)
 
 
-def test_a_model_of_an_unknown_type_is_not_exported(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
-    with pytest.raises(UsageError, match=r"--ckpt .*: this folder could not be loaded: .*unheard_of"):
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"model_type": "unheard_of"}', "unheard_of"),
+        (
+            '{"model_type": "llama", "vocab_size": "abc"}',
+            "config.json: .*'vocab_size': TypeError: .* expected int, got str",
+        ),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
+    ],
+)
+def test_a_model_whose_configuration_cannot_be_read_is_not_exported(tmp_path, config, reason):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UsageError, match=rf"--ckpt .*: this folder could not be loaded: .*{reason}"):
         export_model(str(tmp_path), str(tmp_path / "full"))
 
 

@@ -18,7 +18,7 @@ from areno.engine.train import step as step_module
 from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions, clip_factor, gradient_norm
 from areno.engine.train.schedule import LrSchedule
 from areno.engine.train.step import TrainStep
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.loss_fns import gspo_loss_fn, reduces_over, sft_loss_fn
 from areno.types import TrainSequence
 from tests.engine.test_model_families import random_rows
@@ -282,6 +282,31 @@ def test_a_list_that_only_some_rows_have_is_refused(name):
     rows = [TrainSequence([True, False], [3, 4], **{name: [0.0, -1.0]}), TrainSequence([True, False], [5, 6])]
     with pytest.raises(ValueError, match=f"row 1 has no {name}, but other rows have"):
         make_step(lr=1e-3).run(rows, sft_loss_fn, 1)
+
+
+def test_rows_are_measured_only_if_they_could_be_trained():
+    step = make_step()
+    rows = random_rows(2)
+    with pytest.raises(ValueError, match="row 1 has no logprobs, but other rows have"):
+        step.measure([rows[0], dataclasses.replace(rows[1], logprobs=[])], gspo_loss_fn, 2)
+    with pytest.raises(ValueError, match="measure needs at least one row"):
+        step.measure([], gspo_loss_fn, 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda logprobs: 1.0, r"the loss function loss returned 1\.0; return a tensor with one number"),
+        (lambda logprobs: logprobs, r"the loss function loss returned a tensor of shape \(\d+,\); return a tensor"),
+        (lambda logprobs: (logprobs.sum(), {"ratio": logprobs}), r"the metric 'ratio' as a tensor of shape \(\d+,\)"),
+    ],
+)
+def test_outputs_of_a_loss_that_are_not_numbers_are_named(output, message):
+    def loss(pack, logprobs):
+        return output(logprobs)
+
+    with pytest.raises(UsageError, match=message):
+        make_step().run(random_rows(3), loss, 3)
 
 
 @pytest.mark.parametrize(
