@@ -175,6 +175,7 @@ class Trainer(Sampler):
         Raises:
             EngineError: a different role with this name is loaded.
             UsageError: a checkpoint is unsuitable for its role.
+            TypeError, ValueError: an optimizer option is invalid.
         """
         arguments.of_type("roles", roles, dict)
         for name, role in roles.items():
@@ -183,6 +184,10 @@ class Trainer(Sampler):
                 raise UsageError(
                     f"ensure_roles: key {name!r} has ModelRole(name={role.name!r}); the names must be equal"
                 )
+            if role.optimizer is not None:
+                from areno.api.backend.local import check_optimizer  # slow import, rarely needed
+
+                check_optimizer(f"ModelRole({name!r}).optimizer", role.optimizer)
         self.backend.ensure_roles(roles)
 
     def drop_role(self, role: str) -> None:

@@ -411,8 +411,9 @@ class Engine(Backend):
             if role.trainable:
                 saved = checkpoint / name
                 if role is not self.actor and self._resumed.pop(name, None) != saved:
-                    settings = role.trained_by().config
+                    settings, recompute = role.trained_by().config, role.activation_checkpointing
                     role = self.roles[name] = self._open_saved(name, role.path, role.kind, settings, saved)
+                    role.set_recomputation(recompute)
                 role.load_optimizer(checkpoint / STATE_FOLDER / _optimizer_folder(name))
         self._stamp_version()
 

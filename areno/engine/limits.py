@@ -56,13 +56,18 @@ def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> A
 
     Raises UsageError: the configuration is unreadable. The message names ``option``, which specifies the checkpoint.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    # The last four are raised for values of a wrong type, or out of bounds.
+    invalid = (OSError, ValueError, KeyError, StrictDataclassError, TypeError, AttributeError, ArithmeticError)
     try:
         return AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except invalid as error:
         where = "folder" if Path(path).expanduser().exists() else "hub id"
-        raise UsageError(f"{option} {path}: this {where} could not be loaded: {first_line(error)}") from error
+        strict = isinstance(error, StrictDataclassError)  # the second line has the reason
+        reason = f"config.json: {' '.join(str(error).split())}" if strict else first_line(error)
+        raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
 
 
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:

@@ -73,6 +73,12 @@ class Role:
             pipeline=self.pipeline,
         )
 
+    def set_recomputation(self, recompute: bool | None) -> None:
+        """Decide whether training recomputes activations."""
+        self.activation_checkpointing = recompute
+        if "training" in vars(self):
+            self.training.activation_checkpointing = recompute
+
     @functools.cached_property
     def pipeline(self) -> Pipeline | None:
         """The pipeline over all stages; None if the model is not split into stages."""
@@ -178,8 +184,10 @@ class Role:
         optimizer = self.trained_by()
         try:
             optimizer.load_state(SavedState(folder))
-        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{folder} cannot be used: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder} is damaged or incomplete: {type(error).__name__}: {error}") from error
 
     def checkpoint_bytes(self) -> int:
         """Size in bytes of the role's checkpoint: weights and optimizer state."""
@@ -278,7 +286,9 @@ def _optimizer(model: PackedModel, config: OptimizerOptions, peers: RankContext)
     if peers.layout.fsdp:
         from areno.engine.train.fsdp import FullyShardedAdamW
 
-        return FullyShardedAdamW(model.parameters(), config, peers, model.dtype, partial, tied)
+        # With an adapter, the trained weights are not converted: see FullyShardedWeights.
+        rounds = model.adapter is None and model.dtype != torch.float32
+        return FullyShardedAdamW(model.parameters(), config, peers, rounds, partial, tied)
     from areno.engine.train.sharded import ZeroAdamW
 
     if model.adapter is not None:

@@ -133,6 +133,10 @@ def test_arrays_of_token_ids_are_accepted(trainer):
         ({"optimizer": {"lr": "1e-4"}}, "optimizer lr must be a number, got '1e-4'"),
         ({"optimizer": {"betas": 0.9}}, "optimizer betas must be a list of two numbers"),
         ({"optimizer": {"lr_decay_style": "wsd"}}, "lr_decay_style must be one of constant, linear, cosine"),
+        (
+            {"optimizer": {"lr_decay_style": "cosine"}},
+            "ArenoConfig.optimizer lr_decay_style='cosine' needs lr_decay_steps",
+        ),
         ({"lora": {"rank": -2}}, "lora rank must be at least 0"),
         ({"max_running_prompts": 0}, "max_running_prompts must be at least 1"),
         ({"tp_size": "2"}, "tp_size must be an integer, got '2'"),
@@ -189,6 +193,25 @@ def test_other_data_classes_refuse_invalid_values():
     for size in (0, "1"):
         with pytest.raises((TypeError, ValueError), match="world_size must be"):
             Trainer(size, "path")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        ({"lr": "1e-5"}, TypeError, "lr must be a number, got '1e-5'"),
+        (
+            {"lr_decay_style": "cosin"},
+            ValueError,
+            "lr_decay_style must be one of constant, linear, cosine, got 'cosin'",
+        ),
+        ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm must be finite and above 0, got 0"),
+        ({"lr_decay_style": "linear"}, UsageError, "lr_decay_style='linear' needs lr_decay_steps"),
+    ],
+)
+def test_wrong_optimizer_options_of_a_role_are_refused(trainer, tiny_checkpoint, optimizer, error, message):
+    role = ModelRole("critic", str(tiny_checkpoint), True, optimizer=optimizer)
+    with pytest.raises(error, match=rf"ModelRole\('critic'\)\.optimizer {message}"):
+        trainer.ensure_roles({"critic": role})
 
 
 def test_an_evaluation_may_exceed_the_trainers_max_running_prompts(tiny_checkpoint):

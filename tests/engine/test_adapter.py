@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 peft = pytest.importorskip("peft")
@@ -15,6 +16,7 @@ from areno.engine.checkpoint.export import export_model  # noqa: E402
 from areno.engine.engine import Engine  # noqa: E402
 from areno.engine.engine_config import EngineConfig  # noqa: E402
 from areno.engine.model.adapter import AdapterOptions  # noqa: E402
+from areno.engine.plan import trial  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from areno.loss_fns import grpo_loss_fn, sft_loss_fn  # noqa: E402
 from areno.types import ModelRole  # noqa: E402
@@ -133,6 +135,19 @@ def test_merged_weights_equal_those_of_peft(open_engine, tiny_checkpoint, tmp_pa
     mine = base_weights(engine)
     for name, parameter in merged.named_parameters():
         torch.testing.assert_close(mine[name], parameter.detach(), rtol=0, atol=1e-7)
+
+
+def test_a_rehearsal_after_a_rollout_trial_backpropagates_through_the_adapter(open_engine):
+    engine = open_engine()
+    computed = []
+    weights = [weight for _, weight in engine.actor.model.parameters()]
+    for weight in weights:
+        weight.register_hook(lambda gradient: computed.append(gradient.shape))
+    generate(engine)
+    assert engine.actor.model.adapter.merged
+    trial.clean(engine)
+    trial.rehearse(engine, ROWS, sft_loss_fn, 2)
+    assert len(computed) == 2 * len(weights)  # two passes
 
 
 def test_training_right_after_a_rollout_changes_the_next_one(open_engine):
@@ -296,12 +311,17 @@ def test_an_adapter_of_another_tool_can_be_loaded(open_engine, tiny_checkpoint, 
     assert engine.actor.model.adapter.rank == 3
 
 
-def test_dora_is_not_merged(open_engine, tiny_checkpoint, tmp_path):
-    stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
-    config = peft.LoraConfig(r=2, use_dora=True, target_modules=["v_proj"], init_lora_weights=False)
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True}], ids=["dora", "biases"])
+def test_an_adapter_that_adds_more_than_a_product_is_not_merged(more, open_engine, tmp_path):
+    base = save_tiny_checkpoint(tmp_path / "base", attention_bias=True)
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, **more)
     foreign = peft.get_peft_model(stock, config).eval()
-    foreign.save_pretrained(tmp_path / "dora")
-    engine = open_engine(rank=0, adapter_path=str(tmp_path / "dora"))
+    for name, weight in foreign.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    foreign.save_pretrained(tmp_path / "foreign")
+    engine = open_engine(base, rank=0, adapter_path=str(tmp_path / "foreign"))
     torch.testing.assert_close(scored(engine), logprobs(foreign), rtol=0, atol=1e-5)
     generate(engine)
     assert not engine.actor.model.adapter.merged
@@ -345,9 +365,20 @@ def test_a_tilde_in_the_paths_of_models_and_adapters_is_the_home_folder(open_eng
             torch.testing.assert_close(scored(served), scored(engine), rtol=0, atol=1e-5)
 
 
-def test_a_model_of_an_unknown_type_is_not_exported(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
-    with pytest.raises(UsageError, match=r"--ckpt .*: this folder could not be loaded: .*unheard_of"):
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"model_type": "unheard_of"}', "unheard_of"),
+        (
+            '{"model_type": "llama", "vocab_size": "abc"}',
+            "config.json: .*'vocab_size': TypeError: .* expected int, got str",
+        ),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
+    ],
+)
+def test_a_model_whose_configuration_cannot_be_read_is_not_exported(tmp_path, config, reason):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UsageError, match=rf"--ckpt .*: this folder could not be loaded: .*{reason}"):
         export_model(str(tmp_path), str(tmp_path / "full"))
 
 
@@ -387,6 +418,37 @@ def test_an_adapter_of_another_model_or_type_is_refused(open_engine, tiny_checkp
         open_engine(wide).ensure_roles({"critic": ModelRole("critic", str(tmp_path / "adapter"), trainable=True)})
     with pytest.raises(UsageError, match=r"invalid adapter options rank=4, alpha=None, dropout=1\.5"):
         open_engine(dropout=1.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: {k.replace(".layers.", ".language_model.layers."): v for k, v in w.items()},
+            r"\.layers\.0\S+ is missing",
+        ),
+        (
+            lambda w: {k: v for k, v in w.items() if ".layers.0." in k},
+            r"\S+\.layers\.1\.\S+ is missing, .* and 12 more",
+        ),
+        (
+            lambda w: w | {k.replace(".layers.1.", ".layers.2."): v for k, v in w.items()},
+            r"the model has no \S+\.layers\.2\.",
+        ),
+    ],
+    ids=["other names", "a layer too few", "a layer too many"],
+)
+def test_an_adapter_whose_matrices_are_not_those_of_the_model_is_refused(change, message, open_engine, tmp_path):
+    engine = open_engine()
+    folder = tmp_path / "adapter"
+    engine.save_model(folder)
+    weights = folder / "adapter_model.safetensors"
+    save_file({k: v.clone() for k, v in change(load_file(weights)).items()}, weights, {"format": "pt"})
+    message = rf"^the adapter \S+ does not fit LlamaForCausalLM: .*{message}.*; use an adapter of this model$"
+    with pytest.raises(UsageError, match=message):
+        open_engine(rank=0, adapter_path=str(folder))
+    with pytest.raises(UsageError, match=message):
+        export_model(str(folder), str(tmp_path / "full"))
 
 
 @pytest.mark.parametrize(

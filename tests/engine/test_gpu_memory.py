@@ -68,13 +68,14 @@ def test_the_cache_takes_what_training_leaves(on_gpu, monkeypatch, caplog):
     config, path, actor = on_gpu(0.5)
     parameters = sum(p.numel() for _, p in actor.model.parameters())
     assert kv_tokens(config, path, [actor], 2**16) >= 1024
+    step = actor.training
     assert seen[0].moments == 8 * parameters
     assert 4 * parameters < seen[0].recomputed < seen[0].kept
-    assert not actor.activation_checkpointing
-    config, path, actor = on_gpu(0.001)
+    assert not step.activation_checkpointing
+    config, path, _ = on_gpu(0.001)
     with caplog.at_level(logging.WARNING):
         assert kv_tokens(config, path, [actor], 64) == 1024
-    assert actor.activation_checkpointing
+    assert step.activation_checkpointing
     assert "more than the GPU has free; use --adam-8bit" in caplog.text
 
 
@@ -94,6 +95,22 @@ def test_the_plan_of_a_run_divides_a_gpu_as_the_engine_does(tiny_checkpoint):
     assert activations[0] < activations[1], "recomputed on the small GPU, kept on the large one"
     asked = dataclasses.replace(run, explicit=frozenset({"activation_checkpointing"}))
     assert make_plan(asked, 8 * GIB).phase("backward").parts["activations"] == activations[0]
+
+
+def test_a_decision_to_recompute_reaches_steps_that_exist_and_roles_that_are_restored(tmp_path, tiny_checkpoint):
+    engine = Engine(str(tiny_checkpoint), EngineConfig(activation_checkpointing=False))
+    engine.ensure_roles({"critic": ModelRole("critic", str(tiny_checkpoint), trainable=True)})
+    engine.save_model(tmp_path)
+    engine.save_state(tmp_path)
+    for name in ("actor", "critic"):
+        assert engine.role(name).training.activation_checkpointing is False
+        engine.role(name).set_recomputation(True)
+        assert engine.role(name).training.activation_checkpointing is True
+    before = engine.role("critic")
+    engine.load_state(tmp_path)
+    assert engine.role("critic") is not before
+    assert engine.role("critic").training.activation_checkpointing is True
+    engine.close()
 
 
 def test_loading_a_role_frees_the_cache_before_its_new_size_is_measured(tiny_checkpoint, monkeypatch):

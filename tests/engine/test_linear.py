@@ -94,8 +94,14 @@ def test_on_intel_only_large_output_layers_use_our_products(monkeypatch):
 
 def test_few_rows_without_gradients_use_our_kernel_once_it_is_enabled(monkeypatch):
     calls = []
+
+    def product(x, w):
+        assert x.is_contiguous()
+        calls.append(len(x))
+        return x @ w.T
+
     monkeypatch.setattr(linear, "least_weight", lambda: 0)
-    monkeypatch.setattr(linear.row_product, "row_product", lambda x, w: calls.append(len(x)) or x @ w.T)
+    monkeypatch.setattr(linear.row_product, "row_product", product)
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 6, bias=False))
     x = torch.randn(3, 5, 8)
     expected = model(x)
@@ -106,6 +112,9 @@ def test_few_rows_without_gradients_use_our_kernel_once_it_is_enabled(monkeypatc
         use_row_products(model)
         torch.testing.assert_close(model(x), expected)
         assert calls == [15, 15]
+        columns = x[0].T.contiguous().T
+        torch.testing.assert_close(model(columns), expected[0])
+        assert calls == [15, 15, 5, 5]
         model(torch.randn(257, 8))
     model(x)
-    assert calls == [15, 15], "many rows, and rows with gradients, use the libraries"
+    assert calls == [15, 15, 5, 5], "many rows, and rows with gradients, use the libraries"

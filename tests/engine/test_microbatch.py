@@ -94,9 +94,10 @@ def test_bad_specifications_are_named(options, text):
         MicroBatching(**options)
 
 
-def test_rows_that_do_not_fill_their_blocks_are_refused():
-    with pytest.raises(ValueError, match="granularity 2 does not divide the number of rows, 3"):
-        MicroBatching(granularity=2).bins(rows_of([1, 2, 3]))
+@pytest.mark.parametrize("more", [{}, {"max_tokens_per_mb": 3}, {"packing_algorithm": "kk"}, {"tree": True}])
+def test_the_last_block_may_be_smaller(more):
+    bins = MicroBatching(n_mbs=3, granularity=2, **more).bins(rows_of([1, 2, 3, 4, 5]))
+    assert bins == [[0, 1], [2, 3], [4]]
 
 
 # -- training on bins --------------------------------------------------------------------------------------------------
@@ -187,8 +188,6 @@ def test_packed_passes_refuse_unsupported_combinations():
         make_step().run(rows, dpo_loss_fn, MicroBatching())
     with pytest.raises(ValueError, match="all rows make one optimizer step"):
         make_step().run(rows, policy_loss_fn, MicroBatching(), 2)
-    with pytest.raises(ValueError, match="granularity 3 does not divide the number of rows, 4"):
-        make_step().run(rows, policy_loss_fn, MicroBatching(granularity=3))
     make_step().run(rows, dpo_loss_fn, MicroBatching(granularity=2, max_tokens_per_mb=30))
 
 

@@ -18,7 +18,7 @@ from areno.engine.model.loading import LoadOptions, load_value_model
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.engine.train.outputs import predict
-from areno.errors import EngineError, UsageError
+from areno.errors import CheckpointError, EngineError, UsageError
 from areno.loss_fns import reduces_over, reward_model_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import ModelRole, TrainSequence
 from tests.support.tiny import save_tiny_checkpoint
@@ -280,6 +280,21 @@ def test_actor_and_critic_resume_exactly(tmp_path, tiny_checkpoint, classifier, 
             assert torch.equal(value, expected[key]), (name, key)
     for engine in (whole, halted, resumed):
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda head: [], "TypeError"),
+        (lambda head: {k: v for k, v in head.items() if k != "sgd"}, "KeyError: 'sgd'"),
+    ],
+)
+def test_a_damaged_optimizer_state_is_named(engine, tmp_path, damage, reason):
+    engine.save_state(tmp_path)
+    head = tmp_path / "trainer_state" / "optimizer" / "state.json"
+    head.write_text(json.dumps(damage(json.loads(head.read_text()))))
+    with pytest.raises(CheckpointError, match=rf"optimizer is damaged or incomplete: {reason}"):
+        engine.load_state(tmp_path)
 
 
 def test_a_learning_rate_that_was_set_is_used_and_reported_and_survives_a_resume(tmp_path, tiny_checkpoint):

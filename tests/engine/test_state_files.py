@@ -17,7 +17,7 @@ from areno.engine.train.optimizer import MasterAdamW, OptimizerOptions
 from areno.engine.train.state_files import SavedState, StatePart, flat_parts, full_index, save_state
 from tests.support.optimizer_states import saved
 
-HEAD = {"names": ["w"], "counts": {"w": 1}}
+HEAD = {"names": ["w"], "counts": {"w": 1}, "masters": False}
 
 
 def save_as(rank, folder, parts, head=HEAD):
@@ -66,11 +66,12 @@ def test_a_missing_file_is_an_error_not_a_hole(tmp_path):
 
 
 def test_stages_of_a_pipeline_have_one_head(tmp_path):
-    stages = [{"names": ["tied", "a"], "counts": {"a": 2}, "steps": 2}, {"names": ["b", "tied"], "counts": {"b": 2}}]
+    first = {"names": ["tied", "a"], "counts": {"a": 2}, "steps": 2, "masters": False}
+    stages = [first, {"names": ["b", "tied"], "counts": {"b": 2}, "masters": True}]
     pipeline = SimpleNamespace(all_gather=lambda head: stages)
     save_state(tmp_path, stages[0], [], SimpleNamespace(rank=0, first=True, all_reduce_min=int, pipeline=pipeline))
     head = json.loads((tmp_path / "state.json").read_text())
-    assert head == {"names": ["tied", "a", "b"], "counts": {"a": 2, "b": 2}, "steps": 2}
+    assert head == {"names": ["tied", "a", "b"], "counts": {"a": 2, "b": 2}, "steps": 2, "masters": True}
 
 
 def test_pytorch_reads_the_files_as_a_distributed_checkpoint(tmp_path):

@@ -286,6 +286,31 @@ def test_a_list_that_only_some_rows_have_is_refused(name):
         make_step(lr=1e-3).run(rows, sft_loss_fn, 1)
 
 
+def test_rows_are_measured_only_if_they_could_be_trained():
+    step = make_step()
+    rows = random_rows(2)
+    with pytest.raises(ValueError, match="row 1 has no logprobs, but other rows have"):
+        step.measure([rows[0], dataclasses.replace(rows[1], logprobs=[])], gspo_loss_fn, 2)
+    with pytest.raises(ValueError, match="measure needs at least one row"):
+        step.measure([], gspo_loss_fn, 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda logprobs: 1.0, r"the loss function loss returned 1\.0; return a tensor with one number"),
+        (lambda logprobs: logprobs, r"the loss function loss returned a tensor of shape \(\d+,\); return a tensor"),
+        (lambda logprobs: (logprobs.sum(), {"ratio": logprobs}), r"the metric 'ratio' as a tensor of shape \(\d+,\)"),
+    ],
+)
+def test_outputs_of_a_loss_that_are_not_numbers_are_named(output, message):
+    def loss(pack, logprobs):
+        return output(logprobs)
+
+    with pytest.raises(UsageError, match=message):
+        make_step().run(random_rows(3), loss, 3)
+
+
 @pytest.mark.parametrize(
     ("lacking", "remedy"),
     [

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from areno.config.experiment import DPOEngineConfig
 from areno.config.experiment.machine import Machine
 from areno.engine.engine import Engine
-from areno.errors import DataError, UsageError
+from areno.errors import UsageError
 from areno.experiments.run_experiment import run_experiment
 from areno.experiments.trainers import PPOTrainer
 from areno.experiments.trainers.engines import engine_config, micro_batching
@@ -353,18 +353,14 @@ def test_micro_batches_are_split_as_configured_and_the_loss_is_unchanged(tiny_ch
         "divisor": run("divisor", **free, n_mbs=3, n_mbs_divisor=4),
         "kk": run("kk", **free, n_mbs=5, packing_algorithm="kk"),
         "blocks": run("blocks", max_tokens_per_mb=1, granularity=3),
+        "last block": run("last", max_tokens_per_mb=1, granularity=5),
         "tree": run("tree", **free, tree=True),
     }
-    assert [len(cases[name][0]) for name in ("n_mbs", "divisor", "kk", "blocks")] == [3, 4, 5, 4]
+    assert [len(cases[name][0]) for name in ("n_mbs", "divisor", "kk", "blocks", "last block")] == [3, 4, 5, 4, 3]
     assert max(cases["most"][0]) <= total // 3
     assert cases["tree"][0][0] < total  # common prefixes are computed once
     for name, (_, same) in cases.items():
         assert same == pytest.approx(loss, rel=1e-4), name
-
-
-def test_a_block_that_does_not_divide_the_rows_is_refused(tiny_checkpoint, tmp_path):
-    with pytest.raises((ValueError, DataError), match=r"mb_spec\.granularity 3 does not divide"):
-        passes_of(tiny_checkpoint, tmp_path, rows=4, granularity=3)
 
 
 def test_packing_algorithms_fill_or_balance_the_micro_batches():

@@ -117,6 +117,17 @@ _FIELDS: Mapping[str, Check] = {
 }
 
 
+def check_optimizer(owner: str, values: Any) -> None:
+    """Check the values of optimizer options by their keys. Raises TypeError or ValueError, which name ``owner`` and the key."""
+    _check_values(owner, values, _OPTIMIZER)
+
+
+def _check_values(owner: str, values: Any, table: Mapping[str, Check]) -> None:
+    of_type(owner, values, dict)
+    for key in filter(table.__contains__, values):
+        table[key](f"{owner} {key}", values[key])
+
+
 def _check_config(config: ArenoConfig) -> None:
     try:
         for name, check in _FIELDS.items():
@@ -124,9 +135,7 @@ def _check_config(config: ArenoConfig) -> None:
         for part, table in (("runtime", _RUNTIME), ("optimizer", _OPTIMIZER), ("lora", _LORA)):
             values = getattr(config, part)
             if values is not None:
-                of_type(f"ArenoConfig.{part}", values, dict)
-                for key in filter(table.__contains__, values):
-                    table[key](f"ArenoConfig.{part} {key}", values[key])
+                _check_values(f"ArenoConfig.{part}", values, table)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     unknown = sorted(set(config.runtime or {}) - set(_RUNTIME))

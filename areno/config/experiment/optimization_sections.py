@@ -61,7 +61,9 @@ class MicroBatchSpec:
     n_mbs: int | None = setting(
         1, "Number of microbatches per data-parallel rank (with max_tokens_per_mb: the minimum).", minimum=1
     )
-    granularity: int = setting(1, "Number of adjacent rows that stay in one microbatch (2 for pairs).", minimum=1)
+    granularity: int = setting(
+        1, "Number of adjacent rows that stay in one microbatch (2 for pairs); the last ones may be fewer.", minimum=1
+    )
     max_tokens_per_mb: int | None = setting(
         None,
         "Maximum tokens of a microbatch; choose a value that fits into memory. A longer row gets its own microbatch.",

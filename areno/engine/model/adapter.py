@@ -178,5 +178,5 @@ def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]
-    only_pairs = all(".lora_A." in name or ".lora_B." in name for name in trained)
+    only_pairs = all(name.endswith((f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")) for name in trained)
     return only_pairs and all(type(layer) is Linear for layer in layers)

@@ -13,6 +13,7 @@ from areno.config.packages import require_packages
 from areno.config.paths import adapter_config
 from areno.engine.limits import UNREADABLE
 from areno.engine.model.adapter import NAME, Adapter, AdapterOptions, adapted_layers
+from areno.engine.model.stages import Absent
 from areno.errors import ArenoError, UsageError
 
 _TASKS = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "reward": "SEQ_CLS"}
@@ -104,11 +105,19 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
     import peft
 
     path = str(Path(path).expanduser())
+    unmatched: list[str] = []
+
+    def compare(_: nn.Module, keys: Any) -> None:
+        unmatched.extend(f"{name} is missing" for name in keys.missing_keys if ".lora_" in name)
+        if not any(isinstance(child, Absent) for child in module.modules()):  # a stage has only some of the layers
+            unmatched.extend(f"the model has no {name}" for name in keys.unexpected_keys if ".lora_" in name)
+
+    hook = module.register_load_state_dict_post_hook(compare)
     try:
         config: Any = peft.PeftConfig.from_pretrained(path)
         _refuse_other_kinds(config, path, _is_sharded(module))
         config.lora_dropout = dropout
-        return peft.PeftModel.from_pretrained(
+        wrapped = peft.PeftModel.from_pretrained(
             cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
         )
     except ArenoError:
@@ -119,6 +128,15 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
             f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; use an adapter "
             "of this model"
         ) from error
+    finally:
+        hook.remove()
+    if unmatched:
+        more = f" and {len(unmatched) - 2} more" if len(unmatched) > 2 else ""
+        raise UsageError(
+            f"the adapter {path} does not fit {type(module).__name__}: {', '.join(unmatched[:2])}{more}; use an adapter of "
+            "this model"
+        )
+    return wrapped
 
 
 def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:

@@ -89,7 +89,7 @@ class FastLinear(nn.Linear):
         if torch.compiler.is_exporting():
             out = self._in_decode_step(rows)
         elif self.row_products and rows.shape[0] <= _FEW_ROWS and not torch.is_grad_enabled():
-            out = self._row_product(rows)
+            out = self._row_product(rows.contiguous())
         elif not _wide() or 2 * rows.numel() * self.out_features < _LEAST_FLOP:
             return linear(input, self.weight, self.bias)
         elif torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):

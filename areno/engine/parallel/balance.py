@@ -28,7 +28,11 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Partition rows by token count; return row indices. ``together`` adjacent rows, such as a pair, stay in one part."""
-    blocks = range(0, len(lengths), together)
-    assigned = shares([sum(lengths[start : start + together]) for start in blocks], parts)
-    return [[blocks[block] + row for block in share for row in range(together)] for share in assigned]
+    """Partition rows by token count; return row indices. ``together`` adjacent rows, such as a pair, stay in one part.
+
+    The last block of such rows may be smaller.
+    """
+    rows = range(len(lengths))
+    blocks = [rows[start : start + together] for start in rows[::together]]
+    assigned = shares([sum(lengths[row] for row in block) for block in blocks], parts)
+    return [[row for block in share for row in blocks[block]] for share in assigned]

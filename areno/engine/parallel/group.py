@@ -242,8 +242,11 @@ class EngineGroup(Backend):
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Divide a limit on concurrent sequences among replicas, rounded up; None restores each replica's configured limit."""
-        share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
+        """Divide a limit on concurrent sequences among replicas, rounded up; None restores each replica's configured limit.
+
+        Raises ValueError for a limit below 1.
+        """
+        share = None if sequences is None else -(-sequences // self.layout.dp_size)
         self.workers.call("engine.set_max_running", share)
 
     def enable_prefix_cache(self, enabled: bool) -> None:

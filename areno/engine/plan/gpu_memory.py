@@ -89,7 +89,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
             division.lacking / _GIB,
         )
     for role in roles:
-        role.activation_checkpointing = division.recompute
+        role.set_recomputation(division.recompute)
     room, kept = division.cache // bytes_per_token, config.prefix_cache_tokens
     room = room * 4 // 5 if kept is None else room - kept  # the rest is for the prefix cache
     tokens = peers.all_reduce_min(pool_tokens(room, config.max_running, roles[0].model.context_length))

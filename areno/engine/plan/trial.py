@@ -63,9 +63,9 @@ def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, min
 
 
 def clean(engine: Engine) -> None:
-    """Free the memory of a trial. Waits until generation has finished."""
+    """Free the memory of a trial. Waits until generation has finished, and unmerges the adapter."""
     engine.actor.trained_by().zero_grad()
-    engine.loop.wait_idle()
+    engine.wait_idle()
     engine.loop.drop_cache()
     return_freed_memory(engine.config.device)
 

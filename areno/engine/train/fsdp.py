@@ -21,9 +21,11 @@ from areno.engine.train.optimizer import (
     GradientStats,
     Optimizer,
     OptimizerOptions,
+    is_rounded,
     make_adam,
     master_key,
     moment_key,
+    saved_master,
     saved_moments,
 )
 from areno.engine.train.state_files import SavedState, StatePart
@@ -32,14 +34,17 @@ _CHUNK = 1 << 22  # numbers converted to fp64 at a time
 
 
 class FullyShardedAdamW(Optimizer):
-    """AdamW over this rank's shards. All ranks must make the same calls, and no weights may be gathered during a call."""
+    """AdamW over this rank's shards. All ranks must make the same calls, and no weights may be gathered during a call.
+
+    ``rounds`` says that the model computes with rounded copies of its fp32 weights.
+    """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         config: OptimizerOptions,
         peers: RankContext,
-        dtype: torch.dtype,
+        rounds: bool,
         partial: Collection[str] = (),
         tied: Collection[str] = (),
     ) -> None:
@@ -53,13 +58,13 @@ class FullyShardedAdamW(Optimizer):
         meshes = [p.device_mesh.device_type for p in self._parameters if isinstance(p, DTensor)]
         # Device for collectives, even if shards are in host memory.
         self._device = torch.device(meshes[0] if meshes else "cpu")
-        self._rounded = dtype != torch.float32
+        self._rounded = [rounds or is_rounded(parameter) for parameter in self._parameters]
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """Return the tensor to update: this rank's shard, or with ``offload`` a copy in host memory."""
+        """Return the fp32 tensor to update: this rank's shard, or a copy if it is rounded, or with ``offload``, on the host."""
         own = local(parameter.detach())
-        return own.to("cpu", copy=True) if self.config.offload else own
+        return own.to("cpu" if self.config.offload else own.device, torch.float32, copy=self.config.offload)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return parameter groups of shards with and without 8-bit moments. The size of the unsharded parameter decides."""
@@ -92,7 +97,7 @@ class FullyShardedAdamW(Optimizer):
                 numbers = [square, torch.count_nonzero(gradient), gradient.numel()]
                 copies = self._copies(parameter) * (2 if tied else 1)
                 totals += torch.tensor(numbers, dtype=torch.float64, device=totals.device) / copies
-                share.grad = gradient.to(share.device)
+                share.grad = gradient.to(share)
         square, nonzero, total = self.peers.pipeline.all_reduce(self.peers.stage.all_reduce(totals)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total))
 
@@ -115,15 +120,17 @@ class FullyShardedAdamW(Optimizer):
         return rate
 
     def _publish(self) -> None:
-        if self.config.offload:
-            for parameter, share in zip(self._parameters, self._shares, strict=True):
+        for parameter, share in zip(self._parameters, self._shares, strict=True):
+            if self.config.offload or is_rounded(parameter):
                 local(parameter.detach()).copy_(share)
 
     def state_bytes(self) -> int:
         """See :meth:`Optimizer.state_bytes`."""
         count = sum(p.numel() for p in self._parameters)
         moments = 8 * count if self.config.adam_8bit else self.config.moment_bytes(count)
-        return moments + (4 * count if self._rounded else 0)
+        return moments + sum(
+            4 * p.numel() for p, rounded in zip(self._parameters, self._rounded, strict=True) if rounded
+        )
 
     def held_bytes(self, moments: bool = True) -> int:
         """Return the size in bytes of this rank's shards (the master weights) and, with ``moments``, their moments."""
@@ -140,17 +147,20 @@ class FullyShardedAdamW(Optimizer):
 
     def state_head(self) -> dict[str, Any]:
         """Return step counts and a description of the optimizer state."""
-        return self._head(self._names, self._counts(self._names, self._shares), self._rounded)
+        return self._head(self._names, self._counts(self._names, self._shares), any(self._rounded))
 
     def state_parts(self) -> Iterator[StatePart]:
         """Yield moments, and masters unless the model computes in fp32. Shards that an earlier rank also holds are skipped."""
-        for name, parameter, share, tied in zip(self._names, self._parameters, self._shares, self._tied, strict=True):
+        kinds = zip(self._tied, self._rounded, strict=True)
+        for name, parameter, share, (tied, rounded) in zip(
+            self._names, self._parameters, self._shares, kinds, strict=True
+        ):
             if (tied and self.peers.place.stage) or not self._is_first_copy(parameter):
                 continue
             index = positions(parameter)
             for kind, values in self._moments(share, parameter).items():
                 yield StatePart(moment_key(name, kind), values, index)
-            if self._rounded:
+            if rounded:
                 yield StatePart(master_key(name), share.detach(), index)
 
     def _is_first_copy(self, parameter: Tensor) -> bool:
@@ -175,12 +185,11 @@ class FullyShardedAdamW(Optimizer):
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
         """Load an optimizer state saved in any layout."""
-        self._take_head(saved.head, self._names, self._rounded)
+        self._take_head(saved.head, self._names, any(self._rounded))
         self._adam.state.clear()
         for name, parameter, share in zip(self._names, self._parameters, self._shares, strict=True):
             index = positions(parameter)
-            if self._rounded:
-                share.copy_(saved.read(master_key(name), index))
+            share.copy_(saved_master(saved, name, local(parameter.detach()), index))
             if name in saved.head["counts"]:
                 self._adam.state[share] = saved_moments(saved, name, parameter, index, self.config, share.device)
         self._publish()

@@ -25,7 +25,7 @@ class MicroBatching:
     """
 
     n_mbs: int | None = 1  # minimum number of microbatches, if there are enough blocks of rows
-    granularity: int = 1  # number of adjacent rows that stay together as a block
+    granularity: int = 1  # number of adjacent rows that stay together as a block; the last block may be smaller
     max_tokens_per_mb: int | None = None  # maximum tokens of a microbatch, unless a single block is longer
     n_mbs_divisor: int = 1  # the number of microbatches is a multiple of this, unless each block is a microbatch
     packing_algorithm: Literal["ffd", "kk"] = "ffd"
@@ -41,18 +41,10 @@ class MicroBatching:
         if self.tree and self.packing_algorithm == "kk":
             raise ValueError("tree training packs rows by their common prefixes; set mb_spec.packing_algorithm=ffd")
 
-    def check(self, rows: int) -> None:
-        """Raise ValueError if the number of rows is not a multiple of the granularity."""
-        if rows % self.granularity:
-            raise ValueError(
-                f"mb_spec.granularity {self.granularity} does not divide the number of rows, {rows}; use "
-                "a granularity that divides this number"
-            )
-
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         """Ascending row indices of each non-empty microbatch. Microbatches are in the order of their first rows."""
-        self.check(len(rows))
-        blocks = [range(start, start + self.granularity) for start in range(0, len(rows), self.granularity)]
+        indices = range(len(rows))
+        blocks = [indices[start : start + self.granularity] for start in indices[:: self.granularity]]
         weights = [sum(len(rows[row]) for row in block) for block in blocks]
         if self.packing_algorithm == "kk":
             bins = self._balanced(weights)

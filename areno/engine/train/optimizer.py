@@ -75,11 +75,20 @@ class OptimizerOptions:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
-        """Create options from a mapping. If a key is unknown, raises UsageError with ``owner`` and the known keys."""
+        """Create options from a mapping.
+
+        Raises UsageError, which names ``owner``: a key is unknown, or ``lr_decay_style`` lacks ``lr_decay_steps``.
+        """
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
-        return cls(**fields)
+        options = cls(**fields)
+        if options.lr_decay_style != "constant" and not options.lr_decay_steps:
+            raise UsageError(
+                f"{owner} lr_decay_style={options.lr_decay_style!r} needs lr_decay_steps, the optimizer step at which the "
+                "learning rate reaches min_lr; set it to the number of optimizer steps of the run"
+            )
+        return options
 
     def schedule(self) -> LrSchedule:
         """The learning rate as a function of the step."""
@@ -250,7 +259,8 @@ class Optimizer(ABC):
         A pipeline stage has only some of the saved parameters.
         """
         current, saved = set(names), set(head["names"])
-        if not (current <= saved if self.is_part else current == saved) or masters != head["masters"]:
+        alike = masters <= head["masters"] if self.is_part else masters == head["masters"]
+        if not (current <= saved if self.is_part else current == saved) or not alike:
             raise ValueError("the saved optimizer belongs to a different model or --dtype")
         if head["moments"] != self.config.moments:
             raise ValueError(
@@ -323,8 +333,9 @@ class MasterAdamW(Optimizer):
         return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:
-        """See :meth:`Optimizer.state_bytes`; equals :meth:`held_bytes`."""
-        return self.held_bytes()
+        """See :meth:`Optimizer.state_bytes`."""
+        masters = sum(4 * p.numel() for p in self._parameters if is_rounded(p))
+        return masters + sum(self.config.moment_bytes(master.numel()) for master in self._masters)
 
     @torch.no_grad()
     def step(self) -> float:
@@ -335,33 +346,33 @@ class MasterAdamW(Optimizer):
             torch._foreach_copy_([p for p, _ in apart], [master for _, master in apart])
         return rate
 
-    @property
-    def _has_masters(self) -> bool:
-        return any(p is not master for p, master in zip(self._parameters, self._masters, strict=True))
-
     def state_head(self) -> dict[str, Any]:
         """Return step counts and a description of the optimizer state."""
-        return self._head(self._names, self._counts(self._names, self._masters), self._has_masters)
+        return self._head(self._names, self._counts(self._names, self._masters), any(map(is_rounded, self._parameters)))
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield unsharded moments, and unsharded master weights unless they are the model's weights."""
+        """Yield unsharded moments, and unsharded master weights unless they equal the model's weights."""
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             for kind, values in self._adam.state.get(master, {}).items():
                 if kind != "step":
                     yield StatePart(moment_key(name, kind), values, full_index(values.shape))
-            if parameter is not master:
+            if is_rounded(parameter):
                 yield StatePart(master_key(name), master.detach(), full_index(master.shape))
 
     def load_state(self, saved: SavedState) -> None:
         """Load an optimizer state saved in any layout."""
-        self._take_head(saved.head, self._names, self._has_masters)
+        self._take_head(saved.head, self._names, any(map(is_rounded, self._parameters)))
         self._adam.state.clear()
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             index = full_index(master.shape)
             if name in saved.head["counts"]:
                 self._adam.state[master] = saved_moments(saved, name, master, index, self.config, master.device)
-            if parameter is not master:
-                master.data.copy_(saved.read(master_key(name), index))
+            master.data.copy_(saved_master(saved, name, parameter.detach(), index))
+
+
+def is_rounded(parameter: Tensor) -> bool:
+    """Return whether a parameter of the model is the rounded copy of an fp32 master, which a checkpoint also needs."""
+    return parameter.dtype != torch.float32
 
 
 def moment_key(name: str, kind: str) -> str:
@@ -372,6 +383,12 @@ def moment_key(name: str, kind: str) -> str:
 def master_key(name: str) -> str:
     """Return the key of a parameter's master weights in a saved state."""
     return f"master.{name}"
+
+
+def saved_master(saved: SavedState, name: str, weights: Tensor, index: Index) -> Tensor:
+    """Load the masters of a shard ``weights`` of a parameter, or return the shard if it is not rounded."""
+    key = master_key(name)
+    return saved.read(key, index) if key in saved or is_rounded(weights) else weights
 
 
 def saved_moments(

@@ -31,10 +31,12 @@ from areno.engine.train.optimizer import (
     GradientStats,
     Optimizer,
     OptimizerOptions,
+    is_rounded,
     low_moments,
     make_adam,
     master_key,
     moment_key,
+    saved_master,
 )
 from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, full_index
 
@@ -306,7 +308,7 @@ class ZeroAdamW(Optimizer):
     def state_bytes(self) -> int:
         """See :meth:`Optimizer.state_bytes`."""
         counts = [(segment.parameter.numel(), is_unsharded(segment.parameter)) for segment in self._segments]
-        masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(count for count, _ in counts)
+        masters = sum(4 * segment.parameter.numel() for segment in self._segments if is_rounded(segment.parameter))
         in_numbers = 8 if self.config.adam_8bit else 0  # moments of tensors sharded by tensor parallelism
         return masters + sum(
             self.config.moment_bytes(count) if full or not in_numbers else in_numbers * count for count, full in counts
@@ -333,7 +335,13 @@ class ZeroAdamW(Optimizer):
 
     @property
     def _weight_dtype(self) -> torch.dtype:
-        return self._segments[0].parameter.dtype if self._segments else torch.float32
+        """The dtype of all parameters; fp32 if they differ."""
+        kinds = {segment.parameter.dtype for segment in self._segments}
+        return kinds.pop() if len(kinds) == 1 else torch.float32
+
+    @property
+    def _has_masters(self) -> bool:
+        return any(is_rounded(segment.parameter) for segment in self._segments)
 
     @torch.no_grad()
     def _put_weights(self) -> None:
@@ -346,10 +354,10 @@ class ZeroAdamW(Optimizer):
         """Return step counts and a description of the optimizer state."""
         names = [segment.name for segment in self._segments]
         counted = names if self.steps and not self.config.sgd else []
-        return self._head(names, dict.fromkeys(counted, self.steps), self._weight_dtype != torch.float32)
+        return self._head(names, dict.fromkeys(counted, self.steps), self._has_masters)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's shards of the moments, and of the masters unless the weights are fp32.
+        """Yield this rank's shards of the moments, and of the masters of weights that are not fp32.
 
         Shards that an earlier rank also holds are skipped.
         """
@@ -369,7 +377,7 @@ class ZeroAdamW(Optimizer):
                     yield from flat_parts(
                         moment_key(segment.name, kind), self._adam.state[piece][kind][place], first, index
                     )
-            if self._weight_dtype != torch.float32:
+            if is_rounded(segment.parameter):
                 yield from flat_parts(master_key(segment.name), self._master.detach()[place], first, index)
 
     @staticmethod
@@ -393,13 +401,12 @@ class ZeroAdamW(Optimizer):
     def load_state(self, saved: SavedState) -> None:
         """Load an optimizer state saved in any layout."""
         names = [segment.name for segment in self._segments]
-        rounded = self._weight_dtype != torch.float32
-        self._take_head(saved.head, names, rounded)
+        self._take_head(saved.head, names, self._has_masters)
 
-        def masters(segment: _Segment) -> Tensor:
-            return saved.read(master_key(segment.name), positions(segment.parameter))
+        def master(segment: _Segment) -> Tensor:
+            return saved_master(saved, segment.name, self._read(segment), positions(segment.parameter))
 
-        self._master.data.copy_(self._own_part(masters if rounded else self._read))
+        self._master.data.copy_(self._own_part(master))
         self._adam.state.clear()
         if saved.head["counts"]:
             self._take_moments(saved)
@@ -409,7 +416,7 @@ class ZeroAdamW(Optimizer):
         for segment, start, stop in self._owned():
             for part, values in zip(flat, self._saved_moments(saved, segment), strict=True):
                 self._put(part, values, segment, start, stop)
-        count = next(iter(saved.head["counts"].values()))
+        count = max(saved.head["counts"].values())
         for piece, quantised, place in self._pieces:
             first, second = (moment[place] for moment in flat)
             if self.config.adam_8bit:
@@ -421,6 +428,8 @@ class ZeroAdamW(Optimizer):
 
     def _saved_moments(self, saved: SavedState, segment: _Segment) -> tuple[Tensor, ...]:
         index = positions(segment.parameter)
+        if segment.name not in saved.head["counts"]:  # saved by one process, where it never had a gradient
+            return (torch.zeros(local(segment.parameter).shape),) * len(MOMENTS)
         if self.config.adam_8bit:
             return low_moments(saved, segment.name, segment.parameter, index)
         return tuple(saved.read(moment_key(segment.name, kind), index) for kind in MOMENTS)

@@ -95,7 +95,8 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the ``state.json`` fields of all pipeline stages. Stages have different parameters, except for tied parameters."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
-    return stages[0] | {"names": list(dict.fromkeys(n for stage in stages for n in stage["names"])), "counts": counts}
+    names = list(dict.fromkeys(n for stage in stages for n in stage["names"]))
+    return stages[0] | {"names": names, "counts": counts, "masters": any(stage["masters"] for stage in stages)}
 
 
 class SavedState:

@@ -170,7 +170,13 @@ class TrainStep:
             self.optimizer.zero_grad()
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
-        """Return loss and statistics over all rows, without gradients and in evaluation mode."""
+        """Return loss and statistics over all rows, without gradients and in evaluation mode.
+
+        Raises ValueError: there are no rows, or rows have different per-token lists.
+        """
+        if not rows:
+            raise ValueError("measure needs at least one row")
+        refuse_mixed(rows)
         with torch.no_grad(), self.model.gathered():
             return self.accumulate(rows, loss_fn, mini_bs)
 
@@ -180,13 +186,12 @@ class TrainStep:
         """Accumulate the gradient of the loss over all rows without an update, and return statistics.
 
         Every rank receives all rows, and selects the rows to compute. The statistics are over all rows. Raises ValueError if
-        the rows cannot be divided into pairs or blocks.
+        the rows cannot be divided into pairs.
         """
         together = 2 if reduction_of(loss_fn) == "pair" else 1
         if len(rows) % together:
             raise ValueError(f"pairs need an even number of rows, got {len(rows)}")
         if not isinstance(mini_bs, int):
-            mini_bs.check(len(rows))
             together = mini_bs.granularity
         mine = self._share(rows, together)
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
@@ -317,6 +322,7 @@ class TrainStep:
         if self.kind == "policy":
             self.records.note(rows, predicted, flags.get("clipped"))
         metrics = {name: value for name, value in metrics.items() if name not in flags}
+        _check_output(loss_fn, loss, metrics)
         tokens = torch.tensor(sum(len(row.tokens) for row in rows))
         if len(batch.tokens) < tokens:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
@@ -399,6 +405,20 @@ class TrainStep:
         return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1, tree)
 
 
+def _check_output(loss_fn: LossFn, loss: Any, metrics: dict[str, Any]) -> None:
+    """Raise UsageError unless the loss is a tensor with one number, and each metric is a number or a statistic."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise UsageError(f"the loss function {name} returned {found:.80}; return a tensor with one number")
+    for key, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UsageError(
+                f"the loss function {name} returned the metric {key!r} as a tensor of shape {tuple(value.shape)}; return one "
+                "number, such as its mean"
+            )
+
+
 def _backward_of_nothing(predicted: Tensor) -> None:
     """Run a backward pass with zero gradient."""
     if predicted.requires_grad:
@@ -425,7 +445,6 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
         raise ValueError(
             "accumulation needs a number of rows as mini_bs; with MicroBatching, all rows make one optimizer step"
         )
-    mini_bs.check(rows)
     return rows
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +25,7 @@ from areno.engine.role import load_role
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import EngineError, UsageError
-from areno.loss_fns import dpo_loss_fn, sft_loss_fn
+from areno.loss_fns import dpo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import ModelRole, Request, SamplingParams
 from tests.engine.test_equivalences import rows
 from tests.support.optimizer_states import contents
@@ -247,6 +248,59 @@ def test_small_steps_move_the_fp32_masters_of_bf16_weights(checkpoint, tmp_path)
     resumed = Engine(str(tmp_path / "two"), EngineConfig(optimizer=settings, kv_cache_tokens=256, dtype=torch.bfloat16))
     resumed.load_state(tmp_path / "two")
     resumed.close()
+
+
+@pytest.mark.long
+def test_adapters_and_heads_of_bf16_models_resume_in_other_layouts(tmp_path):
+    """One step in each of four layouts, each resumed from the one before, ends near four steps in one process."""
+    pytest.importorskip("peft")
+    base = str(save_tiny_checkpoint(tmp_path / "base", heads=4, hidden=64))
+    critic = ModelRole("critic", base, trainable=True, optimizer={"lr": 1e-3, "eps": 1e-6})
+    values = [row_with_values(row) for row in rows(6)]
+
+    def steps(count, layout=None, source=None):
+        target = tmp_path / f"saved-{len(list(tmp_path.iterdir()))}"
+        adapter = AdapterOptions(rank=4) if source is None else AdapterOptions(adapter_path=str(source))
+        settings = {"optimizer": OptimizerOptions(lr=1e-3, eps=1e-6), "adapter": adapter, "dtype": torch.bfloat16}
+        config = EngineConfig(kv_cache_tokens=256, decode="eager", **settings)
+        engine = Engine(base, config) if layout is None else EngineGroup(base, config, layout)
+        try:
+            engine.ensure_roles({"critic": critic}, source)
+            if source is not None:
+                engine.load_state(source)
+            for _ in range(count):
+                engine.train(rows(6), sft_loss_fn, 2)
+                engine.train(values, value_loss_fn, 2, role="critic")
+            target.mkdir()
+            engine.save_model(target)
+            engine.save_state(target)
+        finally:
+            engine.close()
+        return target
+
+    source = None
+    for layout in (None, FSDP, Layout(2, 1), None):
+        source = steps(1, layout, source)
+    expected = steps(4)
+    for name in ("optimizer", "critic_optimizer"):
+        found, wanted = (contents(folder / "trainer_state" / name) for folder in (source, expected))
+        assert found["head"] == wanted["head"]
+        assert found.keys() == wanted.keys()
+        masters = [key for key in wanted if key.startswith("master.")]
+        assert masters == (["master.score.modules_to_save.default.weight"] if name == "critic_optimizer" else [])
+        for key in masters:
+            torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=2e-4)
+
+
+def row_with_values(row):
+    length = len(row.tokens)
+    return dataclasses.replace(row, values=[0.0] * length, returns=[1.0] * length)
+
+
+def test_a_limit_on_sequences_below_one_is_refused_alike_by_one_and_by_two_replicas(group, one):
+    for engine in (group, one):
+        with pytest.raises(ValueError, match="max_running must be at least 1, got 0"):
+            engine.set_max_running(0)
 
 
 def test_a_rank_refuses_requests_while_its_weights_are_sharded(group):

@@ -47,8 +47,8 @@ def alone(config, weights, gradients, state=None):
         optimizer.load_state(SavedState(state))
     stats = None
     for step in gradients:
-        for name, parameter in parameters.items():
-            (parameter * step[name].to(parameter.dtype)).sum().backward()
+        for name, gradient in step.items():
+            (parameters[name] * gradient.to(parameters[name].dtype)).sum().backward()
         stats = optimizer.collect()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,6 +102,33 @@ def test_a_state_moves_from_two_replicas_to_one_process_and_back(two):
     got, state, *_ = two.call("run", LOW, got, gradients[4:], state)[1]
     assert_same(got, expected)
     assert_same(state, last)
+
+
+@pytest.mark.parametrize("rounded", ["first", "odd"])
+def test_fp32_weights_beside_rounded_ones_move_between_layouts(two, rounded):
+    """As an adapter in fp32 beside a scalar head in bf16."""
+    weights, gradients = weights_and_gradients(6)
+    weights[rounded] = weights[rounded].to(torch.bfloat16)
+    expected, last, _ = alone(LOW, weights, gradients)
+    got, state, *_ = two.call("run", LOW, weights, gradients[:2])[0]
+    assert [key for key in contents(state) if key.startswith("master.")] == [f"master.{rounded}"]
+    got, state, _ = alone(LOW, got, gradients[2:4], state)
+    got, state, *_ = two.call("run", LOW, got, gradients[4:], state)[1]
+    assert_same(got, expected)
+    assert_same(state, last)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LOW], ids=["fp32 moments", "8-bit moments"])
+def test_replicas_resume_the_state_of_a_parameter_without_gradients(two, config):
+    """Replicas treat a missing gradient as 0, which without weight decay changes nothing."""
+    config = dataclasses.replace(config, weight_decay=0.0)
+    weights, gradients = weights_and_gradients(4)
+    zeros = [step | {"norm": torch.zeros_like(step["norm"])} for step in gradients[:2]]
+    expected = two.call("run", config, weights, zeros + gradients[2:])[0][0]
+    got, state, _ = alone(config, weights, [{n: g for n, g in step.items() if n != "norm"} for step in gradients[:2]])
+    assert "norm" not in contents(state)["head"]["counts"]
+    got = two.call("run", config, got, gradients[2:], state)[0][0]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("layout", [Layout(3, 1), pytest.param(Layout(2, 2), marks=pytest.mark.long)])
@@ -204,9 +231,10 @@ def test_offloaded_states_get_the_same_updates(two, low):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU beside the computer's memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("low", [False, True])
-def test_offloaded_shards_are_in_host_memory(low):
-    weights, gradients = weights_and_gradients(4, torch.bfloat16)
+def test_offloaded_shards_are_in_host_memory(low, dtype):
+    weights, gradients = weights_and_gradients(4, dtype)
     config = dataclasses.replace(CONFIG, adam_8bit=low, offload=True)
     made = []
     for kind in (MasterAdamW, partial(ZeroAdamW, peers=RankContext())):
