@@ -275,7 +275,9 @@ class Engine(Backend):
                     f"role {name!r} is already loaded from {loaded.path}; call drop_role({name!r}) to replace it"
                 )
         if resized is not None:
-            resized.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
+            budget = kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes)
+            share = resized.prefixes.budget_tokens * budget // resized.scheduler.budget_tokens
+            resized.resize(budget, self.config.prefix_cache_tokens or share)
 
     def _load_role(self, name: str, spec: ModelRole, saved: Path | None) -> Role:
         config = self.config

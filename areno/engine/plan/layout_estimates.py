@@ -150,7 +150,10 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Maximum number of in-flight forward passes of a stage in :func:`make_schedule`, counted per model chunk."""
+    """Maximum number of in-flight forward passes of a stage in :func:`make_schedule`, counted per model chunk.
+
+    With several chunks and an incomplete last group of microbatches, the number is an upper bound.
+    """
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(first + 1, microbatches * chunks)
