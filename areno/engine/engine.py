@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NO_REWARD_ROLLOUT = "a reward model cannot generate: this trainer was created with trains='reward'"
 _OPTIMIZER_FOLDER = "optimizer"
 _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed memory to the system
 
@@ -182,7 +183,7 @@ class Engine(Backend):
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:
-            raise EngineError("a reward model cannot generate: this trainer was created with trains='reward'")
+            raise EngineError(NO_REWARD_ROLLOUT)
         return self._loop
 
     @property
