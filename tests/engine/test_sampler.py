@@ -269,7 +269,8 @@ def test_a_grammar_may_end_a_response_before_its_minimum_length(greedy):
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(greedy=greedy, min_new_tokens=5)
     evens = list(range(0, 40, 2))
-    for stop_ids, expected in ((evens, evens), (evens[:-1], evens[-1:])):  # a grammar that must end, and one that need not
+    # The grammar must end in the first case, and need not in the second.
+    for stop_ids, expected in ((evens, evens), (evens[:-1], evens[-1:])):
         edits = LogitEdits(params, [1], OnlyEven(), stop_ids)
         assert SamplingTable([params], [7], edits=[edits]).draw(logits, [0]).tokens[0] in expected
 

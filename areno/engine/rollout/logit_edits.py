@@ -60,7 +60,8 @@ class LogitEdits:
         if self._length < self._params.min_new_tokens:
             stops = [token for token in self._stop_ids if token < len(edited)]
             if allowed is None or np.delete(allowed, [token for token in stops if token < len(allowed)]).any():
-                edited = edited.index_fill(0, torch.tensor(stops, device=edited.device, dtype=torch.int64), float("-inf"))
+                forbidden = torch.tensor(stops, device=edited.device, dtype=torch.int64)
+                edited = edited.index_fill(0, forbidden, float("-inf"))
         self.cut_mass = 0.0
         if allowed is not None:
             mask = torch.from_numpy(allowed).to(logits.device)[: logits.shape[0]]
