@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NO_REWARD_ROLLOUT = "a reward model cannot generate: this trainer was created with trains='reward'"
 _OPTIMIZER_FOLDER = "optimizer"
 _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed memory to the system
 
@@ -187,7 +188,7 @@ class Engine(Backend):
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:
-            raise EngineError("a reward model cannot generate: this trainer was created with trains='reward'")
+            raise EngineError(NO_REWARD_ROLLOUT)
         return self._loop
 
     @property
@@ -280,7 +281,9 @@ class Engine(Backend):
                     f"role {name!r} is already loaded from {loaded.path}; call drop_role({name!r}) to replace it"
                 )
         if resized is not None:
-            resized.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
+            budget = kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes)
+            share = resized.prefixes.budget_tokens * budget // resized.scheduler.budget_tokens
+            resized.resize(budget, self.config.prefix_cache_tokens or share)
 
     def _load_role(self, name: str, spec: ModelRole, saved: Path | None) -> Role:
         config = self.config

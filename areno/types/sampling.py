@@ -88,8 +88,8 @@ class SamplingParams:
             response.
         logit_bias: numbers added to the logits of individual tokens, by token id.
         top_logprobs: number of most likely tokens per position to return with their log-probs, at most 20.
-        min_new_tokens: number of tokens before which EOS and ``stop_token_ids`` cannot be sampled. ``stop`` strings still
-            apply.
+        min_new_tokens: number of tokens before which EOS and ``stop_token_ids`` cannot be sampled, unless the request's
+            constraint allows nothing else. ``stop`` strings still apply.
 
     Raises:
         ValueError: a value is outside its documented range.

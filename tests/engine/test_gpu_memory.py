@@ -113,8 +113,11 @@ def test_a_decision_to_recompute_reaches_steps_that_exist_and_roles_that_are_res
     engine.close()
 
 
-def test_loading_a_role_frees_the_cache_before_its_new_size_is_measured(tiny_checkpoint, monkeypatch):
-    engine = Engine(str(tiny_checkpoint), EngineConfig(decode="eager"))
+@pytest.mark.parametrize(("configured", "resized"), [(0, 0), (300, 300), (None, 1024)])
+def test_loading_a_role_frees_the_cache_before_its_new_size_is_measured(
+    configured, resized, tiny_checkpoint, monkeypatch
+):
+    engine = Engine(str(tiny_checkpoint), EngineConfig(decode="eager", prefix_cache_tokens=configured))
     frozen = {"ref": ModelRole("ref", str(tiny_checkpoint), trainable=False)}
     engine.ensure_roles(frozen)
     engine.submit([Request([5, 6], SamplingParams(max_new_tokens=4), [0])])[0].result(timeout=60)
@@ -128,6 +131,7 @@ def test_loading_a_role_frees_the_cache_before_its_new_size_is_measured(tiny_che
     assert (held, engine.loop.cache.nbytes(), engine.kv_tokens) == ([], cached, budget), "nothing was loaded"
     engine.ensure_roles(frozen | {"teacher": ModelRole("teacher", str(tiny_checkpoint), trainable=False)})
     assert (held, engine.kv_tokens) == ([0], 4096)
+    assert engine.loop.prefixes.budget_tokens == pytest.approx(resized, abs=1), "a default size is a quarter, rounded"
     engine.close()
 
 
@@ -140,7 +144,7 @@ def test_a_paged_loop_can_be_resized():
     first = loop.submit([request])[0].result(timeout=60).sequences[0].resp_tokens
     loop.wait_idle()
     pages = loop.cache.allocator.pages
-    loop.resize(2048)
+    loop.resize(2048, 512)
     assert (loop.scheduler.budget_tokens, loop.prefixes.budget_tokens) == (2048, 512)
     assert loop.cache.allocator.pages == 2 * (pages - 5) + 5, "a spare page, and one for each running sequence"
     assert loop.submit([request])[0].result(timeout=60).sequences[0].resp_tokens == first

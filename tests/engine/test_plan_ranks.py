@@ -16,6 +16,7 @@ from areno.engine.parallel.parts import local
 from areno.engine.plan.memory_plan import make_plan
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.train.optimizer import OptimizerOptions
+from areno.errors import UsageError
 from areno.types import Request, SamplingParams
 from tests.engine.test_plan import MIB, options, part
 from tests.support.tiny import save_tiny_checkpoint
@@ -100,6 +101,19 @@ def test_a_tensor_parallel_rank_holds_a_shard(family, tmp_path):
     halves = part(two, "rollout", "kv_cache") / part(one, "rollout", "kv_cache")
     assert halves == pytest.approx(1.0 if family == "phi3" else 0.5), "phi3 gathers its keys"
     assert two.logits == pytest.approx(one.logits / 2, rel=0.01)
+
+
+def test_an_adapter_is_planned_on_a_shard_or_refused_as_in_the_run(tmp_path):
+    """phi3 gathers the outputs of adapted layers, and experts cannot be adapted on shards."""
+    pytest.importorskip("peft")
+    paths = {name: save_tiny_checkpoint(tmp_path / name, name, heads=4, hidden=64) for name in ("phi3", "qwen3_moe")}
+    one, two = (make_plan(options(paths["phi3"], world_size=n, tp_size=n, lora_rank=4)) for n in (1, 2))
+    assert part(two, "backward", "weights") < part(one, "backward", "weights")
+    assert part(two, "backward", "activations") < part(one, "backward", "activations")
+    with pytest.raises(
+        UsageError, match=r"--tp-size: an adapter of model\.layers\.0\.mlp\.experts .* cannot be sharded"
+    ):
+        make_plan(options(paths["qwen3_moe"], world_size=2, tp_size=2, lora_rank=4))
 
 
 def test_offloaded_activations_count_as_host_memory(tiny_checkpoint):

@@ -264,6 +264,17 @@ def test_a_grammar_rules_tokens_out(greedy):
     assert greedy == (seen == {int(logits[0, ::2].argmax()) * 2})
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_grammar_may_end_a_response_before_its_minimum_length(greedy):
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(greedy=greedy, min_new_tokens=5)
+    evens = list(range(0, 40, 2))
+    # The grammar must end in the first case, and need not in the second.
+    for stop_ids, expected in ((evens, evens), (evens[:-1], evens[-1:])):
+        edits = LogitEdits(params, [1], OnlyEven(), stop_ids)
+        assert SamplingTable([params], [7], edits=[edits]).draw(logits, [0]).tokens[0] in expected
+
+
 def test_what_a_grammar_removes_and_forces_is_reported():
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     params = SamplingParams(temperature=0.7)

@@ -36,7 +36,7 @@ class ShardedAdapter(Adapter):
         super().__init__(wrapped, may_merge=may_merge)
         self._partial: set[int] = set()
         for name, layer, style in _sharded_layers(wrapped.get_base_model(), self._layers):
-            _refuse_other_layers(name, layer, style)
+            _refuse_other_layer(name, layer, style)
             self._partial.add(id(_shard_adapter(layer, style)))
 
     def partial_names(self) -> set[str]:
@@ -88,12 +88,17 @@ def as_if_unsharded(module: Any) -> Iterator[None]:
 @torch.no_grad()
 def merge_sharded(wrapped: Any, layers: list[Any]) -> nn.Module:
     """Merge an unsharded adapter into a sharded module's weights, and return the module without the adapter."""
-    for name, layer, style in _sharded_layers(wrapped.get_base_model(), layers):
-        _refuse_other_layers(name, layer, style)
+    refuse_other_layers(wrapped.get_base_model(), layers)
     for layer in layers:
         weight = layer.get_base_layer().weight
         local(weight).add_(shard_of(layer.get_delta_weight(NAME), weight))
     return cast(nn.Module, wrapped.unload())
+
+
+def refuse_other_layers(module: Any, layers: list[Any]) -> None:
+    """Raise UsageError if an adapted layer has an unsupported tensor-parallel style."""
+    for name, layer, style in _sharded_layers(module, layers):
+        _refuse_other_layer(name, layer, style)
 
 
 def _sharded_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
@@ -107,7 +112,7 @@ def _sharded_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, 
             yield name, layer, str(style)
 
 
-def _refuse_other_layers(name: str, layer: Any, style: str) -> None:
+def _refuse_other_layer(name: str, layer: Any, style: str) -> None:
     from peft.tuners.lora import Linear
 
     plain = type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear and not layer.lora_variant

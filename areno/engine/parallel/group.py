@@ -20,7 +20,7 @@ from areno.cache_folder import ScratchFolder
 from areno.config.paths import base_of, tokenizer_of
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.device import rank_devices
-from areno.engine.engine import Engine
+from areno.engine.engine import NO_REWARD_ROLLOUT, Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.layout import NO_ROLLOUT, Layout
@@ -107,7 +107,11 @@ class EngineGroup(Backend):
                 processes=processes,
                 stall_s=stall_s,
             )
-            self._read_limits()
+            try:
+                self._read_limits()
+            except BaseException:
+                self.workers.close()
+                raise
         except BaseException:
             self._folder.cleanup()
             raise
@@ -136,6 +140,8 @@ class EngineGroup(Backend):
         """Queue requests; return one future per request. Raises EngineError if a rank has failed or cannot serve a request."""
         if self.layout.pp_size > 1:
             raise EngineError(NO_ROLLOUT)
+        if self.config.trains == "reward":
+            raise EngineError(NO_REWARD_ROLLOUT)
         # Raise at once the errors that the ranks would raise later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:

@@ -89,7 +89,7 @@ class LeadingLoop(LockstepLoop):
         """See :meth:`RolloutLoop.wait_idle`; every rank of the replica must call this method."""
         with self._wake:
             super().wait_idle()
-            if self._failure is None:
+            if self.failure is None:
                 self._turns.broadcast_object(_Message(sampled=self.sampled, idle=True))
 
     @contextmanager
@@ -151,7 +151,7 @@ class FollowingLoop(LockstepLoop):
     def wait_idle(self) -> None:
         """Wait until the leader is idle. This loop may not have received the leader's requests yet."""
         with self._wake:
-            self._wake.wait_for(lambda: self._failure is not None or self._idle)
+            self._wake.wait_for(lambda: self.failure is not None or self._idle)
             self._idle -= 1
 
     def _turn(self) -> None:

@@ -27,6 +27,8 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
                 dim = _split_dim(plan, parts, own, tensor.ndim)
                 shards[id(tensor)] = tensor if dim is None else _part(tensor, dim, tp_size)
             child._parameters[own] = shards[id(tensor)]
+        if name.endswith("base_layer"):  # the adapted layer gathers and splits
+            continue
         if style in _GATHERED and parts[-1] != "lm_head":
             child.register_forward_hook(lambda _m, _args, output: torch.cat([output] * tp_size, -1))
         elif style in _SPLIT:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from areno.engine.model.adapter import AdapterOptions
+from areno.engine.model.adapter import AdapterOptions, adapted_layers
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, add_adapter, load_shape
 from areno.engine.model.packed_model import PackedModel
@@ -126,6 +126,10 @@ class ShapeOf:
                 distributed_config(
                     self.model.config, head_plan, self.layout, options.option, path
                 )  # raises for an unsupported layout
+                if adapter is not None:
+                    from areno.engine.model.sharded_adapter import refuse_other_layers  # slow import
+
+                    refuse_other_layers(self.model.module, adapted_layers(self.model.module))
                 keep_one_part(self.model.module, self.layout.tp_size)
         tensors = list(self.model.module.parameters())
         own, four_bit = self.model.adapter, adapter is not None and adapter.load_in_4bit

@@ -14,7 +14,7 @@ class LogitEdits:
 
     A grammar (``constraint``) runs third-party code. If the grammar raises an exception, ``error`` holds the exception, and
     only the sample's request fails. Prompt tokens count towards the repetition penalty. ``stop_ids`` are forbidden before the
-    minimum length.
+    minimum length, unless the grammar allows nothing else.
 
     Attributes:
         forced: whether the grammar allowed only the text of the last sampled token.
@@ -56,10 +56,12 @@ class LogitEdits:
         edited = logits.float()
         if self._params.edits_logits:
             edited = self._penalized(edited)
+        allowed = self._allowed()
         if self._length < self._params.min_new_tokens:
             stops = [token for token in self._stop_ids if token < len(edited)]
-            edited = edited.index_fill(0, torch.tensor(stops, device=edited.device, dtype=torch.int64), float("-inf"))
-        allowed = self._allowed()
+            if allowed is None or np.delete(allowed, [token for token in stops if token < len(allowed)]).any():
+                forbidden = torch.tensor(stops, device=edited.device, dtype=torch.int64)
+                edited = edited.index_fill(0, forbidden, float("-inf"))
         self.cut_mass = 0.0
         if allowed is not None:
             mask = torch.from_numpy(allowed).to(logits.device)[: logits.shape[0]]

@@ -194,9 +194,9 @@ class RolloutLoop:
         self.prefixes.clear()
         self.cache.release()
 
-    def resize(self, budget_tokens: int) -> None:
-        """Change the KV budget. No request may be pending."""
-        self.scheduler.budget_tokens = budget_tokens
+    def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
+        """Change the sizes of the KV cache and the prefix cache. No request may be pending."""
+        self.scheduler.budget_tokens, self.prefixes.budget_tokens = budget_tokens, prefix_tokens
 
     def weights_changed(self, version: int) -> None:
         """Set the version of the weights, and clear the prefix cache if the version has changed. No request may be pending."""
@@ -206,12 +206,12 @@ class RolloutLoop:
 
     def restart(self) -> BaseException | None:
         """Reset the loop if it has failed, and drop the cache. Returns the error that stopped the loop, or None."""
-        cause = self.failure
-        if cause is not None:
+        if (cause := self.failure) is not None:
             if self._thread is not None:
                 self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
-            self.failure, self._thread, self._rows, self._busy, self._incoming = None, None, None, False, []
+            self.failure = self._thread = self._rows = None
+            self._busy, self._cancel, self._incoming = False, False, []
         self.drop_cache()
         return cause
 

@@ -6,6 +6,7 @@ The ground truth is the engine in one process, which other tests compare with st
 from __future__ import annotations
 
 import json
+import os
 import time
 from functools import partial
 
@@ -23,6 +24,7 @@ from areno.errors import EngineError, UsageError
 from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import ModelRole, Request, SamplingParams
 from tests.engine.test_equivalences import rows
+from tests.support.processes import workers_of
 from tests.support.tiny import save_tiny_checkpoint
 
 STEPS = 3
@@ -198,6 +200,25 @@ def test_stages_train_score_and_save_but_refuse_to_generate(layout, checkpoint, 
         saved.close()
     finally:
         group.close()
+
+
+def test_a_reward_model_on_two_ranks_refuses_to_generate_and_an_interrupted_start_leaves_no_process(
+    checkpoint, monkeypatch
+):
+    group = engine(checkpoint, Layout(2), trains="reward")
+    try:
+        with pytest.raises(EngineError, match="a reward model cannot generate"):
+            group.submit(REQUESTS[:1])
+    finally:
+        group.close()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineGroup, "_read_limits", interrupt)  # Ctrl-C while the limits are read
+    with pytest.raises(KeyboardInterrupt):
+        engine(checkpoint, Layout(2))
+    assert workers_of(os.getpid()) == []
 
 
 def test_rows_that_do_not_fill_pairs_or_blocks_are_treated_alike_by_one_and_by_two_replicas(checkpoint):

@@ -61,14 +61,12 @@ class PagedRolloutLoop(RolloutLoop):
         self.device_decode = DeviceDecode(self.model, self.cache, most, eager=self._eager)
         self._pipeline = DecodePipeline(self.device_decode)
 
-    def resize(self, budget_tokens: int) -> None:
-        """Drop the cache and change its budget, of which the prefix cache keeps its share. The next use allocates memory."""
-        prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
+    def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
+        """Drop the cache and change its size; see :meth:`RolloutLoop.resize`. The next use allocates the memory."""
         self.drop_cache()
-        self.prefixes.budget_tokens = prefix_tokens
+        super().resize(budget_tokens, prefix_tokens)
         pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows)
         self.cache.resize(pages, self._columns(budget_tokens))
-        super().resize(budget_tokens)
 
     def _columns(self, budget_tokens: int) -> int:
         """Return the maximum length of a sequence, plus room for a step that is launched before the last token is read."""
@@ -80,7 +78,7 @@ class PagedRolloutLoop(RolloutLoop):
             self.wait_idle()
             self.device_decode.release()
             self._make_rows(sequences)
-            self.resize(self.scheduler.budget_tokens)
+            self.resize(self.scheduler.budget_tokens, self.prefixes.budget_tokens)
 
     def drop_cache(self) -> None:
         """Free pages, graphs and the prefix cache. No request may be pending."""
