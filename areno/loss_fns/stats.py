@@ -8,12 +8,15 @@ same weights as the loss.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from areno.loss_fns.loss_interface import in_float
+from areno.errors import UsageError
+from areno.loss_fns.loss_interface import LossFn, in_float, name_of
 
 Parts = list[float]
 
@@ -122,3 +125,32 @@ def masked_range(values: Tensor, mask: Tensor) -> Range:
         torch.cat([bounds[0], empty]).min(),
         torch.cat([bounds[1], -empty]).max(),
     )
+
+
+def checked_output(output: Any, loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss and the statistics that a loss function returned. Raises UsageError if they are invalid."""
+    parts = output if isinstance(output, tuple) else (output, {})
+    if len(parts) != 2 or not isinstance(parts[0], Tensor) or parts[0].numel() != 1 or not isinstance(parts[1], dict):
+        raise UsageError(
+            f"the loss {name_of(loss_fn)} returned {_shape_of(output)}; return a tensor of one element, or this tensor and a "
+            "dictionary of statistics"
+        )
+    for name, value in parts[1].items():
+        if not isinstance(value, Statistic | TokenFlags) and not _is_number(value):
+            raise UsageError(
+                f"the loss {name_of(loss_fn)} returned {_shape_of(value)} as the statistic {name!r}; return a number, a tensor "
+                "of one element or a statistic of areno.loss_fns.stats"
+            )
+    return parts
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shape_of, value))})"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"

@@ -296,22 +296,6 @@ def test_rows_are_measured_only_if_they_could_be_trained():
 
 
 @pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (lambda logprobs: 1.0, r"the loss function loss returned 1\.0; return a tensor with one number"),
-        (lambda logprobs: logprobs, r"the loss function loss returned a tensor of shape \(\d+,\); return a tensor"),
-        (lambda logprobs: (logprobs.sum(), {"ratio": logprobs}), r"the metric 'ratio' as a tensor of shape \(\d+,\)"),
-    ],
-)
-def test_outputs_of_a_loss_that_are_not_numbers_are_named(output, message):
-    def loss(pack, logprobs):
-        return output(logprobs)
-
-    with pytest.raises(UsageError, match=message):
-        make_step().run(random_rows(3), loss, 3)
-
-
-@pytest.mark.parametrize(
     ("lacking", "remedy"),
     [
         ("logprobs", r"set TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),

@@ -6,7 +6,6 @@ therefore does not depend on microbatch size or packing.
 """
 
 import math
-import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,17 +30,26 @@ from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, Part, predict
 from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
 from areno.engine.train.token_records import TokenRecords
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError
 from areno.loss_fns.loss_interface import (
     LossFn,
     Reduction,
     declares_reduction,
-    name_of,
     reads_bounds,
     reads_entropy,
     reduction_of,
 )
-from areno.loss_fns.stats import Count, Mean, Parts, Statistic, TokenFlags, merge_parts, parts_of, scalars_of
+from areno.loss_fns.stats import (
+    Count,
+    Mean,
+    Parts,
+    Statistic,
+    TokenFlags,
+    checked_output,
+    merge_parts,
+    parts_of,
+    scalars_of,
+)
 from areno.types import TrainSequence
 
 # Maximum tokens per forward pass for losses that declare their reduction: larger passes need more memory and are not faster.
@@ -317,12 +325,11 @@ class TrainStep:
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return loss and statistics of a pass over rows, and keep the token records of observed rows."""
-        loss, metrics = _checked_output(loss_fn(batch.data, predicted), loss_fn)
+        loss, metrics = checked_output(loss_fn(batch.data, predicted), loss_fn)
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
         if self.kind == "policy":
             self.records.note(rows, predicted, flags.get("clipped"))
         metrics = {name: value for name, value in metrics.items() if name not in flags}
-        _check_output(loss_fn, loss, metrics)
         tokens = torch.tensor(sum(len(row.tokens) for row in rows))
         if len(batch.tokens) < tokens:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
@@ -405,20 +412,6 @@ class TrainStep:
         return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1, tree)
 
 
-def _check_output(loss_fn: LossFn, loss: Any, metrics: dict[str, Any]) -> None:
-    """Raise UsageError unless the loss is a tensor with one number, and each metric is a number or a statistic."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise UsageError(f"the loss function {name} returned {found:.80}; return a tensor with one number")
-    for key, value in metrics.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise UsageError(
-                f"the loss function {name} returned the metric {key!r} as a tensor of shape {tuple(value.shape)}; return one "
-                "number, such as its mean"
-            )
-
-
 def _backward_of_nothing(predicted: Tensor) -> None:
     """Run a backward pass with zero gradient."""
     if predicted.requires_grad:
@@ -476,32 +469,3 @@ def _chunks(
         tokens += more
     if rows:
         yield rows[start:]
-
-
-def _checked_output(output: Any, loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss and the statistics that a loss function returned. Raises UsageError if they are invalid."""
-    parts = output if isinstance(output, tuple) else (output, {})
-    if len(parts) != 2 or not isinstance(parts[0], Tensor) or parts[0].numel() != 1 or not isinstance(parts[1], dict):
-        raise UsageError(
-            f"the loss {name_of(loss_fn)} returned {_shape_of(output)}; return a tensor of one element, or this tensor and a "
-            "dictionary of statistics"
-        )
-    for name, value in parts[1].items():
-        if not isinstance(value, Statistic | TokenFlags) and not _is_scalar(value):
-            raise UsageError(
-                f"the loss {name_of(loss_fn)} returned {_shape_of(value)} as the statistic {name!r}; return a number, a tensor "
-                "of one element or a statistic of areno.loss_fns.stats"
-            )
-    return parts
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
-
-
-def _shape_of(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shape_of, value))})"
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"

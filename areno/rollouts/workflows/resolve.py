@@ -42,13 +42,13 @@ def resolve_workflow(
         workflow = named_object(workflow, option="workflow")
     if inspect.isclass(workflow):
         signature = inspect.signature(workflow)
-        given = {name: value for name, value in (offered or {}).items() if name in signature.parameters}
-        given |= workflow_kwargs or {}
+        arguments = {name: value for name, value in (offered or {}).items() if name in signature.parameters}
+        arguments |= workflow_kwargs or {}
         try:
-            signature.bind(**given)
+            signature.bind(**arguments)
         except TypeError as error:
             raise UsageError(f"workflow {name_of(workflow)} does not accept workflow_kwargs: {error}") from error
-        workflow = workflow(**given)
+        workflow = workflow(**arguments)
     elif workflow_kwargs:
         names = ", ".join(workflow_kwargs)
         raise UsageError(
