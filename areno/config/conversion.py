@@ -74,7 +74,7 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
 
 
 def _converted(name: str, value: Any, rule: Rule, settings: Settings) -> tuple[Words, str]:
-    """Return the words for a setting, and a note if the setting has no equivalent option."""
+    """Return the command-line arguments for a setting, and a note if the setting or its value is not converted."""
     if rule.known and text_of(value).lower() not in rule.known:
         return [], f"not converted ({rule.note})" if rule.note else "not converted"
     if not rule.option:

@@ -19,7 +19,7 @@ class BasicOptions:
     ckpt: str | None = _basic(
         None,
         path="place",
-        help="Model and tokenizer to train: a folder in Hugging Face format, a .gguf file or a repo id. Required.",
+        help="Model to train, with its tokenizer: a folder in Hugging Face format, a .gguf file or a repo id. Required.",
     )
     dataset_path: str | None = _basic(
         None,

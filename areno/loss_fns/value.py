@@ -28,7 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""Names of a critic's statistics in an experiment, and the reported quantity of the loss for each name."""
+"""Maps each statistic of a critic in an experiment to a quantity that the loss returns, and its summary."""
 
 
 @mean_loss("token", _NAMES)

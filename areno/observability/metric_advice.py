@@ -153,7 +153,7 @@ ADVICE: dict[str, Advice] = {
     "train/update_skipped": Advice("", _SKIPPED, 0, 0),
     "train/loss_scale": Advice(
         "a power of two that halves when a gradient overflows, and rises again",
-        "If it falls below 1, use dtype bfloat16 or float32",
+        "If it falls to its minimum (1 by default) and updates are still skipped, use dtype bfloat16 or float32",
         low=1,
     ),
     "train/kl_loss": Advice(

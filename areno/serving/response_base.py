@@ -42,7 +42,7 @@ class ChoiceState:
         return text
 
     def next_unsent(self) -> range:
-        """Return the positions of tokens that were not streamed yet, and mark these tokens as sent."""
+        """Return the positions of the tokens that have not been sent yet, and mark these tokens as sent."""
         first, self.sent = self.sent, len(self.tokens)
         return range(first, self.sent)
 

@@ -149,7 +149,9 @@ class AgentConfig:
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
-        None, "Maximum tokens of prompt and completion of a request, if below gconfig.max_tokens.", minimum=1
+        None,
+        "Maximum tokens of a request: prompt and completion together. Has an effect only if below gconfig.max_tokens.",
+        minimum=1,
     )
     turn_discount: float = setting(
         1.0, "Discount factor per turn for the rewards of later turns.", minimum=0, maximum=1

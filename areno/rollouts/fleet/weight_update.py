@@ -146,7 +146,7 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
-    """Send the kept weights to the members of a new collective. A thread does this, so that other calls are not blocked."""
+    """Send the kept weights to the members of a new collective, in a thread, so that other calls are not blocked."""
 
     def send_kept() -> None:
         memory = _kept.get(update.version)

@@ -329,7 +329,7 @@ class ServerReplica:
                 self.workers.abandon(f"{self._http.base_url}/health failed three times in a row")
 
     def close(self) -> None:
-        """Stop the server unless it is external, and fail open requests. A second call does nothing."""
+        """Fail all open requests, and stop the server unless it is external. A second call does nothing."""
         if self._loop.is_closed():
             return
         self.workers.close()
