@@ -150,7 +150,7 @@ class AgentConfig:
     )
     engine_max_tokens: int | None = setting(
         None,
-        "Maximum tokens of a request: prompt and completion together. Has an effect only if below gconfig.max_tokens.",
+        "Maximum tokens of prompt and completion together, if this is below gconfig.max_tokens.",
         minimum=1,
     )
     turn_discount: float = setting(
