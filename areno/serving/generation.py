@@ -90,7 +90,6 @@ class Generation:
                     self._unread -= 1
                     if not item.cancelled():  # a cancelled sample ends without a token
                         self._error = self._error or item.exception()
-                    self._error = self._error or item.exception()
                 elif isinstance(item, range):
                     events = [event for event in events if event[0] not in item]
                 else:
