@@ -134,10 +134,10 @@ def count_of(settings: Settings, name: str, default: int) -> int:
     """Return a setting that is a whole number above 0. Raises UsageError otherwise."""
     value = settings.get(name, default)
     with reading(name, value, "a whole number above 0"):
-        count = _whole(value)
-        if count < 1:
+        count = float(value)
+        if count < 1 or not count.is_integer():
             raise ValueError
-    return count
+    return int(count)
 
 
 @contextmanager

@@ -288,8 +288,8 @@ class Engine(Backend):
     def _load_role(self, name: str, spec: ModelRole, saved: Path | None) -> Role:
         config = self.config
         options = config.load_options(f"role {name!r}", spec.path)
-        if spec.predicts == "reward" and not spec.trainable:
-            options = replace(options, dummy=False)  # random rewards would be useless
+        if spec.predicts != "policy" and not spec.trainable:
+            options = replace(options, dummy=False)  # random scores would be useless
         check_role_tokenizer(self.tokenizer, self.path, name, spec.path, config.trust_remote_code)
         if spec.trainable:
             fields = dict(spec.optimizer or {})

@@ -203,6 +203,7 @@ def test_a_value_without_an_equivalent_is_noted_and_a_default_is_not(tool, setti
         ("trl", {"max_steps": float("inf"), "num_train_epochs": float("inf")}, "num_train_epochs=inf: expected a number"),
         ("trl", {"beta": "low"}, "beta=low: expected a number"),
         ("trl", {"num_generations": 0}, "num_generations=0: expected a whole number above 0"),
+        ("trl", {"num_generations": 2.5}, "num_generations=2.5: expected a whole number above 0"),
         ("verl", {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "mse",
                   "actor_rollout_ref.actor.kl_loss_coef": "x"}, "kl_loss_coef=x: expected a number"),
         ("verl", {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": "x"},
