@@ -164,15 +164,12 @@ class Engine(Backend):
         limit, loop = self.config.max_running if sequences is None else sequences, self.loop
         if isinstance(loop, PagedRolloutLoop):
             loop.make_room(limit)
-        loop.scheduler.max_running = limit
+        loop.set_limits(max_running=limit)
 
     def enable_prefix_cache(self, enabled: bool) -> None:
         """See :meth:`Backend.enable_prefix_cache`."""
         if self.config.prefix_cache_tokens == 0:
-            prefixes = self.loop.prefixes
-            prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if enabled else 0
-            if not enabled:
-                prefixes.clear()
+            self.loop.set_limits(prefix_tokens=self.loop.scheduler.budget_tokens // 4 if enabled else 0)
 
     def learning_rate(self, role: str) -> float:
         """Learning rate of a role's next optimizer step."""

@@ -218,6 +218,28 @@ def test_prefixes_of_old_weights_are_freed_as_soon_as_the_weights_change(make_lo
     assert (loop.prefixes.tokens, loop.version) == (0, 1)
 
 
+def test_limits_change_between_two_turns_and_not_within_one(make_loop):
+    """The listener is called within a turn of the loop. The first turn prefills, and decodes a second token."""
+    loop, found = make_loop(), []
+    loop.set_limits(prefix_tokens=10_000)
+    run(loop, list(range(10, 80)), max_new_tokens=4)
+    kept = loop.prefixes.tokens
+    assert kept >= 64
+
+    def lower(_sample, _token):
+        loop.set_limits(prefix_tokens=0, max_running=1)
+        found.append((loop.prefixes.tokens, loop.scheduler.max_running, len(loop.scheduler.running)))
+
+    requests = [Request([5, i], SamplingParams(max_new_tokens=4), [0]) for i in range(3)]
+    requests[0].listener = lower
+    for future in loop.submit(requests):
+        future.result(timeout=20)
+    assert found == [(kept, 64, 3)] * 2 + [(0, 1, 3)] * 2
+    loop.set_limits(prefix_tokens=10_000, max_running=5)
+    loop.wait_idle()
+    assert (loop.prefixes.budget_tokens, loop.scheduler.max_running) == (10_000, 5)
+
+
 def test_the_cache_holds_no_more_than_its_budget_when_sequences_grow(make_loop):
     budget = 64 * 64
     loop = make_loop(budget=budget)

@@ -1,9 +1,9 @@
 """Rollout loops of a replica that is sharded across several ranks: the first rank leads, and the other ranks follow in
 lockstep.
 
-Each iteration (turn) of a rollout loop depends only on the requests. Before each turn the leader broadcasts new requests and
-cancellations, so all ranks schedule, compute and sample identically. Each message contains the sum of all sampled token ids,
-so a diverging rank is detected at the next turn.
+Each iteration (turn) of a rollout loop depends only on the requests. Before each turn the leader broadcasts new requests,
+cancellations and limits, so all ranks schedule, compute and sample identically. Each message contains the sum of all sampled
+token ids, so a diverging rank is detected at the next turn.
 """
 
 import dataclasses
@@ -39,6 +39,8 @@ class _Message:
     pause: bool = False  # all ranks pause before this turn until their weights have changed
     idle: bool = False  # the leader has waited until no request was pending
     last: bool = False  # the loop ends
+    prefix_tokens: int | None = None  # new limits, as in `LoopCommands`
+    max_running: int | None = None
 
 
 class LockstepLoop(RolloutLoop):
@@ -80,9 +82,16 @@ class LeadingLoop(LockstepLoop):
                 arrived.append((self._count, self._requests.pop(group)))
                 self._count += 1
             cancelled = [self._numbers[group] for group in commands.cancelled]
-            self._turns.broadcast_object(
-                _Message(arrived, commands.cancel_all, cancelled, self.sampled, commands.pause)
+            message = _Message(
+                arrived,
+                commands.cancel_all,
+                cancelled,
+                self.sampled,
+                commands.pause,
+                prefix_tokens=commands.prefix_tokens,
+                max_running=commands.max_running,
             )
+            self._turns.broadcast_object(message)
         super()._apply(commands)
 
     def wait_idle(self) -> None:
@@ -144,7 +153,9 @@ class FollowingLoop(LockstepLoop):
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups
             cancelled = [self._followed[number] for number in message.cancelled]
-            self._apply(LoopCommands(list(groups.values()), message.cancel_all, cancelled, message.pause))
+            commands = LoopCommands(list(groups.values()), message.cancel_all, cancelled, message.pause)
+            commands.prefix_tokens, commands.max_running = message.prefix_tokens, message.max_running
+            self._apply(commands)
         self._followed = {number: group for number, group in self._followed.items() if group.unfinished}
         return True
 
@@ -154,9 +165,8 @@ class FollowingLoop(LockstepLoop):
             self._wake.wait_for(lambda: self.failure is not None or self._idle)
             self._idle -= 1
 
-    def _turn(self) -> None:
-        if self._busy:
-            super()._turn()
+    def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
+        """Do nothing: the leader's next message contains its new limits."""
 
     def close(self) -> None:
         """Wait until the leader stops this loop; then free the KV cache."""

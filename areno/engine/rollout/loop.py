@@ -30,7 +30,7 @@ from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, RowParameters, sampling_table
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.pause import Pause
-from areno.engine.rollout.prefix_store import PrefixStore
+from areno.engine.rollout.prefix_store import PrefixStore, remember
 from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
@@ -97,13 +97,11 @@ class RolloutLoop:
         self.speculate = speculate
         self._threads = self.decode.threads
         self._wake = threading.Condition()
-        self._incoming: list[SampleGroup] = []
+        self._commands = LoopCommands()
         self._open: dict[Future[RolloutResult], SampleGroup] = {}  # all unanswered requests
         self._pause = Pause(self._wake)
-        self._closing = False
+        self._closing = self._busy = False
         self.failure: BaseException | None = None  # the error that ended the loop
-        self._busy = self._cancel = False
-        self._cancelled: list[SampleGroup] = []
         self._thread: threading.Thread | None = None
         release_workers()  # loading the model has started OpenMP workers
 
@@ -121,7 +119,7 @@ class RolloutLoop:
         with self._wake:
             self._check_alive()
             self._start()
-            self._incoming += groups
+            self._commands.arrived += groups
             self._open.update((group.future, group) for group in groups)
             self._wake.notify()
         return [group.future for group in groups]
@@ -131,7 +129,7 @@ class RolloutLoop:
         with self._wake:
             group = self._open.get(future)
             if group is not None:
-                self._cancelled.append(group)
+                self._commands.cancelled.append(group)
                 self._wake.notify()
 
     def load(self) -> EngineLoad:
@@ -140,7 +138,7 @@ class RolloutLoop:
             scheduler = self.scheduler
             return replace(
                 self.counters,
-                waiting=len(scheduler.waiting) + sum(len(group.members) for group in self._incoming),
+                waiting=len(scheduler.waiting) + sum(len(group.members) for group in self._commands.arrived),
                 running=scheduler.held(),
                 kv_tokens_used=scheduler.cells(),
                 kv_tokens=scheduler.budget_tokens,
@@ -166,15 +164,15 @@ class RolloutLoop:
             take_all(self.cache, self.scheduler.running)
             with self._wake:
                 self.scheduler.requeue()
+                self.prefixes.clear()
             self._rows = None
             self.decode.refresh()
-            self.prefixes.clear()
             self.version = version
 
     def cancel_all(self) -> None:
         """Abort all pending requests, which then return their partial output, and wait until the loop is idle."""
         with self._wake:
-            self._cancel = self._pending()
+            self._commands.cancel_all = self._pending()
             self._wake.notify()
         RolloutLoop.wait_idle(self)  # of this rank only
 
@@ -194,6 +192,16 @@ class RolloutLoop:
         self.prefixes.clear()
         self.cache.release()
 
+    def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
+        """Change the size of the prefix cache or the maximum number of running sequences before the next turn."""
+        with self._wake:
+            if prefix_tokens is not None:
+                self._commands.prefix_tokens = prefix_tokens
+            if max_running is not None:
+                self._commands.max_running = max_running
+            if self.failure is None and not (self._closing or self._pending()):
+                self._apply(self._take_commands())
+
     def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
         """Change the sizes of the KV cache and the prefix cache. No request may be pending."""
         self.scheduler.budget_tokens, self.prefixes.budget_tokens = budget_tokens, prefix_tokens
@@ -211,7 +219,7 @@ class RolloutLoop:
                 self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
             self.failure = self._thread = self._rows = None
-            self._busy, self._cancel, self._incoming = False, False, []
+            self._busy, self._commands = False, replace(self._commands, arrived=[], cancel_all=False)
         self.drop_cache()
         return cause
 
@@ -245,7 +253,7 @@ class RolloutLoop:
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
     def _pending(self) -> bool:
-        return bool(self._incoming or self._busy)
+        return bool(self._commands.arrived or self._busy)
 
     def _run(self) -> None:
         try:
@@ -254,7 +262,7 @@ class RolloutLoop:
                 while self._next_work():
                     self._pause.rest()
                     HEARTBEAT.tick()
-                    if self.failure is None:
+                    if self.failure is None and self._busy:
                         self._turn()
         except BaseException as error:
             self._fail(error)
@@ -277,17 +285,20 @@ class RolloutLoop:
             return self.failure is None and (self._busy or not self._closing)
 
     def _awaited(self) -> bool:
-        return bool(self._incoming or self._closing or self._pause.wanted)
+        return bool(self._commands.arrived or self._closing or self._pause.wanted)
 
     def _take_commands(self) -> LoopCommands:
-        cancelled = [group for group in self._cancelled if group.future in self._open]
-        pause = self._pause.wanted and not self._pause.agreed
-        commands = LoopCommands(self._incoming, self._cancel, cancelled, pause)
-        self._incoming, self._cancel, self._cancelled = [], False, []
+        commands, self._commands = self._commands, LoopCommands()
+        commands.cancelled = [group for group in commands.cancelled if group.future in self._open]
+        commands.pause = self._pause.wanted and not self._pause.agreed
         return commands
 
     def _apply(self, commands: LoopCommands) -> None:
         self._pause.agreed |= commands.pause
+        if commands.prefix_tokens is not None:
+            self.prefixes.resize(commands.prefix_tokens)
+        if commands.max_running is not None:
+            self.scheduler.max_running = commands.max_running
         for group in commands.arrived:
             self.scheduler.waiting += group.members
         if commands.cancel_all or commands.cancelled:
@@ -468,23 +479,11 @@ class RolloutLoop:
         if not done:
             return
         take_all(self.cache, done)
-        for sequence in done:
-            self._remember(sequence)
+        remember(self.prefixes, self.cache, self.scheduler.prefilled(done), self.version)
         self.cache.move(self.scheduler.remove(done))
         self._rows = None
         for sequence in done:
             self._finish(sequence)
-
-    def _remember(self, sequence: Sequence) -> None:
-        """Add a finished sequence to the prefix cache, without the last token, which may not have been fed to the model."""
-        chunked = self.scheduler.chunked_prefill
-        if not self.prefixes.budget_tokens or (chunked is not None and sequence in chunked.members):
-            return
-        if self.cache.states.tensors():
-            return  # a recurrent state belongs to one length only
-        context = sequence.context[:-1]
-        if not self.prefixes.covers(context, self.version):
-            self.prefixes.add(context, self.cache.snapshot(sequence.slot, len(context)), self.version)
 
     def _finish(self, sequence: Sequence) -> None:
         group = sequence.group

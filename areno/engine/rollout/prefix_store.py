@@ -5,11 +5,12 @@ maps chained hashes of leading blocks to the entries that contain them. Hits are
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
-from areno.engine.rollout.slot_cache import Snapshot
+from areno.engine.rollout.sequence import Sequence
+from areno.engine.rollout.slot_cache import SlotCache, Snapshot
 
 BLOCK = 16
 
@@ -37,7 +38,7 @@ class PrefixStore:
         self._index: dict[int, list[int]] = {}
         self._keys = count()
 
-    def find(self, context: Sequence[int], version: int) -> Hit | None:
+    def find(self, context: Seq[int], version: int) -> Hit | None:
         """Return a context's longest cached proper prefix of whole blocks, or None."""
         if version != self._version or not self._entries:
             return None
@@ -54,12 +55,12 @@ class PrefixStore:
         self._entries.move_to_end(best)
         return Hit(snapshot, matched)
 
-    def covers(self, context: Sequence[int], version: int) -> bool:
+    def covers(self, context: Seq[int], version: int) -> bool:
         """Whether all whole blocks of a context are already stored."""
         blocks = _blocks(context)
         return version == self._version and (not blocks or blocks[-1][1] in self._index)
 
-    def add(self, context: Sequence[int], snapshot: Snapshot, version: int) -> None:
+    def add(self, context: Seq[int], snapshot: Snapshot, version: int) -> None:
         """Store the whole blocks of a context. ``snapshot`` must cover these blocks."""
         if version != self._version:
             self.clear()
@@ -73,7 +74,12 @@ class PrefixStore:
         for _, block in blocks:
             self._index.setdefault(block, []).append(key)
         self.tokens += length
-        while self.tokens > self.budget_tokens:
+        self.resize(self.budget_tokens)
+
+    def resize(self, budget_tokens: int) -> None:
+        """Change the capacity, and drop the least recently used entries that exceed it."""
+        self.budget_tokens = budget_tokens
+        while self.tokens > budget_tokens:
             self.drop_oldest()
 
     def drop_oldest(self) -> bool:
@@ -96,7 +102,17 @@ class PrefixStore:
         self.tokens = 0
 
 
-def _blocks(tokens: Sequence[int]) -> list[tuple[int, int]]:
+def remember(prefixes: PrefixStore, cache: SlotCache, finished: list[Sequence], version: int) -> None:
+    """Add finished samples to the store, without their last tokens, which may not have been fed to the model."""
+    if not prefixes.budget_tokens or cache.states.tensors():
+        return  # a recurrent state belongs to one length only
+    for sequence in finished:
+        context = sequence.context[:-1]
+        if not prefixes.covers(context, version):
+            prefixes.add(context, cache.snapshot(sequence.slot, len(context)), version)
+
+
+def _blocks(tokens: Seq[int]) -> list[tuple[int, int]]:
     """Return the end position and the chained hash of each whole block."""
     blocks, chain = [], 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):

@@ -63,6 +63,10 @@ class Scheduler:
         """Return the number of slots in use."""
         return len(self.running) + (len(self.chunked_prefill.members) if self.chunked_prefill else 0)
 
+    def prefilled(self, live: Iterable[Sequence]) -> list[Sequence]:
+        """Return those of the live sequences whose whole context is cached."""
+        return [sequence for sequence in live if sequence.slot < len(self.running)]
+
     def tokens_ahead(self) -> int:
         """Return an upper bound on the number of tokens left to generate, for all waiting and live sequences."""
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))

@@ -144,17 +144,22 @@ class Sequence:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoopCommands:
-    """Commands to the loop since its last turn. ``pause``: pause the loop until the weights have changed."""
+    """Commands to the loop since its last turn. ``pause``: pause the loop until the weights have changed.
 
-    arrived: list[SampleGroup]
+    ``prefix_tokens`` and ``max_running`` are new limits; see :meth:`RolloutLoop.set_limits`.
+    """
+
+    arrived: list[SampleGroup] = field(default_factory=list)
     cancel_all: bool = False
     cancelled: list[SampleGroup] = field(default_factory=list)
     pause: bool = False
+    prefix_tokens: int | None = None
+    max_running: int | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
+        return self != LoopCommands()
 
 
 @dataclass(slots=True)

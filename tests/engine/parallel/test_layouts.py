@@ -328,6 +328,30 @@ def test_training_waits_on_every_rank_for_requests_submitted_just_before(checkpo
     assert found[2:] == found[:2]
 
 
+def test_limits_that_only_the_leader_has_been_told_hold_for_every_rank(checkpoint):
+    """If only one rank kept a prefix, the ranks would prefill different numbers of tokens."""
+    group = engine(checkpoint, Layout(1, 2), prefix_cache_tokens=0)
+    again = Request(list(range(3, 43)), SamplingParams(max_new_tokens=8, ignore_eos=True), [1])
+    try:
+        expected = group.submit([again])[0].result(timeout=60).sequences[0].resp_tokens
+        busy = group.submit(REQUESTS)
+        group.workers.call("engine.set_max_running", 1, ranks=[0])
+        for enabled, reused in ((True, 32), (False, 0), (True, 32)):
+            group.workers.call("engine.enable_prefix_cache", enabled, ranks=[0])
+            for count in (0, reused):
+                before = group.load().reused_total
+                assert group.submit([again])[0].result(timeout=60).sequences[0].resp_tokens == expected
+                assert group.load().reused_total - before == count
+        assert all(future.done() for future in busy)
+        assert group.run_on_all_ranks(limits) == [(1024, 1)] * 2
+    finally:
+        group.close()
+
+
+def limits(engine):
+    return engine.loop.prefixes.budget_tokens, engine.loop.scheduler.max_running
+
+
 def break_rank(engine, rank):
     def refuse(_hidden):
         raise MemoryError("no memory on this rank")
