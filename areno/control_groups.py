@@ -21,7 +21,7 @@ class ControlGroup:
 
 
 def groups_of(controller: str, root: Path = GROUPS, membership: Path = MEMBERSHIP) -> Iterator[ControlGroup]:
-    """Yield each group with a controller (``cpu``, ``memory``) or of cgroup v2, from the process's own up to the root."""
+    """Yield each group of ``controller`` (``cpu``, ``memory``) or of cgroup v2, from the process's own up to the root."""
     try:
         lines = membership.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -62,7 +62,7 @@ class OpenAIClient:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Send a request to the model and return the JSON response. Retries transient failures, but not timeouts.
 
-        Raises ServerError: the server does not answer, or returns an error or invalid JSON.
+        Raises ServerError if the server does not answer, or returns an error or invalid JSON.
         """
         request = {"model": self.model(), **body}
         for wait_s in (*_WAITS_S, None):

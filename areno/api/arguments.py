@@ -152,7 +152,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError if a row's temperature is unknown and the trainer has sampled at temperatures other than 1."""
+    """Raise UsageError if a row has log-probs of unknown temperature and the trainer sampled at temperatures other than 1."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))

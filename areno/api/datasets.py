@@ -84,7 +84,7 @@ def load_training_dataset(
 
 
 def first_row(rows: Any, origin: str, dataset_path: str) -> Any:
-    """Return row 0. Raises UsageError, which begins with ``origin``, if there is none, or ``len()`` or indexing fails."""
+    """Return row 0. Raises UsageError, which begins with ``origin``, if there are no rows, or ``len()`` or indexing fails."""
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
     if len(rows) == 0:

@@ -1,4 +1,4 @@
-"""Runs training or evaluation from resolved options; used by ``areno train``, ``areno eval`` and the quickstart.
+"""Runs training or evaluation from resolved options; used by ``areno train``, ``eval`` and ``replay``, and by the quickstart.
 
 An evaluation uses the algorithm's trainer to generate and reward answers, but takes no training steps.
 """

@@ -37,12 +37,12 @@ class StepClock:
         self._step_start: float | None = None
 
     def begin_rollout(self) -> None:
-        """Start the rollout time."""
+        """Start timing a rollout."""
         self._rollout_start = time.perf_counter()
         self._step_start = self._step_start or self._rollout_start
 
     def end_rollout(self) -> None:
-        """Stop the rollout time."""
+        """Stop timing a rollout."""
         if self._rollout_start is not None:
             self._rollout_s += time.perf_counter() - self._rollout_start
             self._rollout_start = None

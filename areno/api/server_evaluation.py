@@ -1,4 +1,4 @@
-"""Evaluates a model on an OpenAI-compatible server with a reward function."""
+"""Evaluates a model on an OpenAI-compatible server, using a reward function."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 import torch.
 
 Each file in ``areno/algorithms`` defines one more algorithm; these files import torch. ``get_algorithm`` also accepts
-``file.py:NAME``, an `AlgorithmSpec` in a user's file, and names in the entry-point group ``areno.algorithms``.
+``file.py:NAME`` (an `AlgorithmSpec` in a user's file) and names in the entry-point group ``areno.algorithms``.
 """
 
 import functools
@@ -30,7 +30,7 @@ POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
 """Trainer of policy-gradient algorithms that have no critic and compute advantages from the rewards of several samples."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
-"""Trainer for losses on preference pairs that use no reference model, such as SimPO."""
+"""Trainer for preference losses without a reference model, such as SimPO."""
 
 _DPO_TRAINER = "areno.api.trainers.supervised:DPODatasetTrainer"
 _REWARD_TRAINER = "areno.api.trainers.supervised:RewardModelTrainer"
@@ -41,7 +41,7 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that the trainer itself reads, regardless of the loss."""
+"""Options that a trainer itself reads, regardless of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class AlgorithmSpec:
     Attributes:
         name: registry name, lower-case.
         trainer: trainer class, or ``module:attribute`` for a lazy import.
-        default_loss: loss function, or ``module:attribute``; None if the trainer has its own loss.
+        default_loss: loss function, or ``module:attribute``; None if ``loss_fn_factory`` or the trainer provides the loss.
         requires_rollout: whether the algorithm generates completions and needs a reward.
         loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
             that cannot be configured by parameters alone.

@@ -25,7 +25,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
-    """Map each option that this run does not read to the reason and the remedy."""
+    """Return each option that this run does not read, with the reason and the remedy."""
     reasons = {}
     for entry in options_of(TrainOptions):
         info = entry.info

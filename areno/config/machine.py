@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine: device, number of devices, and tensor parallel size."""
+"""Defaults that depend on the machine: device, number of devices, and tensor-parallel size."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
-    Training gets all visible GPUs that rollout processes do not need, up to a multiple of ``--tp-size``. With eight ranks,
-    ``--tp-size`` is 4 unless ``--fsdp``, ``--load-in-4bit``, the model's ``config.json``, the installed transformers or the
-    GPUs of rollout processes rule this size out. On a CPU, and with ``--device cuda:N``, the default is one rank. A resumed
-    run keeps its layout.
+    Training gets all visible GPUs that rollout processes do not need, rounded down to a multiple of ``--tp-size``. With eight
+    ranks, ``--tp-size`` is 4 unless ``--fsdp``, ``--load-in-4bit``, the model's ``config.json``, the installed transformers
+    or the GPUs of rollout processes rule this size out. On a CPU, and with ``--device cuda:N``, the default is one rank. A
+    resumed run keeps its layout.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options

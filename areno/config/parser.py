@@ -226,7 +226,7 @@ def train_help(argv: Sequence[str], command: CommandText = TRAIN) -> str:
 
 
 def _help_of(entries: Sequence[Option], command: CommandText, extra: Mapping[str, Sequence[Option]]) -> str:
-    """Format options by group, in the order of `GROUPS`, then extra sections by title."""
+    """Format options by group, in the order of `GROUPS`, and then the ``extra`` sections."""
     parser = _make_parser([], command)
     sections = {group: [entry for entry in entries if entry.info.group == group] for group in GROUPS}
     for title, members in {**sections, **extra}.items():

@@ -14,7 +14,7 @@ from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder, is_gguf
 
 RUNS_ROOT = Path("runs")
-"""The folder of runs without ``--run-dir``."""
+"""Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs in this folder."""
 
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 """Data formats that ``--dataset-path`` reads."""

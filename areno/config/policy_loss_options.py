@@ -120,7 +120,7 @@ class RejectionSamplingConfig:
             self.lower = 0.0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """For each bound or action that is invalid for the metric, yield its name, and a message with the remedy."""
+        """For each invalid setting, yield its name, and a message with the remedy."""
         lower, upper = self.lower, self.upper
         if lower is not None and lower > upper:
             yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap the two bounds"

@@ -21,8 +21,6 @@ from areno.errors import CheckpointError, UsageError
 from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.run_layout import is_run
 
-"""Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs in this folder."""
-
 _AUTO = "auto"  # value of the bare flag
 
 

@@ -20,7 +20,7 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain data without secrets, which become ``${oc.env:NAME}``; ``name`` is the name of the value's setting."""
+    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``; ``name`` is the name of the value's setting."""
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}
     if isinstance(value, dict):

@@ -135,7 +135,6 @@ def value_problems(options: Any) -> Iterator[str]:
 
 
 def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    """Yield the problems with the options that the algorithm declares."""
     if any(entry.value_problem(value_of(options, entry.name), entry.flag) for entry in spec.own_options()):
         return
     try:

@@ -194,7 +194,7 @@ class Engine(Backend):
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights. They stay gathered until the end of the rollout or the next :meth:`train` or :meth:`measure`.
+        """Gather sharded weights. :meth:`end_rollout`, :meth:`train`, :meth:`measure` and :meth:`load_state` reshard them.
 
         All ranks must call this method.
         """

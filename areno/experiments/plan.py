@@ -246,7 +246,7 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
     """Plan an experiment given by its command line; returns the plan, and the plan as a table or as data (bytes by name).
 
-    With ``tune`` it also finds the largest concurrency and microbatch size that fit into memory.
+    With ``tune``, the table or data includes the largest concurrency and microbatch size that fit into memory.
 
     Raises:
         UsageError: the configuration is invalid, or a model cannot be read.

@@ -76,7 +76,7 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``main_async_ppo.py`` and ``main_sync_ppo.py``, with legacy keys and the math reward as default."""
+    """Entry point of ``main_async_ppo.py`` and ``main_sync_ppo.py``, with legacy keys and, by default, the math reward."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     return guarded(lambda: run_experiment(legacy_config(words, asynchronous=asynchronous)))
@@ -91,7 +91,7 @@ def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Call ``run`` and return the exit code; an error becomes one message on stderr (code 2 for usage errors)."""
+    """Call ``run`` and return the exit code; an `ArenoError` becomes one message on stderr (code 2 for usage errors)."""
     try:
         run()
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit after --help

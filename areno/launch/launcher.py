@@ -77,7 +77,7 @@ class RoleNeed:
     def span(self, holder: "RoleNeed") -> int:
         """Number of consecutive workers of ``holder`` whose place one worker of this colocated role shares.
 
-        Worker ``n`` shares the place of worker ``n * span`` and the next ones, so that their GPUs suffice.
+        Worker ``n`` shares the places of ``span`` workers, from ``n * span`` on, so that their GPUs suffice.
         """
         return max(math.ceil(self.gpu / max(holder.gpu, 1)), 1)
 

@@ -46,7 +46,7 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
 
 
 def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> list[str]:
-    """Return the nodes of colocated workers. Each shares the place of ``span`` consecutive workers; their nodes are given."""
+    """Return the nodes of colocated workers, given the nodes of the workers whose places they share (``span`` each)."""
     shared = [holders[at : at + span] for at in range(0, len(holders) - span + 1, span)][: need.workers]
     if divided := next((nodes for nodes in shared if len(set(nodes)) > 1), None):
         raise UsageError(divided_places(role, need, divided))

@@ -1,4 +1,4 @@
-"""Runs tasks on a Ray cluster. For each task, an actor starts the process on the node where Ray has placed the actor.
+"""Runs tasks on a Ray cluster. For each task, a Ray actor starts the process on the node where Ray has placed the actor.
 
 Each role that is not colocated has its own placement groups. The task and the actor are separate processes. Therefore, Ray's
 threads and pickling do not affect the task, and a hanging task can be killed. A task exits when its connection is closed. The
@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 class TaskHost:
-    """The actor of a task."""
+    """The Ray actor of a task."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -209,7 +209,7 @@ class RayLauncher(RemoteLauncher):
                 self._ray.util.remove_placement_group(group)
 
     def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
-        """Return the GPUs of a colocated worker: as many as it needs of those of ``count`` workers of the other role."""
+        """Return the GPUs of a colocated worker: the first ``need.gpu`` GPUs of ``count`` workers of the other role."""
         holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
         if len({task.node for task in holders}) > 1:
             raise UsageError(divided_places(role, need, [task.node for task in holders]))
@@ -322,6 +322,6 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the node of each worker from number ``first`` on, round-robin over the list. Empty without a node list."""
+    """Return the node of each worker from number ``first`` on; engines are assigned round-robin. Empty without a node list."""
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []

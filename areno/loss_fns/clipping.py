@@ -133,7 +133,7 @@ def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
-    """The loss policy + coef * KL, and its statistics. Both terms must be averages over the same units."""
+    """The loss ``policy + coef * kl``, and its statistics. Both terms must be averages over the same units."""
     total = policy.total if kl is None else policy.total + coef * kl.total
     metrics: dict[str, Any] = {
         "policy_loss": policy.detached(),

@@ -36,7 +36,7 @@ class DataPack(TypedDict, total=False):
     packed_num_sequences: int  # sequences in the microbatch
     packed_entropy: Tensor  # entropy [A], without gradient, 0 outside the mask; for losses with ``entropy=True``
     packed_min_logits: Tensor  # minimum logit [A], without gradient, 0 outside the mask; with ``bounds=True``
-    packed_max_logits: Tensor  # maximum logit [A], likewise
+    packed_max_logits: Tensor  # maximum logit [A], as for the minimum
     packed_tokens: Tensor  # token of each action [A]
     packed_prox_logprobs: Tensor  # log-probs at the start of the update [A]
     packed_teacher_logprobs: Tensor  # log-probs of a teacher [A]
@@ -94,7 +94,7 @@ def reduction_of(loss_fn: LossFn) -> Reduction:
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
-    """Whether a loss declares its unit. Only then may its rows be split freely into microbatches."""
+    """Whether a loss declares its unit, so that its rows may be split freely into microbatches."""
     return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 

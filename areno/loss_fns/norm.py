@@ -107,5 +107,5 @@ class Norm:
 
 
 def _sums(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum over the group of each entry [N]."""
+    """Sum over each entry's group [N]."""
     return torch.zeros_like(values).index_add(0, groups, values)[groups]

@@ -123,10 +123,10 @@ def shape_advantages(
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
-        Values (float64) by documented name, to report as mean, minimum and maximum. Per sample: ``task_reward`` (raw),
+        Values (float64) by documented name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
         ``kl_rewards`` (sum over the tokens), ``final_reward`` (R' plus ``kl_rewards``), ``no_eos_ratios``,
-        ``prompt_len``, ``seq_len``, ``correct_seq_len`` (lengths of samples with a task reward above 0) and
-        ``incorrect_seq_len`` (lengths of all other samples). Per token: ``advantages``, and ``gae_advantages``, the
+        ``prompt_len``, ``seq_len``, ``correct_seq_len`` (lengths of rows with a task reward above 0) and
+        ``incorrect_seq_len`` (lengths of all other rows). Per token: ``advantages``, and ``gae_advantages``, the
         advantages before ``adv_norm``.
 
     Raises:

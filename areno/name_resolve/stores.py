@@ -179,7 +179,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Wait until no other thread or process of this user writes, and exclude writers."""
+        """Hold the lock that excludes this user's other threads and processes from writing."""
         with (self.root / f".lock-{os.getuid()}").open("a") as lock:
             with contextlib.suppress(OSError):  # some cluster file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,6 @@
 """The statistics of experiments with their meaning; ``docs/statistics.md`` is generated from this table.
 
-The quickstart documents shorter names for some statistics. The logger adds these names as aliases; ``SHORT_NAMES``
-lists them.
+The logger also exports some statistics under shorter names, which ``SHORT_NAMES`` and ``MEANS`` list.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,7 @@ SHORT_NAMES = {
     "ppo_actor/actor_clip_ratio": "ppo_actor/update/clip_ratio",
     "ppo_actor/actor_loss": "ppo_actor/update/actor_loss",
 }
-"""Maps the quickstart's names to the recorded names."""
+"""Maps shorter names to the recorded names."""
 
 _Rows = tuple[tuple[str, str], ...]
 

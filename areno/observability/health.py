@@ -40,7 +40,7 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
 
 
 def gap_remedy(limit: float) -> str:
-    """What to do about a log-prob gap above the limit of a run. Fewer optimizer steps do not help: the first is measured."""
+    """What to do about a log-prob gap above a run's limit. Fewer optimizer steps do not help: only the first is measured."""
     first = (
         "Check that rollout and training have the same weights and --temperature"
         if limit <= LOGPROB_GAP_LIMIT_FP32

@@ -251,7 +251,7 @@ def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> T
 
 
 def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> TrackingService:
-    """Open a Trackio run in a local database in ``TRACKIO_DIR`` or in a Hugging Face Space."""
+    """Open a Trackio run in a Hugging Face Space, or in a local database in ``TRACKIO_DIR``."""
     if (mode == "online") != bool(section.space_id):
         remedy = (
             "set stats_logger.trackio.space_id=user/space"

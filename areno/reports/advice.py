@@ -59,7 +59,7 @@ class OptionAdvice:
 
     @property
     def kl(self) -> str:
-        """The option that adds a KL penalty relative to the initial model, for the algorithm of the run."""
+        """Option and value for a KL penalty relative to the initial model; ``a KL term`` if the run has no such option."""
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"
         options = ("--kl-coef", "--kl-loss-coef", "--kl-reward-coef")

@@ -20,7 +20,7 @@ from areno.storage.sample_index import Entries
 RELATIVE = 1e-6
 """Two values of a metric agree if they differ by at most this fraction of the larger value."""
 ABSOLUTE = 1e-6
-"""Two values, except learning rates, also agree if they differ by at most this, the rounding error of a log-prob in float32."""
+"""Two values, except learning rates, also agree if they differ by at most this rounding error of a float32 log-prob."""
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 
@@ -86,7 +86,7 @@ class _Pair(NamedTuple):
 
 
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of the metrics that both runs have, by name; if their commands differ, only the metrics in ``KEYS``."""
+    """The series of the metrics that both runs have, by name; if their commands differ, only ``KEYS`` and the reward parts."""
     if a.is_experiment == b.is_experiment:
         return {name: (a.metrics[name], b.metrics[name]) for name in a.metrics.names if name in b.metrics}
     pairs = {key: (a.series(key), b.series(key)) for key in KEYS}
@@ -142,14 +142,14 @@ _Test = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 
 def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
-    """The first step at which a metric passes the test."""
+    """The first step at which a metric differs according to the test."""
     steps = [pair.steps[test(name, pair.first, pair.second)] for name, pair in pairs.items()]
     firsts = [int(each[0]) for each in steps if len(each)]
     return min(firsts) if firsts else None
 
 
 def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> StepDifference:
-    """Describe a step by the metrics that pass the test, in the order of ``PHASES``."""
+    """Describe a step by the metrics that differ according to the test, in the order of ``PHASES``."""
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (

@@ -72,7 +72,7 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """The reward part whose late mean is lowest relative to the part's range, if it is in the lower half; otherwise ``""``.
+        """The reward part whose late mean is lowest in the part's range; ``""`` if no mean is in the lower half of its range.
 
         Parts that are never above 0 (penalties) do not count.
         """
@@ -108,7 +108,7 @@ class Evidence:
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """The option for ``factor`` times the learning rate in a step, or times the option's value if it is lower."""
+        """The option for ``factor`` times the learning rate in a step or the option's value, whichever is lower."""
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 

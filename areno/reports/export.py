@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: Path) -> int:
-    """Write ``run, step, metric, value, time`` (Unix seconds) of each value; return the number of rows.
+    """Write a row ``run, step, metric, value, time`` (Unix seconds) per value; return the number of rows.
 
     Args:
         runs: the runs by their names in the table.

@@ -17,7 +17,7 @@ MIN_STEPS = 8
 LOST = 0.5
 """Fraction of a gain above which a later decline counts as a loss of the gain."""
 FOLLOWS = 0.5
-"""Minimum held-out change, as a fraction of the training change, that confirms the training change even within noise."""
+"""A held-out change of at least this fraction of the training change confirms the latter, even within noise."""
 LOSS_NOISE = 0.002
 """Relative noise of a held-out loss; the noise is small, because all evaluations use the same rows."""
 

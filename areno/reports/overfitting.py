@@ -11,7 +11,7 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""Multiple of the lowest held-out loss above which the loss has risen, by ten times its noise."""
+"""Multiple of the lowest held-out loss above which the loss counts as risen; 2 % is ten times its noise."""
 LOST = 0.2
 """Fraction of its gain on held-out data that a model must lose again to count as having memorized its data."""
 OVERLAP = 0.1

@@ -29,7 +29,7 @@ Runs = Mapping[str, Sequence[RunData]]
 
 @dataclass(frozen=True, slots=True)
 class PlotLayout:
-    """The layout of a plot: the x axis, the window of the moving mean in values, the title, and the size of a chart in px."""
+    """The layout of a plot: x axis, number of values in the moving mean, title, and size of a chart in px."""
 
     x: str = "step"
     smooth: int = 1
@@ -91,7 +91,7 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
 
 def recorded(runs: Sequence[RunData], metric: str) -> bool:
-    """Whether all runs of a group have values of a metric, at one common step at least."""
+    """Whether all runs of a group have values of a metric at a common step."""
     return bool(set.intersection(*(set(_series(run, metric).steps) for run in runs)))
 
 

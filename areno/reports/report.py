@@ -64,7 +64,6 @@ def report_html(run: RunData, evidence: Evidence | None = None) -> str:
 
 
 def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
-    """The content of the template."""
     verdict = verdict_of(run, evidence)
     note, pairs = sections.comparisons(run, evidence.samples)
     status, steps = run.status, steps_done(run)

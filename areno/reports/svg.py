@@ -290,7 +290,6 @@ def _non_finite(frame: _Frame, lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _described(line: Line) -> str:
-    """Describe a series."""
     x, values, _, _ = _arrays(line)
     places = np.flatnonzero(np.isfinite(values))
     if not len(places):

@@ -129,10 +129,10 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread for a callable that need not be importable or picklable, with the methods of `RewardProcess` that the
-    pool and the runner use.
+    """A daemon thread for a callable, which need not be importable or picklable.
 
-    A hanging function cannot be stopped, but does not keep the program from exiting.
+    It has the methods of `RewardProcess` that the pool and the runner use. A hanging function cannot be stopped, but does
+    not keep the program from exiting.
     """
 
     def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:

@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters of :class:`RolloutStat` except ``claimed``, rejections by reason, and ``restarted`` rows."""
+        """Rejections by reason, ``restarted`` rows, and the counters of :class:`RolloutStat` except ``claimed``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -467,7 +467,7 @@ class BatchDispatcher:
                 raise EngineError(f"waiting for {name}: no progress for {self._timeout_s:g} s; {self.describe()}")
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
-        """Raise an error if no episode is running and none can start."""
+        """Raise an error if no episode is running and none can start, unless the dispatcher is paused."""
         if self._running or self._paused:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:

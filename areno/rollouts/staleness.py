@@ -115,7 +115,7 @@ class StalenessManager:
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Restore the counts at ``version``. The next batches use ``unused`` accepted and ``claimed`` rejected episodes."""
+        """Restore the counts at ``version``, with ``unused`` accepted and ``claimed`` rejected episodes for later batches."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 

@@ -57,7 +57,7 @@ class Formats:
         return OptionalReasoning(make(), make(after=reasoning.closer), ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
-        """Return a function that creates the factory. Its argument ``after`` is a marker after which the constraint applies."""
+        """Return a function that creates the factory, given ``after``, a marker before the constrained text."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):

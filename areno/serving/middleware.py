@@ -60,7 +60,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the API key is valid. With a recorder, stores the session recorder in ``scope[SESSION_RECORDER]``."""
+        """Whether the key is valid or unneeded. With a recorder, stores the session recorder in ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
         client_key = client_key or key_in_headers(headers)

@@ -1,4 +1,4 @@
-"""Shared parts of OpenAI responses: the envelope around choices, usage, log-prob entries and server-sent events."""
+"""Shared parts of OpenAI responses: usage, log-prob entries, server-sent events and the envelope around choices."""
 
 import json
 import time

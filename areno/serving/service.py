@@ -139,7 +139,7 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Raise ApiError 400 if a request has too much text. This is checked before tokenizing."""
+        """Without a recorder, raise ApiError 400 if a request has too much text. Called before tokenizing."""
         if self.recorder is not None:
             return  # agents of this process: an empty response tells them that the context is full
         engine = self.ready_model().engine
@@ -159,8 +159,8 @@ class Service:
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
         """Run ``work`` in a thread, and wait until the deadline at the latest. Meanwhile, ``samples`` count as queued.
 
-        Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout. Agents share one thread, so their requests
-        may wait for it without a limit.
+        Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout. Agents share one thread, so only
+        ``deadline`` limits how long their requests wait for it.
         """
         self.check_capacity(samples)
         self._preparing_samples += samples

@@ -1,4 +1,4 @@
-"""Converts sampled tokens to visible text, and to the text and bytes of each token in log-prob entries."""
+"""Converts sampled tokens to visible text, and single tokens to text and bytes for log-prob entries."""
 
 import re
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class SampleText:
 
     @property
     def stop_string(self) -> str | None:
-        """The first stop string of the text, or None so far."""
+        """The first stop string that has occurred, or None."""
         return self._cut.matched
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:

@@ -114,7 +114,7 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 def left_out(entries: Entries, size: int) -> int:
     """Bytes of the lines without an entry, which are damaged or too long. The samples file has ``size`` bytes."""
     between = _end(entries) - int(entries["length"].sum(dtype=np.int64))
-    behind = size - _end(entries)  # a short rest is a line that is being written
+    behind = size - _end(entries)  # a short remainder is a line that is being written
     return max(between, 0) + (behind if behind > MAX_BYTES else 0)
 
 

@@ -50,13 +50,13 @@ class Grammar:
     eos_ids: tuple[int, ...]
 
     def __call__(self, tokenizer: Any) -> TokenConstraint:
-        """Return the state of a new sample. The first call in a process compiles the grammar."""
+        """Return the state of a new sample. Compiles the grammar if this process has not cached it."""
         return _compiler(tokenizer, {"vocab_size": self.vocab_size, "eos_ids": self.eos_ids}).state(self)
 
 
 @dataclass(frozen=True, slots=True)
 class OptionalReasoning:
-    """A constraint for a model with optional reasoning: the first token ``opener`` selects the constraint ``reasoned``."""
+    """A constraint for optional reasoning: ``reasoned`` if the first token is ``opener``, and ``direct`` otherwise."""
 
     direct: ConstraintFactory
     reasoned: ConstraintFactory
@@ -219,8 +219,6 @@ class _GrammarState:
 
 
 class _OptionalReasoningState:
-    """The state of one sample with optional reasoning."""
-
     def __init__(self, direct: TokenConstraint, reasoned: Callable[[], TokenConstraint], opener: int) -> None:
         self._active, self._reasoned, self._opener = direct, reasoned, opener
         self._started = False
@@ -265,7 +263,7 @@ class _Compiler:
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
     def factory(self, rules: str, after: str | None, what: str) -> Grammar:
-        """A state factory for a grammar. The rule ``body`` is the response. Error messages call the grammar ``what``."""
+        """A state factory for ``rules``, whose rule ``body`` is the response. Error messages call the grammar ``what``."""
         grammar = Grammar(f"{self._start(after)}\n{rules}", what, self._vocab_size, self._eos_ids)
         self._matcher(grammar)  # validates the grammar
         return grammar

@@ -115,7 +115,7 @@ class TrainingLoop(ABC):
             self.report.rewind(self.state)
 
     def save_models(self, at: StepInfo) -> None:
-        """Save the models of all roles that are due after a step. After the last step, wait until all models are written."""
+        """Save the models that are due after a step. After the last step, wait until all models are written."""
         if self.saver is None:
             return
         for role in self.saved_roles:

@@ -47,7 +47,7 @@ class RecordedStep:
         return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
 
     def weighed(self, weights: str | Mapping[str, float] | None) -> RecordedStep:
-        """Replace rewards with weighted sums of their parts. Raises UsageError if the rewards have no parts."""
+        """Replace rewards with weighted sums of their parts. Raises UsageError if a reward has no parts."""
         if not all(parts_of(row.reward) for row in self.saved.rows):
             raise UsageError("the recorded rewards have no parts to weigh; remove the weights of reward parts")
         parts = RewardParts(weights)

@@ -42,10 +42,10 @@ class StepOutcome:
 
 
 class Reporter(ABC):
-    """Reports the steps and evaluations of a run. ``display`` shows the progress, and ``health`` warns about failing
-    training.
+    """Reports the steps and evaluations of a run.
 
-    ``html_report`` rewrites the report of the run directory.
+    ``display`` shows the progress, ``health`` warns about failing training, and ``html_report`` rewrites the report of the
+    run directory.
     """
 
     joins_evaluation: ClassVar[bool]

@@ -58,7 +58,7 @@ class StopController:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Mark the work in the ``with`` block as interruptible, because it will be repeated."""
+        """Mark the work in the ``with`` block as interruptible; a resumed run repeats it."""
         self._interruptible = True
         try:
             self.check()

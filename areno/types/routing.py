@@ -18,8 +18,7 @@ def no_expert(record: RoutingRecord) -> int:
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """Join the records of successive requests, each of which extends the previous request, into a record of ``tokens``
-    tokens.
+    """Join the records of successive requests, each extending the previous one, into a record of ``tokens`` tokens.
 
     If a token has several records, the first record counts, which is from the pass that sampled the next token. Returns None
     if there is no record.

@@ -260,7 +260,8 @@ class RolloutSequence:
         resp_tokens: sampled token ids, including a stop token that ended the response.
         resp_logprobs: natural log-prob of each token under the temperature-scaled policy, before top-k and top-p. The list is
             a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes the temperature.
-        finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
+        finish_reason: ``stop`` (EOS, stop token, stop string or end of the grammar), ``length`` (token limit) or ``abort``
+            (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.
         cut_mass: probability mass that top-k, top-p, min-p and a grammar removed, as a mean over the tokens.

@@ -103,7 +103,7 @@ class TrainSequence:
 
     @property
     def knows_temperature(self) -> bool:
-        """Whether the temperature was set explicitly or comes from the log-probs."""
+        """Whether the temperature is known: set explicitly, or taken from the log-probs."""
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:

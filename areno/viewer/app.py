@@ -155,7 +155,6 @@ def _add_samples(app: FastAPI, catalog: RunCatalog) -> None:
         until: Annotated[int | None, Query(ge=0)] = None,
         limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 50,
     ) -> DataResponse:
-        """One page of samples."""
         bounds = {"step_from": step_from, "step_to": step_to, "reward_min": reward_min, "reward_max": reward_max}
         page: dict[str, Any] = {"text": text, "order": order, "offset": offset, "until": until, "limit": limit}
         query = SampleQuery(**bounds, **page, flags=tuple(flag))  # type: ignore[arg-type]
@@ -163,7 +162,6 @@ def _add_samples(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/runs/{run_id}/samples/{index}")
     def sample(run_id: str, index: int) -> DataResponse:
-        """One sample in full."""
         return DataResponse(read_one(catalog.open(run_id), index))
 
     @app.get("/api/runs/{run_id}/evaluations")

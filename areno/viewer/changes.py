@@ -112,12 +112,10 @@ class _Client:
         self._is_ended = False
 
     def tell(self, run_id: str, parts: Sequence[str]) -> None:
-        """Add changes."""
         self._changed.setdefault(run_id, set()).update(parts)
         self._news.set()
 
     def end(self) -> None:
-        """End the events."""
         self._is_ended = True
         self._news.set()
 

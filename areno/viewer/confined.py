@@ -15,7 +15,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe do
 
 
 def opener(folder: Path) -> Opener:
-    """Return a function that opens a file, or raises ApiError if the file is outside, not regular, or too large (JSON, YAML).
+    """Return a function that opens a file, or raises ApiError if it is outside, not regular, or a too large JSON or YAML file.
 
     Args:
         folder: the viewed folder, with symbolic links resolved.

@@ -1,7 +1,7 @@
 """The timeline of an asynchronous run: sessions, phases and weight versions over time.
 
-Phases need ``--trace`` or an experiment's ``perf_tracer``; sessions need its ``session_tracer``. The last sessions before a
-time are found by bisection of the files, so that only a bounded part of a long run is read.
+Phases need ``--trace`` or an experiment's ``perf_tracer``; sessions need ``perf_tracer.session_tracer``. The last sessions
+before a time are found by bisection of the files, so that only a bounded part of a long run is read.
 """
 
 from bisect import bisect_right

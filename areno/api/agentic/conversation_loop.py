@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
-"""Why a conversation ended: the game was over, the turn limit was reached, or the model's context was full."""
+"""Why a conversation ended: the game was over, the turn limit was reached, or a length limit left no answer."""
 
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -63,7 +63,7 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """A finished conversation."""
+    """A conversation, running or finished."""
 
     messages: list[Message]  # all messages, including the last answer and its tool results
     toolset: Toolset  # tools, with the numbers of calls and errors

@@ -41,7 +41,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """Behavior of a template when ``step`` follows an answer with or without ``thinking``."""
+    """Problem of a template when ``step`` follows an answer with or without ``thinking``."""
 
     kind: FindingKind
     step: Step

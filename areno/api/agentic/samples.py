@@ -43,7 +43,7 @@ class AgentSample:
 
     @property
     def forks(self) -> list[str]:
-        """Reasons of all forks."""
+        """Reason for each fork."""
         return [turn.fork for turn in self.turns if turn.fork]
 
 
@@ -125,7 +125,7 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
 
 
 def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
-    """Yield all turns of a turn, a trajectory or nested lists. Raises AgentError if an agent returned anything else."""
+    """Yield a turn, or the turns in a trajectory or nested lists. Raises AgentError if an agent returned anything else."""
     if isinstance(returned, AgentTrajectoryTurn):
         yield returned
     elif isinstance(returned, AgentTrajectory):
@@ -267,7 +267,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return the number of messages of a request that earlier events contain."""
+    """Return the number of a request's messages that are in earlier events."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

@@ -107,7 +107,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def passes(self) -> dict[str, int]:
-        """Number of passes and number of minibatches per step, for a :class:`Learner`."""
+        """Number of passes per step and of minibatches per pass, for a :class:`Learner`."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:

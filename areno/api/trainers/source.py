@@ -37,7 +37,7 @@ from areno.training.loop import PlannedStep
 from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams
 
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
-"""Configuration class with the default server arguments of each product."""
+"""Per product, the configuration class with the default server arguments."""
 
 _NO_LIMIT = 2**31
 
@@ -68,7 +68,7 @@ class SampleSource:
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples of a step's batch, and statistics. Raises AgentError if too many episodes failed."""
+        """Return the samples of a step's batch, and statistics. Raises AgentError if episodes of too many prompts failed."""
         config = self._config
         session = self._instance.rollout_session(
             sampling_params=self._sampling, max_running_prompts=config.running_sequences, proxy=False

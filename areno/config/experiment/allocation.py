@@ -47,7 +47,7 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The syntax is invalid, a backend has no such size, or engines contradict each other."""
+    """The syntax is invalid, a backend lacks one of the letters, or engines contradict each other."""
 
 
 class AllocationValidationError(UsageError):

@@ -340,11 +340,11 @@ class MegatronEngineConfig:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights and gradients are sharded."""
+        """Whether the section requests sharded weights and gradients."""
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield settings that have no effect with ``pipeline`` stages and with or without sharded weights, and the reasons."""
+        """Yield settings that have no effect with ``pipeline`` stages or without ``sharded`` weights, and the reasons."""
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
         if not sharded:

@@ -106,7 +106,7 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
 
 
 def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
-    """Yield problems with pipeline and expert parallelism: settings that exclude it, and impossible sizes."""
+    """Yield settings that exclude pipeline parallelism, and impossible sizes of expert parallelism."""
     parallel, actor = allocation.parallel, config.actor
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):

@@ -124,8 +124,8 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 def nearest_path(path: str, candidates: list[str]) -> str:
     """Return the candidate most similar to ``path``; "" if none is similar.
 
-    If no candidate is very similar, or ``path`` has only one component, the shortest candidate with the same last component is
-    preferred.
+    If no candidate is very similar, or ``path`` has only one component, the least nested candidate with the same last component
+    is preferred.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)

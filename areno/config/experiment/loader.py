@@ -137,8 +137,8 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    Settings in the tree that the configuration was built from, if any, and values that differ from their default count as set;
-    all others count as unset. Raises UsageError like `config_from`.
+    A setting counts as set if the tree that the configuration was built from contains it, or if its value differs from its
+    default. Raises UsageError like `config_from`.
     """
     return config_from(_set_values(config, config.explicit_paths), type(config))
 

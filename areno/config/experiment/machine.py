@@ -73,7 +73,7 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 def devices_needed(config: BaseExperimentConfig) -> int:
     """Return the number of devices of rollout and training.
 
-    A colocated role adds no device, unless no role has its own devices. Rollout on running servers needs no device.
+    A colocated role adds no device; if all roles are colocated, the largest counts. Rollout on running servers needs no device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
     for role in ("rollout", "actor"):

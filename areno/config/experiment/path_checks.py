@@ -48,7 +48,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return the problem if the model of the section ``path`` is of another family, named ``model_type``."""
+    """Return the problem if a section's model is of another family, ``model_type``; ``path`` is the path of the section."""
     if model_type == engine.model_type:
         return ""
     return (

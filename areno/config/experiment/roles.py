@@ -24,7 +24,7 @@ def takes_turns(config: PPOConfig) -> bool:
 
 
 def shares_devices(config: PPOConfig) -> bool:
-    """Whether rollout and training run on the same devices, at once or in turns."""
+    """Whether rollout and training run on the same devices, concurrently or in turns."""
     return "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
 
 

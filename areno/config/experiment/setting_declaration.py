@@ -67,7 +67,7 @@ def setting(default: Any, help: str, **info: Any) -> Any:
     """Declare a setting as a dataclass field.
 
     Args:
-        default: default value; a list or dict is copied for each use.
+        default: default value; a list or dict is copied for each instance.
         help: one or two sentences.
         **info: other fields of `OptionInfo`.
     """
@@ -137,7 +137,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
 def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
     """Return all dotted paths of a configuration class, including optional sections.
 
-    Fields of a list of sections have an index, as in ``rollout.scheduling_spec.0.mem``.
+    Fields of a list of sections have the index 0, as in ``rollout.scheduling_spec.0.mem``.
     """
     paths = {}
     for name, entry in settings_of(declaration).items():

@@ -86,7 +86,7 @@ def parse_override(text: str, declaration: type | None = None) -> Override:
 
 
 def _is_text(path: str, declaration: type) -> bool:
-    """Whether a setting, or an item of its list, is text. The words of a choice are YAML, in which on and off are booleans."""
+    """Whether a setting, or its list item, is text. Choices are read as YAML, in which on and off are booleans."""
     paths = paths_of(declaration)
     path = re.sub(r"\.\d+(?=\.)", ".0", path)
     entry = paths.get(path) or paths.get(re.sub(r"\.\d+$", "", path))

@@ -10,6 +10,6 @@
 - ``adapter``: LoRA adapters; ``attach_adapter``: attaches and merges adapters; ``sharded_adapter``: LoRA with tensor
   parallelism.
 - ``routing``: routing replay for MoE models; ``routers``: finds a model's routers.
-- ``windows``: refuses a model whose attention window areno would ignore.
+- ``windows``: narrows attention windows, to detect layers that ignore them.
 - ``stages``: models that hold only some of their layers, for pipeline parallelism.
 """

@@ -4,7 +4,7 @@ A forward pass gives every layer the same *plan* (keyword ``areno``), which dete
 Training and prefill use a plan for packed sequences, and decoding uses a plan for the KV cache. areno registers no mask
 function, so ``transformers`` builds no masks.
 
-Shapes: T tokens per call, H query heads, K key/value heads, head size D.
+Shapes: T tokens per call, H query heads, K key/value heads, head size D (Dv for values).
 """
 
 import functools
@@ -45,7 +45,7 @@ class AttentionPlan(Protocol):
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [T, H, D] over k, v [T, K, D] and over the plan's cached tokens. Returns [T, H, Dv]."""
+        """Attention of q [T, H, D] over k [T, K, D], v [T, K, Dv] and the plan's cached tokens. Returns [T, H, Dv]."""
         ...
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class AttentionPlan(Protocol):
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Attention of q [B, H, Lq, D] over k, v [B, K, Lk, D]. Returns [B, H, Lq, Dv].
+    """Attention of q [B, H, Lq, D] over k [B, K, Lk, D], v [B, K, Lk, Dv]. Returns [B, H, Lq, Dv].
 
     ``mask`` is additive (0 or -inf) and broadcastable to [B, 1, Lq, Lk]. ``causal`` applies a causal mask and requires
     Lq == Lk.
@@ -113,7 +113,7 @@ def _areno_attention(
     explicit: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Entry point for ``transformers`` layers. Query, key and value are [1, heads, T, D]. Returns [1, T, H, D]."""
+    """Entry point for ``transformers`` layers. Query, key and value are [1, heads, T, size]. Returns [1, T, H, Dv]."""
     if areno is None:
         raise RuntimeError("areno attention was called without a plan; call the model through areno.engine.model")
     layer = LayerAttention(

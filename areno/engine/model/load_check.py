@@ -28,7 +28,7 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits or hidden states, relative to the largest one. Rounding errors are much smaller."""
+    """Maximum difference of logits or hidden states, relative to the largest value. Rounding errors are much smaller."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
@@ -64,7 +64,7 @@ def validate(
     name: str,
     unsupported: str,
 ) -> None:
-    """Raise UnsupportedModelError if packed sequences fail or differ. If they differ, the message ends in ``unsupported``."""
+    """Raise UnsupportedModelError if packed sequences fail, or with reason ``unsupported`` if they differ from ``expected``."""
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:

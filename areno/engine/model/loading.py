@@ -168,7 +168,7 @@ def prepare_as(
     """Wrap a loaded model or pipeline stage so that attention follows a plan; disable dropout, and validate the result.
 
     The validation compares areno's results with those of ``transformers``: the logits of a policy, or the hidden states of
-    another model or of a stage without the output layer. ``validates`` is False if another rank reads and validates the
+    a critic, a reward model or a stage without the output layer. ``validates`` is False if another rank reads and validates the
     weights.
     """
     _repair_generation_config(module)
@@ -380,7 +380,7 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Enable sampling if ``transformers`` would refuse to save the generation config, as for a temperature without sampling."""
+    """Enable sampling if ``transformers`` refuses to save the generation config, for example a temperature without sampling."""
     config = getattr(module, "generation_config", None)
     if config is None:
         return

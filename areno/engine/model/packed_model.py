@@ -75,7 +75,7 @@ class PackedModel:
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers, or this rank's shards of both. Tied parameters appear under all their names."""
+        """Parameters (this rank's shards, if sharded) and persistent buffers. Tied parameters appear under all their names."""
         tensors: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         for place, child in self.module.named_modules():
             for name, buffer in child.named_buffers(place, recurse=False):

@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that are padded together. ``rows`` are their packed positions, and ``cells`` their positions in [B * L]."""
+    """Sequences that are padded together. ``rows`` are the packed positions of their tokens, ``cells`` those in [B * L]."""
 
     size: int
     length: int
@@ -179,7 +179,7 @@ class PackedPlan:
         return self.join(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run a stateful layer over hidden [T, C] with one padded row per sequence."""
+        """Run a recurrent layer over hidden [T, C] with one padded row per sequence."""
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 
     def join(self, outputs: list[Tensor]) -> Tensor:

@@ -116,8 +116,6 @@ class _Layers:
 
 
 class _LayerStates:
-    """The states of one layer."""
-
     record_past = False
 
     def __init__(self, states: SlotStates, layer_idx: int) -> None:

@@ -88,7 +88,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _TopkMode(TorchFunctionMode, ABC):
-    """Lets a subclass replace the experts that routers choose with ``topk`` over scores [T, experts]."""
+    """Lets a subclass replace the result of a router's ``topk`` over scores [T, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the result of a router's ``topk``, and run all other functions unchanged."""
@@ -118,7 +118,7 @@ class Choosing(_TopkMode):
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the choices of the routing."""
+        """Return the choices of the routing, or ``chosen`` if this ``topk`` is not over all experts."""
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
         return self._routing.choose(self._mixture, chosen)
@@ -160,7 +160,7 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the recorded choices of the next call."""
+        """Return the next call's recorded choices, or ``chosen`` for tokens whose choices differ by more than rounding."""
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
             return chosen
@@ -188,7 +188,7 @@ class Recording:
 
 
 class RoutingCount:
-    """Counts replayed choices, one per token and MoE layer, and replayed choices that differ from the router's choice."""
+    """Counts replayed choices (one per token and MoE layer), and how many of them differ from the router's choice."""
 
     def __init__(self) -> None:
         self.replayed: Tensor | float = 0.0

@@ -20,7 +20,7 @@ from areno.errors import UnsupportedModelError
 
 
 class Absent(nn.Module):
-    """Identity module that replaces a layer of another stage."""
+    """Identity module that replaces a module of another stage."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -186,7 +186,7 @@ class RankGroup(Channel):
         return self._group.send([values], rank, 0)
 
     def receive(self, values: Tensor, rank: int) -> dist.Work:
-        """Start receiving a rank's values, in place."""
+        """Start receiving a rank's values into ``values``."""
         return self._group.recv([values], rank, 0)
 
     def _encode(self, value: Any) -> Tensor:

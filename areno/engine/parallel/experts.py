@@ -1,7 +1,7 @@
 """Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to the experts (Lepikhin et al.
 2020, arXiv:2006.16668).
 
-Each of e ranks holds E / e experts of each MoE layer. In each pass, one all-to-all sends every token to the ranks with its
+Each of e ranks holds E / e experts of each MoE layer. Per layer, one all-to-all sends every token to the ranks with its
 experts, and a second all-to-all returns the experts' outputs. The module's own ``forward`` computes the experts, so this code
 is independent of the architecture. No token is dropped, however unbalanced the routing is.
 
@@ -99,7 +99,7 @@ class ExpertParallelExperts:
             self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return, for ``hidden`` [T, C], the sums [T, C] of the ``chosen`` [T, K] experts' outputs times ``weights`` [T, K]."""
+        """Return the weighted sums [T, C] of the ``chosen`` [T, K] experts' outputs for ``hidden`` [T, C]."""
         if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]

@@ -160,7 +160,7 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas. Return the answers by the numbers of the requests."""
+        """Send requests to the leaders of their replicas. Return the future answers by request numbers."""
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
@@ -186,7 +186,7 @@ class EngineGroup(Backend):
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks. The method may release the weights, so the next rollout gathers the weights again."""
+        """Call a method on all ranks. The called method may release the weights, so the next rollout gathers them."""
         with self._order:
             self._gathered = not self.layout.fsdp
             answers = self.workers.begin(method, *arguments)

@@ -92,7 +92,7 @@ def positions(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this rank is the first rank of the tensor's mesh that holds its shard."""
+    """Whether no earlier rank of the tensor's mesh holds the same shard."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()

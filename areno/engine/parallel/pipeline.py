@@ -180,7 +180,7 @@ class _Traffic:
         return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """Drop the sends that ``stage`` has received before its action ``number``."""
+        """Drop the sends whose values ``stage`` took before its action ``number``."""
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:
             sent.work.wait()

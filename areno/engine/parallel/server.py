@@ -45,7 +45,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class LoopFailure:
-    """The error that ended a rank's rollout loop. The other ranks of the replica cannot continue without the rank."""
+    """The error that ended a rank's rollout loop. The other ranks of the replica cannot continue without this rank."""
 
     error: str
 

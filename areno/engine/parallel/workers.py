@@ -315,7 +315,7 @@ class WorkerGroup:
             logging.getLogger(line.logger).log(line.level, "%s", text)
 
     def _check(self) -> None:
-        """Fail the group if a rank is silent or makes no progress."""
+        """Fail the group if a rank has ended, is silent or makes no progress."""
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:

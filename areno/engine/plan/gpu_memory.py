@@ -54,7 +54,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide the memory that is free after the models have been loaded.
 
     ``keeps_cache``: whether the cache stays allocated during training. ``recompute``: whether to recompute activations. None
-    recomputes only if gradients and activations would take more than ``KEPT_SHARE`` of the memory left by the moments.
+    recomputes only if gradients and activations would take more than ``KEPT_SHARE`` of the memory left after moments.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:

@@ -114,7 +114,7 @@ def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
 
 
 class _Planner:
-    """Traces the memory of each phase and adds it up."""
+    """Traces each phase, and adds up its memory by purpose."""
 
     def __init__(self, sizes: Sizes, available: int) -> None:
         self.sizes, self.available, self.config = sizes, available, sizes.config

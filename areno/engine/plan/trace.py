@@ -239,7 +239,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """The optimizer of a run. On one rank, it does not offload; :meth:`update` adjusts the sizes. Other ranks are stubs."""
+        """The optimizer of a run, with stubs for other ranks. With one rank, only :meth:`update` accounts for offloading."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))

@@ -1,4 +1,4 @@
-"""Functions that :meth:`Engine.run_on_all_ranks` runs on each rank to try sizes or to measure phases or memory."""
+"""Functions that :meth:`Engine.run_on_all_ranks` runs on each rank to try sizes and measure memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class RankMemory:
 
 
 def prepare(engine: Engine, keep_rollout_state: bool) -> RankMemory:
-    """Allocate the optimizer states, and measure the memory."""
+    """Set ``keep_rollout_state``, allocate the optimizer states, and measure the memory."""
     engine.config.keep_rollout_state = keep_rollout_state
     device, optimizer = engine.config.device, engine.actor.trained_by()
     optimizer.allocate()

@@ -1,8 +1,8 @@
 """``--tune-params`` finds a concurrency and batch sizes that fit into memory, before the first step, in the training processes.
 
-Sizes are considered from largest to smallest. A size whose memory plan is within the limit is tried with sequences of
-maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer states and random
-states are the same after the trials. Explicit options are not changed.
+If the smallest size fits, sizes are considered from largest to smallest. A size whose memory plan is within the limit is
+tried with sequences of maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer
+states and random states are the same after the trials. Explicit options are not changed.
 
 With several ranks, each rank tries its replica's share, and the largest measured peak counts.
 """

@@ -1,4 +1,4 @@
-"""Pack rows into one microbatch with tokens, an attention plan and the tensors that a loss receives."""
+"""Pack rows into one microbatch: tokens, an attention plan, and the tensors that a loss receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ class FullyShardedAdamW(Optimizer):
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor to update: this rank's shard, or a copy if it is rounded, or with ``offload``, on the host."""
+        """Return the fp32 tensor to update: this rank's shard, or a copy if the shard is not fp32 or ``offload`` is set."""
         own = local(parameter.detach())
         return own.to("cpu" if self.config.offload else own.device, torch.float32, copy=self.config.offload)
 

@@ -1,8 +1,8 @@
 """Divide rows into forward passes: bins of rows within a token budget.
 
-There are two algorithms. ``ffd`` (first fit decreasing) puts each row, longest first, into the first bin with enough
-room or, without a budget, into the lightest bin. ``kk`` (the differencing method of Karmarkar and Karp) makes bins of
-nearly equal weight, which balances the work.
+There are two algorithms. Without ``tree``, ``ffd`` (first fit decreasing) puts each row, longest first, into the first
+bin with enough room or, without a budget, into the lightest bin. ``kk`` (the differencing method of Karmarkar and Karp)
+makes bins of nearly equal weight, which balances the work.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def _lightest_first(weights: Weights, count: int) -> list[list[int]]:
 
 
 def _split_to(bins: list[list[int]], weights: Weights, count: int) -> list[list[int]]:
-    """Split the heaviest bin with several items until there are ``count`` bins. No bin grows."""
+    """Of the bins that have several items, split the heaviest, until there are ``count`` bins. No bin grows."""
     while len(bins) < count:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(weights[i] for i in b))
         halves = shares([weights[i] for i in heaviest], 2)

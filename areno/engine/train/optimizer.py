@@ -77,7 +77,7 @@ class OptimizerOptions:
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
         """Create options from a mapping.
 
-        Raises UsageError, which names ``owner``: a key is unknown, or ``lr_decay_style`` lacks ``lr_decay_steps``.
+        Raises UsageError, which names ``owner``: a key is unknown, or the rate decays and ``lr_decay_steps`` is missing.
         """
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
@@ -135,7 +135,7 @@ def make_adam(
 
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
-    """Allocate zero moments for every tensor of an optimizer created by :func:`make_adam`."""
+    """Allocate missing moments, as zeros, in an optimizer created by :func:`make_adam`."""
     if isinstance(adam, torch.optim.SGD):
         return
     for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
@@ -339,7 +339,7 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the gradients, copy the rounded masters to the model, and return the learning rate used."""
+        """Apply the gradients, copy the masters to the model, and return the learning rate used."""
         rate = self._update()
         apart = [(p, m) for p, m in zip(self._parameters, self._masters, strict=True) if p is not m]
         if apart:
@@ -386,7 +386,7 @@ def master_key(name: str) -> str:
 
 
 def saved_master(saved: SavedState, name: str, weights: Tensor, index: Index) -> Tensor:
-    """Load the masters of a shard ``weights`` of a parameter, or return the shard if it is not rounded."""
+    """Load the masters of a parameter's shard ``weights``; return ``weights`` if it is fp32 and no masters were saved."""
     key = master_key(name)
     return saved.read(key, index) if key in saved or is_rounded(weights) else weights
 
@@ -404,7 +404,7 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of the shard of a parameter that ``index`` selects.
+    """Load both moments of a parameter's shard, which ``index`` selects.
 
     Like :func:`adam_8bit.moments_in`, return the square root of an 8-bit second moment.
 

@@ -114,5 +114,5 @@ def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextP
 
 
 def last_tokens(starts: list[int], device: torch.device) -> Tensor:
-    """Packed position of each sequence's last token. ``starts`` ends with the total length."""
+    """Packed position of each sequence's last token. The last entry of ``starts`` is the total length."""
     return torch.tensor(starts[1:], device=device) - 1

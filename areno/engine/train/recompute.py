@@ -60,7 +60,7 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
-    """Moves the floating-point tensors that autograd saves within the block to host memory.
+    """Moves the floating-point tensors that autograd saves inside the ``with`` block to host memory.
 
     Copies from a GPU are exact, use page-locked memory, and run in order with the GPU's other work. The next layer can
     therefore reuse the GPU memory.

@@ -262,7 +262,7 @@ class ZeroAdamW(Optimizer):
             yield slice(begin, min(begin + step, self._share))
 
     def _summed(self, flat: Tensor) -> Tensor:
-        """Return this rank's shard of the sum over the replicas."""
+        """Return this rank's shard of ``flat``, summed over the replicas."""
         if self.peers.data.size == 1:
             return flat
         part = torch.empty(self._share, device=self._home)

@@ -180,7 +180,7 @@ class TrainStep:
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Return loss and statistics over all rows, without gradients and in evaluation mode.
 
-        Raises ValueError: there are no rows, or rows have different per-token lists.
+        Raises ValueError: there are no rows, rows have different per-token lists, or a pair is incomplete.
         """
         if not rows:
             raise ValueError("measure needs at least one row")
@@ -306,7 +306,6 @@ class TrainStep:
                 _backward_of_nothing(predicted)
 
     def _predict(self, batch: PackedBatch, loss_fn: LossFn) -> Tensor:
-        """Return the predictions for the loss; see :mod:`areno.engine.train.outputs`."""
 
         def work() -> Tensor:
             entropy, bounds = reads_entropy(loss_fn), reads_bounds(loss_fn)

@@ -30,7 +30,7 @@ class TokenRecords:
             start = end
 
     def complete(self, rows: Sequence[TrainSequence]) -> None:
-        """Note that all ranks together have passed over ``rows``. A later pass may be on another rank; it is not recorded."""
+        """Mark ``rows`` as recorded by one of the ranks. Later passes over these rows, on any rank, are not recorded."""
         self._done.update(row.observed for row in rows)
 
     def take(self) -> dict[int, TokenRecord]:

@@ -1,4 +1,4 @@
-"""The trainers of ``areno run``: ``rl`` and ``supervised`` define the steps, ``experiment`` is their base class.
+"""The trainers of ``areno run``: ``rl`` and ``supervised`` define the steps, and ``experiment`` the base class.
 
 A step of reinforcement learning is ``PPOTrainer.run_step`` in ``rl``:
 

@@ -85,7 +85,6 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
 
 
 def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> Layout:
-    """Return the layout with the model chunks of the pipeline stages."""
     from areno.engine.parallel.fsdp import REDUCES_UNUSED  # slow import (1 s), rarely needed
 
     config: Any = AutoConfig.from_pretrained(base_of(actor.path))
@@ -234,7 +233,7 @@ def make_engine(
 
 
 def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
-    """Options of the inference servers, or None for areno's own engine; UsageError if the product is not installed."""
+    """Options of the inference servers, or None for areno's own engine; UsageError if the server software is missing."""
     product: Any = server_of(config)
     if not product:
         return None

@@ -128,7 +128,7 @@ class ExperimentTrainer(TrainingLoop):
         """The training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Map from a statistic's name in the health monitor and the display to its name in the experiment."""
+        """The experiment's names of statistics, by their names in the health monitor and the display."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
@@ -336,7 +336,7 @@ class ExperimentTrainer(TrainingLoop):
             self.save_models(at)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Shut everything down, and record ``error`` as the reason of the end; a second call does nothing."""
+        """Shut everything down, and record ``error`` as the reason for ending; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -352,7 +352,7 @@ class ExperimentTrainer(TrainingLoop):
                     stack.callback(part.close)
 
     def _end_log(self, error: BaseException | None) -> None:
-        """Close the log, with the error that ended the run, which is recorded as the run's status."""
+        """Close the log, and record in the run's status how the run ended; ``error`` is the cause, if any."""
         self._closing.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def __enter__(self) -> Self:

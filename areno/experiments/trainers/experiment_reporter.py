@@ -76,7 +76,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Record evaluation metrics before the next step."""
+        """Record evaluation metrics as measured before the next step."""
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:

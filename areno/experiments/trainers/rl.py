@@ -272,8 +272,8 @@ class PPOTrainer(ExperimentTrainer):
             workflow: an object, a class or a name; None uses the ``workflow`` section.
             eval_workflow: the workflow of evaluations; None uses ``workflow`` with ``eval_gconfig``.
             workflow_kwargs: keyword arguments of ``workflow``.
-            eval_workflow_kwargs: keyword arguments of the evaluation's workflow; None with ``eval_workflow`` None: those of
-                ``workflow``.
+            eval_workflow_kwargs: keyword arguments of the evaluation's workflow; if this and ``eval_workflow`` are None,
+                ``workflow_kwargs`` apply.
             dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
                 ``workflow`` section, if any.
             total_epochs: replaces ``total_train_epochs``.
@@ -443,7 +443,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.dispatcher.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the state, the weights of the replicas and the dispatcher's queue."""
+        """Restore the data position, the weights of the replicas and the dispatcher's queue."""
         super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
         self.fleet.update_weights(self.engine, self.state.step)

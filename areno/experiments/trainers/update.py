@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The models besides the actor: a reference if a KL term needs one, a critic, a teacher and a reward model."""
+    """The models besides the actor: a reference (if a KL term needs one), a critic, a local teacher and a reward model."""
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)

@@ -22,8 +22,8 @@ def workflow_of(
 ) -> RolloutWorkflow:
     """The workflow of an experiment, with ``gconfig.n_samples`` samples of each row as a group.
 
-    ``workflow`` is an object, a class (with ``kwargs``), or a name; None uses the ``workflow`` section. With ``evaluates``
-    it samples according to ``eval_gconfig``.
+    ``workflow`` is an object, a class (with ``kwargs``), or a name; None uses the ``workflow`` section. With ``evaluates``,
+    ``eval_gconfig`` applies instead of ``gconfig``, if set.
     """
     gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
     agent = config.rollout.agent

@@ -137,7 +137,7 @@ def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> R
 
 
 def _content_spans(text: str, messages: Sequence[dict[str, Any]], repeated: int) -> list[tuple[int, int, Role]]:
-    """The contents of messages in ``text``. The first ``repeated`` messages get the role ``template``."""
+    """The spans and roles of message contents in ``text``. The first ``repeated`` messages get the role ``template``."""
     spans: list[tuple[int, int, Role]] = []
     cursor = 0
     for place, message in enumerate(messages):

@@ -1,7 +1,7 @@
 """Converts recorded turns to training rows: one row of prompt and sampled tokens per branch of a conversation.
 
 Consecutive turns share a row. If a conversation forks, each branch is a separate row, and only the first branch trains on the
-common prefix. Messages of a prompt that an earlier row contains are not trained on again. Turns that were sampled at different
+common prefix. Prompt messages that an earlier row contains are not trained on again. Turns that were sampled at different
 temperatures become separate rows.
 """
 

@@ -48,7 +48,7 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Size and supervision of a fleet. :class:`ReplicaJob` describes the other fields."""
+    """Size and supervision of a fleet. :class:`ReplicaJob` describes the fields without comments."""
 
     replicas: int = 1  # engines of ``tp_size`` ranks each
     tp_size: int = 1
@@ -170,7 +170,7 @@ class RolloutFleet:
 
     @property
     def failed(self) -> bool:
-        """Whether the fleet rejects requests: it is closed, or a replica has used up its restarts."""
+        """Whether the fleet accepts no more requests. :meth:`submit` raises the reason."""
         return self._router.ended
 
     def cancel(self, future: Future[RolloutResult]) -> None:

@@ -107,7 +107,7 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """State of the replica with a certain number. A restarted replica keeps its number."""
+    """State of one numbered replica. A restarted replica keeps its number."""
 
     number: int
     name: str

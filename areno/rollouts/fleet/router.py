@@ -1,4 +1,4 @@
-"""Routes requests to replicas. If a replica dies, its requests are resubmitted to other replicas."""
+"""Routes requests to replicas. If a replica dies, its requests are resubmitted to other replicas where possible."""
 
 import functools
 import threading
@@ -167,9 +167,7 @@ class RequestRouter:
                     replica.cancel(inner)
 
     def _watched(self, routed: _RoutedRequest) -> Request:
-        """Return the request, with a listener that records whether it received tokens. Late tokens of a replica that died are
-        dropped.
-        """
+        """Return the request with a listener that records whether tokens arrived. Late tokens of a dead replica are dropped."""
         listener, tries = routed.request.listener, routed.tries
         if listener is None:
             return routed.request
@@ -191,7 +189,7 @@ class RequestRouter:
             self._failed(routed, replica, error)
 
     def _failed(self, routed: _RoutedRequest, replica: RolloutReplica, error: BaseException) -> None:
-        """Fail a request with its own error, or resubmit it if its replica died."""
+        """Resubmit a request whose replica died, if possible. Otherwise end the request."""
         routed.tries += 1
         if not replica.workers.failed:
             self._finish(routed, error)

@@ -92,7 +92,7 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """Return the largest ``logprob_gap`` of all servers that are up (see :class:`UpdateReport`)."""
+        """Measure the ``logprob_gap`` of :class:`UpdateReport` on the servers that are up."""
         probes = {}
         for number, replica in replicas.items():
             try:

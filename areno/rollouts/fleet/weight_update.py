@@ -242,7 +242,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """Join a collective of ``size`` members. Returns an empty string if all members have joined, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. Only rank 0 of a trainer joins.
+        engine: engine of a trainer or a replica. Of a trainer, only rank 0 joins.
         where: rendezvous of the members.
         channel: name of the collective.
         first: the rank of this engine's rank 0 in the collective; 0 for the trainer.

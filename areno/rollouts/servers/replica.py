@@ -241,8 +241,8 @@ class ServerReplica:
         return time.perf_counter() - began
 
     async def _change_adapter(self, name: str, folder: Path, version: int) -> None:
-        """Load an adapter and use it for later requests. Its predecessor stays until the next change, because the server may
-        not have accepted all its requests yet.
+        """Load an adapter and use it for later requests. The previous adapter stays until the next change, because
+        its requests may not have reached the server yet.
         """
         if self._previous:
             await self.calls.unload_adapter(self._http, self._previous)

@@ -63,7 +63,7 @@ class AgentProcesses:
         raise AgentError(f"the agent failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
-        """Return a process to the open pool if the process has answered. Otherwise kill the process."""
+        """Return a process to the pool if it has answered and the pool is open. Otherwise kill the process."""
         self._busy.discard(worker)
         if not self._closed and asked.done() and not asked.cancelled() and asked.result()[0] != "died":
             self._idle.append(worker)

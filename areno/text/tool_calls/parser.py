@@ -87,8 +87,8 @@ class PlainText:
 class ScanResult:
     """The result of a scanner. The text from the opening marker up to ``end`` consists of ``items``.
 
-    If ``items`` is empty, the text is only a wrapper around calls. A wrapper is emitted if other text follows, unless
-    it directly follows a call. It is dropped before a call, and between a call and the end of the message.
+    If ``items`` is empty, the text is only a wrapper around calls. It is dropped directly before a call, and between a
+    call and the end of the message. Otherwise, it is emitted.
     """
 
     end: int

@@ -141,7 +141,7 @@ class PolicyObjective:
             row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Set a column of each row to the log-probs of a role at the row's temperature."""
+        """Set a column of each row to the log-probs of a role at the row's temperature, or at 1 if a server scores."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:
@@ -158,7 +158,7 @@ class PolicyObjective:
         """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            The role of each learner, and the statistics of its optimizer steps; None if the role is not trained yet.
+            The role of each learner, with the statistics of its optimizer steps, or None if the role is not trained yet.
         """
         for learner in self.learners:
             if step < learner.first_step:

@@ -105,7 +105,7 @@ class StepPackage:
             raise EngineError(f"the compiled decode step differs from the model by {gap:.1e}")
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Fill the cache columns that the step reads with keys and values that the model computes.
+        """Write the model's own keys and values to the cache columns that the step reads.
 
         With random keys and values, each layer of a trained model amplifies rounding differences. In 16-bit dtypes, the
         differences reach a third of the largest logit, even between PyTorch's own operators.

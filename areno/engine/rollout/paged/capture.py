@@ -67,7 +67,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make device synchronizations raise an error that names the operation, which an error during a capture does not."""
+    """Make device synchronizations raise an error that names the operation, unlike an error during a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

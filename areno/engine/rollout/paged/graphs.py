@@ -135,7 +135,7 @@ class DeviceDecode:
             self._params = params
 
     def _program(self, size: int, columns: int) -> None:
-        """Run the program to capture, which reads and writes only static buffers."""
+        """Run one step. The program reads and writes only static buffers, so it can be captured."""
         step = self._step[:size].unbind(1)
         source = step[_SOURCE]
         tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_TOKEN])

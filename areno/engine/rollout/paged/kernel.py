@@ -227,7 +227,7 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Return the number of parts per context: a power of two that fills the GPU twice, unless contexts are too short."""
+    """Return how many parts per context fill the GPU twice: at most :data:`MAX_PARTS`, and fewer for short contexts."""
     parts = 1
     while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:
         parts *= 2
