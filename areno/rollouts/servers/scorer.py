@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.openai_client import OpenAIClient, ServerError
 
 _AT_ONCE = 32
@@ -32,12 +32,18 @@ class ServerScorer:
         self._client, self._option = OpenAIClient(url, timeout_s), option
         self._client.check(f"{option}={url}")
 
-    def __call__(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of the tokens of each row, given the previous tokens, at temperature 1. Entry 0 of a row is 0.0.
+    def __call__(self, rows: Sequence[Sequence[int]], temperatures: Sequence[float]) -> list[list[float]]:
+        """Log-probs of the tokens of each row, given the previous tokens. Entry 0 of a row is 0.0.
 
         Raises:
+            UsageError: a row was sampled at a temperature other than 1, which servers do not support in scoring.
             EngineError: the server rejected the request, is unreachable, or returns no prompt log-probs.
         """
+        if others := sorted({temperature for temperature in temperatures if temperature != 1}):
+            raise UsageError(
+                f"{self._option}={self._client.url}: a server scores at temperature 1, but the workflow sampled at {others[0]:g}; "
+                "sample at temperature 1, or use a model folder"
+            )
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="areno-teacher") as pool:
             return list(pool.map(self._row, rows))
 

@@ -45,7 +45,7 @@ class PolicySettings:
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
     scores: Sequence[tuple[str, str]] = ()  # roles that score log-probs, each with the column for the log-probs
     # scoring functions of roles on external servers
-    scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(default_factory=dict)
+    scorers: Mapping[str, Callable[[TokenRows, Sequence[float]], list[list[float]]]] = field(default_factory=dict)
     critic: str | None = None  # role that scores values; None for no critic
     reward_path: str | None = None  # path of the reward model, for messages
     recomputes: bool = False  # whether scored ``prox_logprobs`` replace the log-probs of the rollout
@@ -141,11 +141,11 @@ class PolicyObjective:
             row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Set a column of each row to the log-probs of a role at the row's temperature, or at 1 if a server scores."""
+        """Set a column of each row to the log-probs of a role at the row's temperature."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:
-                scored = self.settings.scorers[role](tokens)
+                scored = self.settings.scorers[role](tokens, temperatures)
             else:
                 size = self.settings.rows_at_once(role, tokens)
                 records = [row.routed_experts for row in rows] if role == ACTOR else []

@@ -326,9 +326,9 @@ def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
     scorer = ServerScorer(address, "teacher.path", 60.0)
     rows = [[5, 6, 7, 8], [9], [3 + (7 * i) % 90 for i in range(130)]]
     fleet.update_weights(trainer, 100, verify=True)
-    for found, expected in zip(scorer(rows), trainer.score_logprobs("actor", rows), strict=True):
+    for found, expected in zip(scorer(rows, [1.0] * len(rows)), trainer.score_logprobs("actor", rows), strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
     with pytest.raises(EngineError, match="failed to score a row of 2 tokens: status 4"):
-        scorer([[5, 10**6]])
+        scorer([[5, 10**6]], [1.0])
     with pytest.raises(UsageError, match=r"teacher\.path=http://127\.0\.0\.1:9/v1: no OpenAI-compatible server"):
         ServerScorer("http://127.0.0.1:9/v1", "teacher.path", 5.0)
