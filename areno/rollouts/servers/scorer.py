@@ -41,8 +41,8 @@ class ServerScorer:
         """
         if others := sorted({temperature for temperature in temperatures if temperature != 1}):
             raise UsageError(
-                f"{self._option}={self._client.url}: a server scores at temperature 1, but the workflow sampled at {others[0]:g}; "
-                "sample at temperature 1, or use a model folder"
+                f"{self._option}={self._client.url}: a server scores at temperature 1, but the workflow sampled at "
+                f"{others[0]:g}; sample at temperature 1, or use a model folder"
             )
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="areno-teacher") as pool:
             return list(pool.map(self._row, rows))
