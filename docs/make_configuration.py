@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from areno.config.effects import listed
 from areno.config.experiment import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from areno.config.experiment.legacy import LEGACY_KEYS
 from areno.config.experiment.setting_declaration import Setting, paths_of, settings_of
@@ -200,7 +201,7 @@ def _section(declaration: type, places: list[str]) -> str:
         shown = ", ".join(f"`{path}`" for path in places[:4])
         lines.append(f"\nUsed as {shown}{' and others' if len(places) > 4 else ''}.")
     if bases:
-        lines.append(f"\nAlso has the settings of {' and '.join(f'[{base}](#{base.lower()})' for base in bases)}.")
+        lines.append(f"\nAlso has the settings of {listed([f'[{base}](#{base.lower()})' for base in bases])}.")
     refused, no_effect = _common(entry.info.refused for entry in own), _common(entry.info.no_effect for entry in own)
     if refused:
         lines.append(f"\nNot supported: {refused}.")

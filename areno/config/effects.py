@@ -68,7 +68,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
             if not options.workflow:
                 yield name, "has no effect without --agent-fn; set --agent-fn too"
             elif name != "agent_max_failures":
-                yield name, "has no effect with --workflow, because only --agent-fn reads the option; remove the option"
+                yield name, "has no effect with --workflow, because it applies only to --agent-fn; remove the option"
     yield from _memory(options)
     if spec.requires_rollout:
         yield from _reference(options, spec)

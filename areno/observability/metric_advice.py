@@ -163,7 +163,7 @@ ADVICE: dict[str, Advice] = {
         1,
     ),
     "train/kl_reward_mean": Advice(
-        "small compared with the rewards", "Lower --kl-reward-coef if it outweighs the rewards"
+        "small compared with the rewards", "If the KL reward outweighs the other rewards, lower --kl-reward-coef"
     ),
     "train/routed_experts_changed": Advice(
         "near 0 in the first optimizer step on a synchronous rollout", _OFF_POLICY, 0, 0.2
@@ -227,8 +227,8 @@ ADVICE: dict[str, Advice] = {
     "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
         "below 0 at first, then rises to 0.3 or more",
-        "If it stays near 0, raise --critic-lr. areno train also has --critic-warmup-steps, and --no-bootstrap-truncated for "
-        "answers that are mostly truncated",
+        "If it stays near 0, raise --critic-lr. With areno train, --critic-warmup-steps can also help, and so can "
+        "--no-bootstrap-truncated if most answers are truncated",
         0,
         1,
     ),

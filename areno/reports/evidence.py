@@ -108,7 +108,7 @@ class Evidence:
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """The option for ``factor`` times the learning rate in a step or the option's value, whichever is lower."""
+        """``--lr`` with ``factor`` times the lower of its value and the learning rate in a step; without a value if unknown."""
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 

@@ -2,7 +2,7 @@
 
 The engine calls a listener for each token. The listener must never block, so it only queues the token with its arrival time.
 Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when all samples have
-ended, so a prompt can restart on another replica: its earlier tokens are dropped from the queue.
+ended. Until then, a prompt can restart on another replica; its earlier tokens are dropped from the queue.
 """
 
 from __future__ import annotations

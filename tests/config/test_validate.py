@@ -217,7 +217,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*GSPO, "--rollout-backend", "sglang", "--speculate", "4"], r"--speculate 4 has no effect on servers"),
         (
             [*BASE, "--workflow", "reward.py:reward_fn", "--agent-timeout-s", "9"],
-            r"--agent-timeout-s 9.0 has no effect with --workflow, because only --agent-fn reads the option; remove",
+            r"--agent-timeout-s 9.0 has no effect with --workflow, because it applies only to --agent-fn; remove",
         ),
         ([*DPO, "--stop-token-ids", "1,2"], r"--stop-token-ids 1 --stop-token-ids 2 has no effect with --algo dpo"),
         ([*PPO, "--critic-min-lr", "0"], r"--critic-min-lr 0.0 has no effect without --critic-lr-decay-style linear"),
