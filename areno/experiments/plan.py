@@ -296,7 +296,7 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         )
     if plan.transfer:
         lines.append(f"Shared memory for weight transfers: {plan.transfer / 2**20:,.1f} MiB.")
-    remedy = "None of the settings that areno tried makes the experiment fit: use a smaller model, or a machine with more memory"
+    remedy = "None of the settings tried makes the experiment fit: use a smaller model, or a machine with more memory"
     lines.append(verdict(plan.needed, plan.available, change, remedy))
     if sizes is not None:
         lines.append(f"Largest sizes that fit: {' '.join(sizes)}" if sizes else "No sizes fit.")
