@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from areno.config.packages import install_command
-from areno.errors import ArenoError, UsageError
+from areno.errors import ArenoError, UsageError, first_line
 from areno.name_resolve.stores import MemoryStore
 
 NAMESPACE = "areno"
@@ -34,9 +34,8 @@ def connect(setting: str) -> Any:
             socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"{setting}: no Ray cluster at {address} ({reason}); start one with 'ray start --head' and "
+            f"{setting}: no Ray cluster at {address} ({first_line(error)}); start one with 'ray start --head' and "
             "'ray start --address=HOST:PORT' on other machines, or set RAY_ADDRESS=HOST:PORT"
         ) from error
     return ray

@@ -262,7 +262,8 @@ def random_engine(args: argparse.Namespace, shape: str, **options: Any) -> Any:
     save_tokenizer(folder)
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device(args.device)
-    return Engine(str(folder), EngineConfig(device=device, dtype=half(args.device), dummy_load=True, **options))
+    path = str(folder)
+    return Engine(path, EngineConfig(device=device, dtype=half(args.device), random_path=path, **options))
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -274,7 +274,7 @@ DEFECTS = (
     Defect(
         "held back text lost",
         "areno/serving/token_text.py",
-        'return "" if self._done else self._take(len(self._held))',
+        'return "" if self.matched is not None else self._take(len(self._held))',
         'return ""',
         ("tests/serving/test_text.py",),
     ),
