@@ -1,7 +1,7 @@
 """Changes the number of replicas of a running experiment: implements ``areno scale``, and handles its requests in the fleet.
 
-A running fleet writes the number of replicas and the state of the last request to ``replicas.json`` in its run directory.
-``areno scale`` writes a request to ``replicas.wanted.json``. The fleet handles one request at a time.
+A running fleet writes the number of replicas and the results of requests to ``replicas.json`` in its run directory.
+``areno scale`` writes a request to ``replicas.wanted.json``. The fleet handles one request at a time; further callers wait.
 """
 
 import json
@@ -39,6 +39,7 @@ class ReplicaControl:
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder
         self._ended = threading.Event()
+        self._results: dict[str, str] = {}  # the problem of each request by id; empty if it has succeeded
         (folder / _WANTED).unlink(missing_ok=True)  # left by a killed run
         self._write_state()
         self._threads = [
@@ -55,9 +56,10 @@ class ReplicaControl:
         for name in (_STATE, _WANTED):
             (self._folder / name).unlink(missing_ok=True)
 
-    def _write_state(self, **more: str) -> None:
+    def _write_state(self, begun: str = "") -> None:
         if not self._ended.is_set():
-            _write(self._folder / _STATE, {"replicas": self._fleet.size(), **more})
+            state = {"replicas": self._fleet.size(), "begun": begun, "results": self._results}
+            _partial(self._folder / _STATE, state).replace(self._folder / _STATE)
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
@@ -87,7 +89,7 @@ class ReplicaControl:
         if request is None:
             return
         path.unlink()
-        self._write_state(begun=request["id"])
+        self._write_state(request["id"])
         before, problem = self._fleet.size(), ""
         try:
             added = request["addresses"]
@@ -96,7 +98,8 @@ class ReplicaControl:
         except Exception as error:
             problem = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
             logger.warning("the number of rollout replicas stays %d: %s", self._fleet.size(), problem)
-        self._write_state(begun=request["id"], done=request["id"], problem=problem)
+        self._results[request["id"]] = problem
+        self._write_state(request["id"])
 
 
 def replicas_of(folder: Path) -> int:
@@ -135,17 +138,18 @@ def request(
         raise UsageError(
             f"the run in {folder} belongs to the user with id {owner}, not {os.getuid()}; run `areno scale` as that user"
         )
-    request_id = uuid.uuid4().hex
-    _write(folder / _WANTED, {"id": request_id, "replicas": replicas, "addresses": list(addresses)})
-    began, accepted = time.monotonic(), False
+    wanted = {"id": uuid.uuid4().hex, "replicas": replicas, "addresses": list(addresses)}
+    began, placed, accepted = time.monotonic(), False, False
     last, alive = _last_heartbeat(folder), began
     while True:
+        placed = placed or _place(folder / _WANTED, wanted)
         state = _read(folder / _STATE) or {}
-        if state.get("done") == request_id:
-            if state["problem"]:
-                raise EngineError(state["problem"])
+        problem = state.get("results", {}).get(wanted["id"])
+        if problem:
+            raise EngineError(problem)
+        if problem is not None:
             return int(state["replicas"])
-        if not accepted and state.get("begun") == request_id:
+        if not accepted and state.get("begun") == wanted["id"]:
             accepted = True
             say(
                 f"resizing from {before} replicas; new replicas load the model, and replicas to be removed finish their samples"
@@ -153,11 +157,12 @@ def request(
         now, beat = time.monotonic(), _last_heartbeat(folder)
         if beat != last:  # compare the time only with itself, because the clocks of machines differ
             last, alive = beat, now
-        if now - alive > _ANSWER_S:
+        ends = now - alive > _ANSWER_S or now - began > timeout_s
+        if ends and placed and not accepted:
             (folder / _WANTED).unlink(missing_ok=True)
+        if now - alive > _ANSWER_S:
             raise _silent(folder)
         if now - began > timeout_s and not accepted:
-            (folder / _WANTED).unlink(missing_ok=True)
             raise EngineError(
                 f"the run in {folder} did not begin to resize within {timeout_s:g} s, so the request was withdrawn; see its log"
             )
@@ -176,10 +181,22 @@ def _last_heartbeat(folder: Path) -> float:
     return 0.0
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+def _place(path: Path, values: dict[str, Any]) -> bool:
+    """Write a file, unless it exists. Return whether it was written."""
+    partial = _partial(path, values)
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink()
+    return True
+
+
+def _partial(path: Path, values: dict[str, Any]) -> Path:
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     partial.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(partial, path)
+    return partial
 
 
 def _read(path: Path) -> dict[str, Any] | None:

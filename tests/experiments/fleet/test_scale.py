@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_a_request_that_the_run_has_not_begun_is_withdrawn(open_fleet, tmp_path)
     with fleet._updating:  # a new replica waits for the end of a weight update
         first = threading.Thread(target=control.request, args=[folder, 2, [], 60, print])
         first.start()
-        wait_until(lambda: "begun" in (folder / "replicas.json").read_text())
+        wait_until(lambda: json.loads((folder / "replicas.json").read_text())["begun"])
         with pytest.raises(EngineError, match=r"did not begin to resize within 0\.1 s, so the request was withdrawn"):
             control.request(folder, 3, [], 0.1, print)
     first.join(60)
@@ -169,6 +170,17 @@ class Sizes:
 
     def size(self):
         return self.replicas
+
+
+def test_each_of_several_requests_at_once_is_handled(tmp_path):
+    handler = control.ReplicaControl(Sizes(), tmp_path)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(control.request, tmp_path, size, [], 60, print) for size in (2, 3, 4, 5)]
+            assert all(future.result(60) in (2, 3, 4, 5) for future in asked)
+    finally:
+        handler.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "7"])
