@@ -156,7 +156,7 @@ def check_hook(spec: str, hook: Hook) -> None:
         report = Path(folder, "problem")
         words = [*python_command(), "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]
         code = subprocess.run(words, env={**os.environ, **search_path()}).returncode
-        if code:
+        if code or not report.exists():
             raise UsageError(
                 f"{hook.option} {spec}: importing the file ended the process with exit code {code}; fix the file"
             )

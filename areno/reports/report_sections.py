@@ -321,9 +321,9 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def files(run: RunData) -> Iterator[tuple[str, str, str]]:
     """The files of a run directory with name, size and content."""
-    for path in sorted(run.path.iterdir())[:MAX_FILES]:
-        if not path.name.startswith(".") and not path.name.endswith(".tmp"):
-            yield path.name, _size(path), _FILES.get(path.name, "")
+    shown = (path for path in run.path.iterdir() if not path.name.startswith(".") and not path.name.endswith(".tmp"))
+    for path in sorted(shown)[:MAX_FILES]:
+        yield path.name, _size(path), _FILES.get(path.name, "")
 
 
 def _size(path: Path) -> str:

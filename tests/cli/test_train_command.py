@@ -69,11 +69,13 @@ def test_the_reward_file_is_checked_in_another_process(workspace):
     load_hooks(TrainOptions(reward_fn_path="reward.py"))
     assert int((workspace / "imported").read_text()) != os.getpid()
     assert not [name for name in set(sys.modules) - known if "reward" in name]
-    (workspace / "reward.py").write_text("import os\nos._exit(3)\n")
-    with pytest.raises(
-        UsageError, match=r"--reward-fn-path reward\.py: importing the file ended the process with exit code 3"
-    ):
-        load_hooks(TrainOptions(reward_fn_path="reward.py"))
+    for code in (3, 0):
+        (workspace / "reward.py").write_text(f"import os\nos._exit({code})\n")
+        with pytest.raises(
+            UsageError,
+            match=rf"--reward-fn-path reward\.py: importing the file ended the process with exit code {code}",
+        ):
+            load_hooks(TrainOptions(reward_fn_path="reward.py"))
 
 
 def raising(error):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from areno.experiments.trainers.rl import PPOTrainer
 from areno.observability.experiment_metrics import MEANS, documented
 from areno.observability.step_memory import PEAK_GPU
 from tests.experiments.trainer_stage import run_kind
@@ -50,6 +52,12 @@ def records(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         held_out["valid_dataset.split"] = "train"  # the same rows, on purpose
         found[name] = run_kind(kind, tiny_checkpoint, root, {**held_out, "evaluator.freq_steps": 1, **given}).records
     return found
+
+
+def test_the_health_monitor_finds_what_it_watches(records):
+    names = PPOTrainer.known_names(SimpleNamespace(section="ppo_actor"))
+    watched = {name: names[name] for name in ("loss", "grad_norm", "response_len", "logp_abs_diff_mean")}
+    assert [name for name in watched.values() if name not in records["decoupled"][0]] == []
 
 
 def test_every_documented_name_is_recorded(records):

@@ -17,7 +17,6 @@ from areno.training.state import RunState
 
 _SHOWN = {
     "entropy": "ppo_actor/update/entropy/avg",
-    "response_len": "ppo_actor/update/response_len",
     "truncated_ratio": "ppo_actor/no_eos_ratios/avg",
     "staleness_mean": "rollout/staleness/avg",
     "staleness_max": "rollout/staleness/max",

@@ -328,7 +328,7 @@ class PPOTrainer(ExperimentTrainer):
     def known_names(self) -> dict[str, str]:
         """Names of the statistics of the update and of the rollout."""
         names = {"loss": "actor_loss/avg"} | {
-            name: name for name in ("grad_norm", "update_skipped", "loss_scale", "logp_abs_diff_mean")
+            name: name for name in ("grad_norm", "update_skipped", "loss_scale", "logp_abs_diff_mean", "response_len")
         }
         names = {name: f"{self.section}/update/{statistic}" for name, statistic in names.items()}
         return names | {"reward_mean": "rollout/reward/avg"}
