@@ -131,7 +131,7 @@ def _strategy(value: Any, settings: Settings) -> Any:
 
 
 def count_of(settings: Settings, name: str, default: int) -> int:
-    """Return a setting, or ``default``, rounded down to an integer. Raises UsageError if it is not a number of at least 1."""
+    """Return a setting, or ``default``, as an integer. Raises UsageError if it is not a whole number of at least 1."""
     value = settings.get(name, default)
     with reading(name, value, "a whole number above 0"):
         count = float(value)
