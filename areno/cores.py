@@ -1,4 +1,4 @@
-"""CPU cores: how many this process may use, and how many other programs keep busy."""
+"""Counts cores that this process may use, and cores that other programs keep busy."""
 
 import math
 import os
@@ -24,7 +24,7 @@ def openmp_threads() -> int | None:
 
 
 def cgroup_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the CPU limit of the process's control groups in cores, as set by ``docker run --cpus``; None: no limit."""
+    """Return the process's CPU limit in cores, from its control groups (``docker run --cpus``); None: no limit."""
     limits = [quota / period for quota, period in _quotas(root, membership) if quota > 0 and period > 0]
     return min(limits, default=None)
 
@@ -56,7 +56,7 @@ def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:
 
 
 def read_cpu_times(root_pid: int) -> CpuTimes | None:
-    """Read the clocks; None if the system does not report them.
+    """Read the times; None if the system does not report them.
 
     Args:
         root_pid: process that started this run; the run consists of it and its descendants.

@@ -29,7 +29,7 @@ class UnsupportedModelError(UsageError):
 
 
 class RewardError(ArenoError):
-    """A reward function could not be imported, raised, timed out or did not return a finite number."""
+    """A reward function failed: import error, exception, timeout, or no finite number returned."""
 
 
 class AgentError(ArenoError):
@@ -55,7 +55,7 @@ class GrammarError(EngineError):
 def exit_code(error: BaseException) -> int:
     """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` with a number keeps this code and prints
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` with a number keeps its code and prints
     nothing. A ``SystemExit`` with a text, such as ``sys.exit("no data")`` in a user's function, is treated like other errors.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):

@@ -145,7 +145,7 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the held-out rows of ``--eval-dataset-path``, if set, with ``--eval-dataset-loader-fn`` or the run's loader.
+    """Load the held-out rows with ``--eval-dataset-loader-fn`` or the run's loader; None without ``--eval-dataset-path``.
 
     The random state is restored afterwards, so that a loader does not affect training.
     """

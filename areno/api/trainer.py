@@ -207,7 +207,7 @@ class Trainer(Sampler):
             entry i - 1.
 
         Raises:
-            EngineError: there is no such role, or it is of another kind.
+            EngineError: there is no such role, or it is a policy.
         """
         rows = arguments.token_rows(token_rows)
         return self.backend.score_values(role, rows, arguments.integer("micro_bs", micro_bs))
@@ -224,7 +224,7 @@ class Trainer(Sampler):
             One raw score per row.
 
         Raises:
-            EngineError: there is no such role, or it is of another kind.
+            EngineError: there is no such role, or it is a policy.
         """
         rows = arguments.token_rows(token_rows)
         return self.backend.score_rewards(role, rows, arguments.integer("micro_bs", micro_bs))

@@ -67,7 +67,7 @@ class TrainOptions(
 
     @property
     def most_behind(self) -> int:
-        """Maximum staleness: how many updates the weights that sampled a token may lag behind the weights being trained."""
+        """Maximum staleness: number of updates between the weights that sampled a token and the weights being trained."""
         return self.max_staleness if self.rollout == "async" else 0
 
     @property

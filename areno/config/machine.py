@@ -52,7 +52,7 @@ def _has_tensor_plan(model_type: str) -> bool:
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
-    """Read the ``config.json`` of a language model or of an adapter's base model, from a folder or the hub; {} on failure."""
+    """Read the ``config.json`` of a model or of an adapter's base model, from a folder or the hub; {} if it is unreadable."""
     from huggingface_hub import hf_hub_download
 
     base = base_of(model)

@@ -185,7 +185,7 @@ def options_of(declaration: type) -> tuple[Option, ...]:
 
 
 def check_options(values: Any, prefix: str = "") -> None:
-    """Raise `ValueError` for the first option of a dataclass that is outside its bounds or choices; None is always allowed."""
+    """Raise `ValueError` for a dataclass's first option outside its bounds or choices; None is always allowed."""
     declaration: type = type(values)
     for entry in options_of(declaration):
         if problem := entry.value_problem(getattr(values, entry.name), f"{prefix}{entry.name}"):

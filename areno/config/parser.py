@@ -168,7 +168,7 @@ def parse_command(
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
-    """Return the options that the algorithm declares. Raises UsageError if their names include a built-in option."""
+    """Return the options that the algorithm declares. Raises UsageError if a name is that of a built-in option."""
     if spec is None:
         return ()
     reserved = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
@@ -184,7 +184,7 @@ def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
 def convert_values(
     raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
 ) -> dict[str, Any]:
-    """Convert raw values of flags or YAML by option name. Unknown names and wrong types are added to ``problems``.
+    """Convert raw flag or YAML values, by option name. Unknown names and wrong types are added to ``problems``.
 
     ``label`` maps an option name to its name in messages. ``known_only`` ignores unknown names, which may belong to an
     algorithm that was not found.

@@ -55,7 +55,7 @@ def is_address(path: str | None) -> bool:
 
 
 def ckpt_problem(text: str, option: str = "--ckpt") -> str:
-    """Return the problem with a model reference; empty for a usable local folder and for any well-formed repo id."""
+    """Return the problem with a model reference; empty for a usable local model and for any well-formed repo id."""
     path = Path(text).expanduser()
     if path.exists():
         return _model_folder_problem(path, option)

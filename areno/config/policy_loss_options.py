@@ -54,7 +54,7 @@ class PolicyLossOptions:
         return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """For each option that conflicts or has no effect, yield its name, and a message with the remedy."""
+        """For each option that conflicts or has no effect, yield its name and a message with the remedy."""
         if self.use_sapo_loss and self.use_cispo_loss:
             yield "use_sapo_loss", "and use_cispo_loss are mutually exclusive; use only one of them"
         if self.use_sapo_loss and self.use_decoupled_loss:
@@ -88,7 +88,7 @@ class PolicyLossOptions:
 
 @dataclass
 class RejectionSamplingConfig:
-    """Masks or clamps tokens on which the proximal policy and the behavior policy differ too much.
+    """Masks tokens, or clamps their weights, where the proximal and behavior policies differ too much.
 
     This section requires ``use_decoupled_loss``. r, the importance weight of the decoupled loss, is a token's probability under
     the proximal policy divided by the token's probability under the behavior policy.
@@ -120,7 +120,7 @@ class RejectionSamplingConfig:
             self.lower = 0.0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """For each invalid setting, yield its name, and a message with the remedy."""
+        """For each invalid setting, yield its name and a message with the remedy."""
         lower, upper = self.lower, self.upper
         if lower is not None and lower > upper:
             yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap the two bounds"

@@ -64,7 +64,7 @@ def split_problem(reference: str, split: str, option: str) -> str:
 
 
 def has_splits(reference: str) -> bool:
-    """Whether the rows depend on the split; False for a file, and for a folder without splits in its file names."""
+    """Whether the rows depend on the split; False for a file, a folder without splits, or ``name:config:split``."""
     path = Path(reference).expanduser()
     if path.is_file():
         return False

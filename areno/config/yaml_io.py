@@ -1,7 +1,6 @@
 """Reads and writes options as YAML: a flat mapping from option names, with dashes or underscores, to values.
 
-The options stored with a run exclude the run's location and options that the run does not read, so that the file works as a
-``--config`` file.
+A run's ``config.yaml`` omits the run's location and options that the run does not read, so it works as a ``--config`` file.
 """
 
 import functools

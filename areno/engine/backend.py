@@ -72,7 +72,7 @@ class Backend(Generator, Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """KV cache capacity of a replica in tokens."""
+        """A replica's KV cache capacity in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
         """Limit the total number of concurrent sequences of all replicas; None restores the configured limit per replica."""

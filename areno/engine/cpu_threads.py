@@ -24,7 +24,7 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """Return the new thread count, at most ``most``, if other programs leave ``free`` cores unused."""
+    """Return the new thread count, at most ``most``, for ``free`` cores not used by other programs."""
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)

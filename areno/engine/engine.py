@@ -243,7 +243,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records collected from observed rows since the last call, by ``observed`` number."""
+        """Return the token records collected since the last call, by ``TrainSequence.observed``."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

@@ -74,7 +74,7 @@ class Role:
         )
 
     def set_recomputation(self, recompute: bool | None) -> None:
-        """Decide whether training recomputes activations."""
+        """Set whether training recomputes activations."""
         self.activation_checkpointing = recompute
         if "training" in vars(self):
             self.training.activation_checkpointing = recompute
@@ -128,8 +128,8 @@ class Role:
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
         """Copy the weights to host memory, and return a function that saves the copy while training continues.
 
-        The function writes the same files as :meth:`save_model`. For an adapter, which is small, and for a model on
-        several ranks, None is returned instead of a function.
+        The function writes the same files as :meth:`save_model`. For an adapter, which is small, and with several
+        ranks, None is returned instead of a function.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None

@@ -65,7 +65,7 @@ def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> N
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
-    """Lock the trial's directories for this process, including separate checkpoint roots."""
+    """Lock the trial's directories, including separate checkpoint roots, for this process."""
     default, roots = ExperimentFolders.of(config), (config.saver.fileroot, config.recover.fileroot)
     elsewhere = {ExperimentFolders.of(config, root).checkpoints.resolve() for root in roots}
     with ExitStack() as locks:

@@ -169,7 +169,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes that the fullest training rank needs, without the process itself; 0 without FSDP and pipeline stages."""
+    """Bytes on the fullest training rank, without the process itself; 0 with neither FSDP nor pipeline stages."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0

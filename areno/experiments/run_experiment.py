@@ -48,8 +48,8 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 def run_experiment(config: BaseExperimentConfig) -> None:
     """Check the configuration, create the trainer, and run the experiment to its end.
 
-    With recovery enabled, up to ``recover.retries`` engine failures, such as a process that died, are each followed by another
-    attempt from the newest recovery checkpoint.
+    After an engine failure, such as a dead process, a run with recovery enabled is retried from the newest recovery
+    checkpoint, up to ``recover.retries`` times.
     """
     check_inputs(config)
     with open_log(config):
@@ -100,7 +100,7 @@ def guarded(run: Callable[[], None]) -> int:
 
 
 def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
-    """Raise UsageError if a run to resume was moved, or has no recovery checkpoints."""
+    """Raise UsageError if a run to resume was moved, or its recovery is disabled."""
     logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
         raise UsageError(f"--resume {run}: the run's configuration places it in {logs}; move the run there")

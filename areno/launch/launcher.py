@@ -75,7 +75,7 @@ class RoleNeed:
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Number of consecutive workers of ``holder`` whose place one worker of this colocated role shares.
+        """Number of consecutive workers of ``holder`` whose places one worker of this colocated role shares.
 
         Worker ``n`` shares the places of ``span`` workers, from ``n * span`` on, so that their GPUs suffice.
         """

@@ -13,7 +13,7 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
     """Place the workers of all roles. The first worker of the first role is on the first node that the role allows.
 
     Workers with GPUs fill one node after another. Workers without GPUs go to the node with the fewest cores in use. Raises
-    UsageError if there are too few GPUs, or if a role's ``nodelist`` and ``exclude`` leave no node.
+    UsageError if GPUs are too few, a colocated worker's are on several nodes, or ``nodelist`` and ``exclude`` leave no node.
     """
     gpus, cores = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     placed: Placement = {}

@@ -209,7 +209,7 @@ class RayLauncher(RemoteLauncher):
                 self._ray.util.remove_placement_group(group)
 
     def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
-        """Return the GPUs of a colocated worker: the first ``need.gpu`` GPUs of ``count`` workers of the other role."""
+        """Return the GPUs of a colocated worker: ``need.gpu`` GPUs of the ``count`` holders from number ``first`` on."""
         holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
         if len({task.node for task in holders}) > 1:
             raise UsageError(divided_places(role, need, [task.node for task in holders]))
@@ -244,7 +244,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for workers from number ``first`` on.
 
-        Each engine gets a group. With ``ray_placement_strategy=shared``, engines with one worker share one group of the role.
+        Each engine gets a group; with ``ray_placement_strategy=shared``, engines with one worker share a group instead.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}

@@ -79,7 +79,7 @@ class RewardShaping:
     def penalty(self, tokens: int) -> float:
         """Length penalty of a row with ``tokens`` trained tokens, 0 or negative.
 
-        One answer gets at least -``overlong_penalty_factor``. A row of several turns can be longer and get less.
+        One answer gets at least -``overlong_penalty_factor``. A longer row, of several turns, can fall below that.
         """
         if not self.overlong_reward_penalty:
             return 0.0
@@ -157,7 +157,7 @@ def shape_advantages(
 
 
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
-    """Set the advantage of each trained token to the shaped reward of its segment plus the GAE of the KL rewards.
+    """Set the advantage of each trained token to its segment's shaped reward plus the GAE of the KL rewards, then normalize.
 
     Ignores the ``reward`` of the rows. Returns ``kl_rewards`` in the same form as :func:`shape_advantages`.
     """

@@ -109,7 +109,7 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name that gets no value within ``wait_timeout`` seconds counts as lost. Time without the store does not count.
+        A name that gets no value within ``wait_timeout`` seconds counts as lost. An unreachable store restarts this time.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 

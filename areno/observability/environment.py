@@ -61,7 +61,7 @@ def processor() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """Names of the GPUs, and the memory size of the GPU with the least memory, which is absent without a GPU."""
+    """Names of the GPUs and, if there are any, the memory size of the GPU with the least memory."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {"gpus": []}

@@ -106,8 +106,8 @@ class HealthMonitor:
 
         Args:
             step: step index, for the messages.
-            stats: ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (number of
-                samples that were dropped because the reward function failed); missing statistics are not checked.
+            stats: ``loss``, ``grad_norm``, ``update_skipped``, ``loss_scale``, ``response_len``, ``logp_abs_diff_mean`` and
+                ``reward_errors`` (number of samples dropped because the reward function failed), if present.
             rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty if the step has no rewards.
             groups: prompt index of each sample, aligned with ``rewards``.
             truncated: whether each response was truncated.

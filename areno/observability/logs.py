@@ -107,7 +107,7 @@ def setup_logging(
     """Install the command line's handlers on the logger ``areno``, replacing those of an earlier setup.
 
     The log file of a run directory gets every record. With a run directory, a live display shows only warnings and
-    errors, unless ``level`` or ``ARENO_LOG_LEVEL`` sets a console level. Raises UsageError if the level is unknown or
+    errors, unless ``level`` or ``ARENO_LOG_LEVEL`` sets a console level. Raises UsageError if the level is unknown, or
     the run directory or its log file cannot be created.
     """
     console_level = log_level(level)

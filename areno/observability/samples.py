@@ -59,7 +59,7 @@ def sample_records(
         One dictionary per selected sample, in the order of ``records``. All have ``step, prompt_index, sample_index``,
         ``picked`` (the reasons: ``first``, ``best``, ``worst``), ``reward``, ``advantage``, ``finish_reason``,
         ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt`` and ``completion``.
-        Optional entries are ``reward_parts``, ``data`` (the other fields of the data row as text), ``messages`` (of agents)
+        Optional entries are ``reward_parts``, ``data`` (other fields of the data row as text), ``messages`` (of agents)
         and ``rows`` (within the token limit).
 
     Raises:
@@ -232,7 +232,7 @@ class EvalSamples:
         self._samples: dict[int, dict[str, Any]] = {}
 
     def add(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
-        """Add a batch of scored answers; ``metadata`` has the prompt index, the sample index and the finish reason."""
+        """Add scored answers, with prompt index, sample index and finish reason in the ``metadata`` of their records."""
         for record, reward in zip(records, rewards, strict=True):
             index = int(record.metadata.get("prompt_index", 0))
             if index in self._samples or len(self._samples) == EVAL_PROMPTS or record.metadata.get("sample_index", 0):

@@ -44,8 +44,7 @@ class StatsLogger:
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
         """Report statistics measured before a step, usually the first step, as a line of that step in ``metrics.jsonl``.
 
-        Services receive these statistics together with those of the step, because a service takes one entry per step. Raises
-        ArenoError if the file cannot be written.
+        Services receive these statistics together with those of the step. Raises ArenoError if the file cannot be written.
         """
         self._unsent = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))

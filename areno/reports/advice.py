@@ -39,14 +39,14 @@ class OptionAdvice:
         return f"{self.text(option)}{'=' if self._is_experiment else ' '}{value}"
 
     def scaled(self, option: str, factor: float) -> str:
-        """Write an option with its value multiplied by ``factor``, for example ``--lr 0.0003 (now 0.001)``."""
+        """Write an option with its value times ``factor``: ``--lr 0.0003 (now 0.001)``; without a known value, ``--lr``."""
         value = self.number(option)
         if not value:
             return self.text(option)
         return self.changed(option, round(value * factor) if isinstance(self.value(option), int) else value * factor)
 
     def changed(self, option: str, value: float) -> str:
-        """Write an option with another value, followed by its current value."""
+        """Write an option with another value, followed by its current value, if known."""
         present = self.number(option)
         written = self.assign(option, value if isinstance(value, int) else f"{value:.1g}")
         return written if present is None else f"{written} (now {short(present)})"

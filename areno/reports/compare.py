@@ -176,7 +176,7 @@ def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
 
 
 def _same_content(a: RunData, b: RunData, x: Any, y: Any) -> bool:
-    """Whether two values are paths of files with equal content; False if the runs' files may not be opened."""
+    """Whether two values are paths of files with equal content; False if the files are large or may not be opened."""
     paths = [Path(re.sub(r"(\.py):\w+$", r"\1", value)) for value in (x, y) if isinstance(value, str)]
     if len(paths) < 2 or not all(path.is_absolute() for path in paths):
         return False

@@ -20,7 +20,7 @@ from areno.storage.sample_index import Entries
 RELATIVE = 1e-6
 """Two values of a metric agree if they differ by at most this fraction of the larger value."""
 ABSOLUTE = 1e-6
-"""Two values, except learning rates, also agree if they differ by at most this rounding error of a float32 log-prob."""
+"""Values other than learning rates also agree if they differ by at most this number, the rounding of fp32 log-probs."""
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 
@@ -290,7 +290,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """The prompts of a step by number: their tokens in the first sample ``with_tokens``, or else their text."""
+    """The prompts of a step by number: their tokens from the first sample in ``with_tokens``, or else their text."""
     prompts: dict[int, Any] = {}
     for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):
         flat = _flat(samples[key]) if key in with_tokens else None

@@ -72,7 +72,7 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """The reward part whose late mean is lowest in the part's range; ``""`` if no mean is in the lower half of its range.
+        """The reward part whose late mean is lowest in the part's range; ``""`` if all late means are in the upper half.
 
         Parts that are never above 0 (penalties) do not count.
         """
@@ -103,12 +103,12 @@ class Evidence:
         return int(steps[above[-1] + 1]) if len(above) and above[-1] + 1 < len(steps) else None
 
     def rate_at(self, step: int | None) -> float | None:
-        """The learning rate in a step; None if learning rates were not recorded."""
+        """The learning rate in a step; None if the step or the rates are unknown."""
         steps, rates = finite(self.run.series("learning_rate"))
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """``--lr`` with ``factor`` times the lower of its value and the learning rate in a step; without a value if unknown."""
+        """``--lr`` with ``factor`` times the lower of its value and the rate in a step; without a value if both are unknown."""
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 

@@ -22,7 +22,7 @@ AT_COST = 0.2
 MOST = 0.5
 """Minimum fraction of the best answers that must be repetitive or identical to count as a sign."""
 MORE = 0.3
-"""Minimum growth of the fraction of such answers since the start: initial repetition is due to the model or the task."""
+"""Minimum growth of the fraction of repetitive or identical answers: initial repetition is due to the model or the task."""
 SHORT_ANSWER = 20
 """Maximum length in characters of short answers such as yes or no, which count as a sign only if nearly all are equal."""
 NEARLY_ALL = 0.9
@@ -53,8 +53,6 @@ def hacking_problems(evidence: Evidence) -> list[RunProblem]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the reward, with its trend over the run."""
-
     name: str
     trend: SeriesTrend
     weight: float

@@ -115,7 +115,7 @@ class Progress:
 
     @cached_property
     def flat_since(self) -> int | None:
-        """First step whose evaluation differs from all later evaluations only by noise; None if this step is late."""
+        """First step whose evaluation differs from all later ones only by noise; None if this step is late or unknown."""
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
             return None
@@ -123,7 +123,7 @@ class Progress:
         return int(steps[first]) if first < len(values) - 3 and steps[first] <= steps[-1] / 2 else None
 
     def _evaluation_noise(self, series: Series) -> float:
-        """Upper bound of the standard error of the difference between two evaluations: equal prompts reduce the true error."""
+        """Standard error of the difference of two evaluations; for rewards, an upper bound: equal prompts reduce the error."""
         values = finite(series)[1]
         if not self.by_reward:
             return LOSS_NOISE * abs(float(values[0])) if len(values) else math.inf

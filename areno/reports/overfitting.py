@@ -15,7 +15,7 @@ RISE = 1.02
 LOST = 0.2
 """Fraction of its gain on held-out data that a model must lose again to count as having memorized its data."""
 OVERLAP = 0.1
-"""Minimum fraction of recorded held-out prompts that are also training prompts for the overlap to be reported."""
+"""The overlap is reported if at least this fraction of the recorded held-out prompts are also training prompts."""
 PASSES = 3.0
 """A policy counts as having memorized its prompts only if it was trained on each prompt at least this often on average."""
 
@@ -71,7 +71,7 @@ def contaminated(evidence: Evidence) -> RunProblem | None:
 
 
 def _stopping(evidence: Evidence) -> str:
-    """Advise the options --keep-best and --early-stop-patience, without those that the run has already set."""
+    """Recommend those of --keep-best and --early-stop-patience that the run has not set."""
     options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
     missing = [text for option, text in options.items() if not evidence.advice.value(option)]
     return f", with {' and '.join(missing)}" if missing else ""

@@ -28,7 +28,7 @@ LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 """Changes of the entropy, as factors, that make a policy almost deterministic, or much less certain than at the start."""
 CLIPPED = 0.3
-"""Fraction of clipped tokens above which an update loses much of its gradient; it is usually below 0.1."""
+"""Fraction of clipped tokens above which an update loses much of its gradient; usual fractions are below 0.1."""
 STALE = 4.0
 """Mean staleness, in updates, above which samples come from a clearly different policy."""
 FAILED = 0.05

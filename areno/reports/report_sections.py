@@ -186,7 +186,7 @@ def times(run: RunData) -> Times:
 
 
 def span(run: RunData) -> tuple[int, float]:
-    """The first step that the last process of a run recorded, and the seconds from its start to its end or last record.
+    """First step recorded by the last process of a run, and the seconds from the process's start to its end or last record.
 
     The step is 0 for a run that was not resumed. The seconds are 0 if they are unknown.
     """

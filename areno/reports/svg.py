@@ -135,7 +135,7 @@ def _safe(text: str) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Color and dash attribute of the series with this index; the dashes change when the colors repeat."""
+    """Color and dash attribute of the series with this index; a repeated color has different dashes."""
     dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 

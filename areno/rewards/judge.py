@@ -46,7 +46,7 @@ class Judge:
     def __call__(self, prompt: Any, completions: str = "", *_: Any, **data: Any) -> float:
         """Grade one completion, passed as a record (``areno train``) or as text (an experiment).
 
-        Raises RewardError: the server does not respond, or the response has no number.
+        Raises RewardError: the request failed, or the response has no number.
         """
         if hasattr(prompt, "completion"):  # a RewardRecord
             data = {**(prompt.source_record or {}), "answer": prompt.answer}

@@ -19,7 +19,7 @@ class BatchesAhead:
 
     Args:
         begin: starts the generation of a step's batch. Called with the step, and a dictionary from indices to items of the
-            batch. Returns one future per item. Items whose results were restored from a checkpoint are left out.
+            batch, without the items whose results were restored from a checkpoint. Returns one future per item.
         max_staleness: maximum number of steps that generation may be ahead of training.
     """
 

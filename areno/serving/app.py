@@ -70,7 +70,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/live")
     async def live() -> JSONResponse:
-        """Return 200 while the process is alive, even during loading, and 503 after an engine failure."""
+        """Return 503 after an engine failure, and otherwise 200, even during loading."""
         failed = service.state == "failed"
         return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
 

@@ -79,7 +79,7 @@ def unexpected(error: BaseException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Convert the most deeply nested error, because pydantic reports an error for each member of a union.
+    """Convert the most deeply nested error: of the errors for the members of a union, it is from the member that fits best.
 
     Of two equally nested errors, a wrong value is reported rather than a wrong type, which belongs to another member.
     """

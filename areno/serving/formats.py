@@ -47,7 +47,7 @@ class Formats:
         return None if make is None else self._with_reasoning(make, expected.reasoning)
 
     def _with_reasoning(self, make: Callable[..., ConstraintFactory], reasoning: ReasoningParser) -> ConstraintFactory:
-        """Extend a constraint, so that reasoning may precede the constrained response."""
+        """Allow reasoning before the constrained response, if the prompt opens it or its opening marker is a single token."""
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
         text = reasoning.opener

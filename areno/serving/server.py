@@ -138,7 +138,7 @@ class ForegroundServer:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until a signal arrives, then finish running requests. A second signal cancels these requests.
+        """Serve until a signal arrives, then finish running requests. A second signal or ``drain_timeout_s`` cancels them.
 
         Raises ArenoError if loading the model failed.
         """

@@ -31,7 +31,8 @@ async def respond(
 ) -> Response:
     """Generate, and return a streamed or a complete response. ``deadline`` is from :meth:`Service.deadline`.
 
-    Raises ApiError if the queue is full, and after a shutdown, a timeout or an engine failure.
+    Raises ApiError if the queue is full, and after a shutdown, a timeout or an engine failure. Once a stream has started,
+    it contains the error instead.
     """
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:

@@ -37,7 +37,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of one run below ``root``, created by the first save; keeps the newest ``keep``, or all if None."""
+    """The checkpoints of one run below ``root``, which the first save creates. Keeps the newest ``keep``; None keeps all."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CheckpointFolder:
         return self.root / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Return the numbers of completed steps of the complete ``step_...`` checkpoints, ascending."""
+        """Return the step numbers of the complete ``step_...`` checkpoints, ascending."""
         if not self.root.is_dir():
             return []
         matches = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())

@@ -52,7 +52,7 @@ class RunDirectory:
         self.summary_path = self.path / "summary.json"
 
     def create(self, remedy: str = "choose another with --run-dir") -> RunDirectory:
-        """Create the directory and its subdirectories if missing, and return ``self``.
+        """Create the directory, ``events`` and ``checkpoints`` if missing, and return ``self``.
 
         Raises UsageError, which ends with ``remedy``, on failure.
         """

@@ -140,7 +140,7 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Return the folder to which a section saves: below its ``fileroot`` if set, otherwise the run's ``checkpoints``."""
+    """Return a section's save folder: below its ``fileroot`` if set and not the cluster's, else the run's ``checkpoints``."""
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

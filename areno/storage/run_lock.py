@@ -1,8 +1,8 @@
 """Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process exits.
 
-The lock belongs to the open file, which child processes do not keep open, so the lock is released even if the process is
-killed. The lock file remains after the run. While the lock is held, the lock file contains the process id and the host name
-of its holder.
+The lock belongs to the open file, which child processes do not keep open, so a killed process releases the lock even if its
+children survive. The lock file remains after the run. While the lock is held, the lock file contains the process id and the
+host name of its holder.
 """
 
 import errno

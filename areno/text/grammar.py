@@ -95,8 +95,8 @@ def tool_call_constraint(
 ) -> ConstraintFactory:
     """Constrain to tool calls in the format of ``parser``, without other text.
 
-    If only a part of a parameter schema can be enforced, only this part is. If the tool has ``"strict": true``, such a
-    schema is an error.
+    Parameter schemas are enforced as far as possible. If a tool has ``"strict": true``, a schema that cannot be enforced
+    completely is an error.
 
     Args:
         parser: the model's format, which must have a ``shape``.
@@ -177,8 +177,6 @@ def _not_for_text(schema: Any) -> set[str]:
 
 
 class _GrammarState:
-    """The grammar state of one sample."""
-
     __slots__ = ("_choices", "_matcher", "_tokens", "_vocab_size")
 
     def __init__(self, matcher: Any, tokens: Any, vocab_size: int) -> None:
@@ -286,7 +284,7 @@ class _Compiler:
         return " ".join(parts)
 
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
-        """Rules for any text up to and including ``end``. If ``end`` is a special token, ``any_token`` allows others too."""
+        """Rules for text up to and including ``end``. If ``end`` is a special token, ``any_token`` allows others before it."""
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]
         others = sorted(set(self._special.values()) - {self._special.get(end), *self._eos_ids})

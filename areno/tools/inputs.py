@@ -10,9 +10,7 @@ from areno.errors import ArenoError, UsageError
 
 
 def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
-    """Return the files in ``inputs``, and the files in its folders that match ``pattern``. Raises UsageError if an input yields
-    no file.
-    """
+    """Return the input files, and the files in input folders that match ``pattern``. Raises UsageError if an input has none."""
     files: list[Path] = []
     for path in map(Path, inputs):
         matches = sorted(path.rglob(pattern)) if path.is_dir() else [path] if path.is_file() else []

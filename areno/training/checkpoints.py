@@ -46,7 +46,7 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there is none.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there is none or if disabled.
 
         Raises:
             CheckpointError: checkpoints exist but none is usable, a checkpoint is unreadable, or, with ``strict``, a file

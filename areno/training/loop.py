@@ -148,7 +148,7 @@ class TrainingLoop(ABC):
         self.checkpoint()
 
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
-        """Finish the run. Called once after the last step, unless the run was stopped."""
+        """Finish the run. Called once after the last step, unless the run was stopped or failed."""
 
     def cleanup(self) -> None:  # noqa: B027  (not every trainer holds resources)
         """Release resources. Called once at the end, even after an error."""
@@ -179,7 +179,7 @@ class TrainingLoop(ABC):
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run until the end, an error or a stop signal (StopRequested). Saves the completed steps, unless an update failed."""
+        """Run to the end. After an error or a signal (StopRequested), save the completed steps, unless an update failed."""
         try:
             self._restoring = True
             self.load_models()
@@ -307,7 +307,7 @@ class TrainingLoop(ABC):
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Report the evaluation of the restored step again, because its line was dropped with the lines of later steps."""
+        """Report the restored step's evaluation again, because its line was dropped; discard it if settings have changed."""
         previous = self.state.evaluation
         if previous is None:
             return
@@ -354,7 +354,7 @@ class TrainingLoop(ABC):
         self._restore_evaluation()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save the completed steps before an error or a stop ends the run. A second Ctrl-C skips this save."""
+        """Save the completed steps before an error or a stop ends the run. A second signal skips this save."""
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:

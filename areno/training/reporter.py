@@ -74,7 +74,7 @@ class Reporter(ABC):
     def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
         """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before.
 
-        ``data`` contains the sizes of the run's data, if known.
+        Write ``environment.json``, including ``data``: the sizes of the run's data, if known.
         """
         self.run_dir.write_environment({**environment(), **({"data": data} if data else {})})
         self.display.start(total_steps, done_steps, self.heading)

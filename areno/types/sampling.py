@@ -35,7 +35,7 @@ def tightest(*limits: int | None) -> int | None:
 
 
 class Logprobs(list[float]):
-    """Natural log-probs with the temperature of their softmax. Concatenation and slicing preserve the temperature."""
+    """Natural log-probs with the temperature of their softmax. Slices keep it; so do concatenations of equal temperature."""
 
     __slots__ = ("temperature",)
 

@@ -45,7 +45,8 @@ class TrainSequence:
         observed: number under which the engine keeps the row's :class:`TokenRecord`; -1 if no record is kept.
 
     Raises:
-        ValueError: ``tokens`` or ``prompt_mask`` is missing, a list has another length, or the temperature is not above 0.
+        ValueError: ``tokens`` or ``prompt_mask`` is missing, a list is not as long as ``tokens``, or the temperature is not
+            above 0.
     """
 
     # None is for the constructor only, where it means unset.

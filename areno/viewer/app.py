@@ -84,7 +84,7 @@ def _add_file_errors(app: FastAPI) -> None:
 def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
     @app.get("/api/runs")
     def runs() -> DataResponse:
-        """All runs, one row each."""
+        """The runs that are shown, one row each."""
         rows = catalog.rows()
         more = {"outside": catalog.outside, "has_more": catalog.has_more}
         return DataResponse({"folder": catalog.shown, "runs": rows, **more})
@@ -188,7 +188,6 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/{path:path}")
     async def page(path: str, request: Request) -> Response:
-        """A file of the page."""
         name = f"/{path}"
         if name not in static:
             return JSONResponse({"error": {"message": "there is no such page"}}, 404)

@@ -101,7 +101,7 @@ class RunCatalog:
         return self._paths
 
     def open(self, run_id: str) -> OpenedRun:
-        """The run with an ID. Raises ApiError if there is no such run."""
+        """The run with ID ``run_id``. Raises ApiError if there is none."""
         path = self._paths.get(run_id) or self.paths().get(run_id)
         if path is None or not path.is_dir():
             raise ApiError(404, "there is no such run; reload the list of runs", code="run_not_found")

@@ -1,4 +1,4 @@
-"""Server-sent events about new data of runs. The sizes of a run's files are checked twice a second, for all clients at once."""
+"""Server-sent events about new data of runs. The runs' files are checked twice a second, for all clients at once."""
 
 import asyncio
 import json

@@ -41,7 +41,7 @@ def opener(folder: Path) -> Opener:
 
 
 def _open_below(folder: Path, path: Path) -> int:
-    """Open each component of the path without following links, in case a component became a link after it was resolved."""
+    """Open each component of the path without following links, in case one became a link after the path was resolved."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     for part in path.parts:
         outer = descriptor

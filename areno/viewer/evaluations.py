@@ -5,7 +5,7 @@ from typing import Any
 from areno.viewer.catalog import OpenedRun
 
 _MOST_PROMPTS = 100
-"""Maximum number of prompts that are shown; areno records far fewer."""
+"""Maximum number of prompts per evaluation; areno records far fewer."""
 
 
 def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[str, Any]:

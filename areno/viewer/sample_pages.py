@@ -25,7 +25,7 @@ _NEIGHBORS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """The samples to list. None means no filter. Bounds are inclusive. Of ``flags``, one is enough."""
+    """The samples to list. None means no filter. Bounds are inclusive. One of ``flags`` is enough."""
 
     step_from: int | None = None
     step_to: int | None = None

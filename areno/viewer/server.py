@@ -57,7 +57,7 @@ class ViewerServer:
         run_loop(self._serve(started))
 
     def stop(self) -> None:
-        """Stop :meth:`serve`, which runs in another thread, or, if it has not begun, make it return at once."""
+        """Stop :meth:`serve` from another thread. If it has not begun, it will return at once."""
         if self._loop is None:
             self._stopping.set()
             return

@@ -1,6 +1,6 @@
 """Converts the turns of a task to a sample with a reward record and training rows.
 
-A reward function receives the same type of record for agents and for completions; agents set more of its fields.
+A reward function receives the same type of record for agents and for completions; for agents, more fields are set.
 """
 
 from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ class ArenoConfig:
         dp_size: data-parallel size; None means ``world_size // tp_size``.
         devices: device ids of the ranks.
         dummy_load: initialize random weights instead of loading the checkpoint's weights. A reference of the same checkpoint
-            gets the same weights. Other checkpoints and frozen reward models are loaded.
+            gets the same weights. Other checkpoints, frozen critics and frozen reward models are loaded.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,

@@ -53,7 +53,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
 
 
 def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
-    """Return fields of an ``OptimizerOptions``. ``prefix`` selects the learning-rate options of another model."""
+    """Return fields of an ``OptimizerOptions``. ``prefix`` selects another model's learning-rate and clipping options."""
     rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
     return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -100,7 +100,7 @@ class DatasetTrainer(TrainingLoop):
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics of held-out rows, including ``best_metric``. A signal may interrupt an evaluation."""
+        """Return metrics of held-out rows, one of them named by ``best_metric``. A signal may interrupt an evaluation."""
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; remove the "
             "option, or implement evaluate(rows) in the trainer"

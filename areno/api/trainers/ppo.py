@@ -61,7 +61,7 @@ class PPODatasetTrainer(RolloutTrainer):
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Add PPO's statistics over the trained tokens. Explained variance is omitted if all returns are equal."""
+        """Return statistics over the trained tokens. Explained variance is omitted if all returns are equal."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         populations = {

@@ -338,7 +338,7 @@ class RolloutTrainer(DatasetTrainer):
         return rewarded
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score completions. A reward function scores ``records``, and a reward model scores ``token_rows``."""
+        """Score samples. A reward function reads ``records``, a reward model ``token_rows``; workflows set their rewards."""
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         if self._runner is None:

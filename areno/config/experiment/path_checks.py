@@ -48,7 +48,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return the problem if a section's model is of another family, ``model_type``; ``path`` is the path of the section."""
+    """Return the problem if a model's ``model_type`` differs from the setting in its section, whose path is ``path``."""
     if model_type == engine.model_type:
         return ""
     return (

@@ -74,7 +74,7 @@ class FrequencyConfig:
 
 @dataclass
 class SaverConfig(FrequencyConfig):
-    """Saved models, in Hugging Face format; the last model is saved even without an interval."""
+    """Saved models, in Hugging Face format; the last model is saved even without an interval, except in mode off."""
 
     mode: str = setting(
         "auto",

@@ -1,8 +1,8 @@
 """Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
 Overrides use a subset of Hydra's grammar: ``key=value``, ``+key=value`` and ``++key=value`` set any field, and ``~key`` removes
-a key of the file. Values are YAML, but the value of a text setting is the text as written: ``trial_name=2024_01``. List items
-are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+a key of the file. Values are YAML, but except for null, lists and quoted text, the value of a text setting is the text as
+written: ``trial_name=2024_01``. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
 """
 
 import re

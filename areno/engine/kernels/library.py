@@ -115,7 +115,7 @@ def load_all(kernels: Sequence[KernelLibrary]) -> str:
 
 
 def processor() -> str:
-    """Describe this processor's features. File names depend on them, so that different machines can share a cache folder."""
+    """Describe this processor. Library names depend on its features, so that different machines can share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -69,7 +69,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Attention with explicit scores, because fused kernels do not support soft-capping or sinks."""
+    """Attention with explicit scores, for ``native`` and for soft-capping or sinks, which fused kernels do not support."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale

@@ -2,10 +2,10 @@
 
 On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs. oneDNN, which is also
 part of PyTorch, uses AVX-512 on these CPUs. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN reaches 440
-GFLOP/s. These numbers hold for at least 256 rows, both in the forward pass and in the gradient of the input. Products
-with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`) with AVX2 or AVX-512. On Intel CPUs, areno's
-kernel is used only for output layers with a large vocabulary, because MKL repacks their weights for each product. For
-64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
+GFLOP/s. These numbers hold for at least 256 rows, both in the forward pass and in the gradient of the input. Without
+gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`) with AVX2 or AVX-512. On
+Intel CPUs, areno's kernel is used only for output layers with a large vocabulary, because MKL repacks their weights for
+each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
 """
 
 import functools

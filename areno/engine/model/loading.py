@@ -1,6 +1,6 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
-Loading validates that areno runs the model correctly, see :mod:`areno.engine.model.load_check`. If the context exceeds the
+Loading validates that areno runs the model correctly; see :mod:`areno.engine.model.load_check`. If the context exceeds the
 model's attention window, the validation is repeated with a narrow window.
 """
 
@@ -56,7 +56,7 @@ class LoadOptions:
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
     dummy: bool = False  # random weights; only the configuration is read
-    seed: int = 0  # of random weights
+    seed: int = 0  # seed of the random weights
     attn_backend: str = "flash"
     four_bit: bool = False  # quantize the linear layers to 4 bits, which freezes them
     use_kernels: bool = False  # replace supported layers with kernels from the Hugging Face hub
@@ -380,7 +380,7 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Enable sampling if ``transformers`` refuses to save the generation config, for example a temperature without sampling."""
+    """Enable sampling if ``transformers`` rejects the generation config, such as one with a temperature but no sampling."""
     config = getattr(module, "generation_config", None)
     if config is None:
         return

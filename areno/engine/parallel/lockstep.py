@@ -122,7 +122,7 @@ class LeadingLoop(LockstepLoop):
 
 
 class FollowingLoop(LockstepLoop):
-    """The loop of every other rank of a replica. It takes requests only from the leader."""
+    """The loop of a rank that is not the leader. It takes requests only from the leader."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -160,7 +160,7 @@ class FollowingLoop(LockstepLoop):
         return True
 
     def wait_idle(self) -> None:
-        """Wait until the leader is idle. This loop may not have received the leader's requests yet."""
+        """Wait until the leader is idle: this loop may not have received the leader's requests yet."""
         with self._wake:
             self._wake.wait_for(lambda: self.failure is not None or self._idle)
             self._idle -= 1

@@ -30,7 +30,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of ``method``, a dotted path from the object. With ``now``, the thread that reads messages runs the call."""
+    """A call of the worker's ``method`` (a dotted path). With ``now``, the thread that reads messages runs the call."""
 
     number: int
     method: str

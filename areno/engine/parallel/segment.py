@@ -37,7 +37,7 @@ class Segment:
 
 
 def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
-    """Map a segment until its last tensor is freed. Without ``writable``, changes stay private to this process.
+    """Map a segment for as long as tensors use it. Without ``writable``, changes stay private to this process.
 
     Raises OSError if the segment cannot be opened, and ValueError if it is smaller than ``size``.
     """

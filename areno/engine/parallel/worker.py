@@ -147,7 +147,7 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Return the number of bytes that this process has read and written, including mapped files; 0 if unknown."""
+    """Return a number that grows when this process reads or writes, even through mapped files; 0 if unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)

@@ -142,7 +142,7 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed. The whole group has then failed."""
+        """Whether the group has failed. One failed rank fails the group."""
         return self._failure is not None
 
     @property
@@ -159,7 +159,7 @@ class WorkerGroup:
         """Call a method on ``ranks`` (default: all ranks); return the results in the order of ``ranks``.
 
         If all ranks raise exceptions of the same type, raises the first rank's exception, and the group stays usable. Raises
-        EngineError if the ranks' errors differ, only some ranks raise an error, or a rank dies, is stopped or makes no
+        EngineError if the errors differ in type, only some ranks raise an error, or a rank dies, is stopped or makes no
         progress. The group has then failed.
         """
         return self.begin(method, *arguments, ranks=ranks)()

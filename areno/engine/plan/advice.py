@@ -64,7 +64,7 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
 
 
 def halves(value: int, least: int) -> Iterator[int]:
-    """Yield successive halves of a value that are at least ``least``, rounded down to multiples of ``least``."""
+    """Yield successive halves of a value down to ``least``, each rounded down to a multiple of ``least``."""
     while value // 2 >= least:
         value //= 2
         yield value - value % least

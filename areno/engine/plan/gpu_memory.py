@@ -65,7 +65,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
 
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
-    """Size of the KV cache in tokens after the models have been loaded. The size is the same on all ranks.
+    """Choose the KV cache size in tokens after the models have been loaded. The size is the same on all ranks.
 
     On an unshared GPU, this function also decides whether to recompute activations, unless the configuration decides.
     """
@@ -99,7 +99,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
 
 
 def pool_tokens(tokens: int, running: int, context: int | None) -> int:
-    """Limit the size of a cache to the tokens that all running sequences can fill."""
+    """Limit the size of a cache to the tokens that all running sequences can fill, but at least 1024."""
     limit = running * round_up(context, _ROW) if context else tokens
     return max(min(tokens, limit), _MIN_TOKENS)
 

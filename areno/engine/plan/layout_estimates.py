@@ -189,7 +189,7 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Approximate performance of a device per second, and number of devices per node."""
+    """Approximate speeds of a device, per second, and number of devices per node."""
 
     operations: float = 4e14
     node: float = 2e11  # bytes within the node

@@ -1,6 +1,6 @@
 """Shapes of one rank's tensor-parallel shard of a model, according to the tensor-parallel plan of ``transformers``.
 
-The model's code then runs on the shard, because it derives the numbers of heads and the MLP width from the weights.
+The model's code runs on the shard unchanged, because it derives the numbers of heads and the MLP width from the weights.
 Only collectives that gather or split tensors are emulated. Other collectives do not change sizes.
 """
 

@@ -1,6 +1,6 @@
 """Traces the engine's allocations by running it on fake tensors, which have shapes but no memory.
 
-There are no per-layer estimates, so the plan follows any change of the engine. Temporary memory inside a PyTorch
+The plan therefore follows any change of the engine, without per-layer estimates. Temporary memory inside a PyTorch
 operation is not counted.
 """
 

@@ -1,4 +1,4 @@
-"""Draft tokens by prompt lookup: the tokens that followed the previous occurrence of the same n-gram."""
+"""Draft tokens by prompt lookup: the tokens that followed the previous occurrence of the last n-gram."""
 
 from collections.abc import Sequence as Seq
 

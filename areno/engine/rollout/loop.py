@@ -213,7 +213,7 @@ class RolloutLoop:
         self.version = version
 
     def restart(self) -> BaseException | None:
-        """Reset the loop if it has failed, and drop the cache. Returns the error that stopped the loop, or None."""
+        """Drop the cache, and reset the loop if it has failed. Returns the error that stopped the loop, or None."""
         if (cause := self.failure) is not None:
             if self._thread is not None:
                 self._thread.join()

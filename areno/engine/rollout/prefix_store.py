@@ -61,7 +61,7 @@ class PrefixStore:
         return version == self._version and (not blocks or blocks[-1][1] in self._index)
 
     def add(self, context: Seq[int], snapshot: Snapshot, version: int) -> None:
-        """Store the whole blocks of a context. ``snapshot`` must cover these blocks."""
+        """Store the whole blocks of a context if the capacity allows. ``snapshot`` must cover these blocks."""
         if version != self._version:
             self.clear()
             self._version = version

@@ -171,7 +171,7 @@ class Optimizer(ABC):
         self._constant_rate = value
 
     def allocate(self) -> None:
-        """Allocate the memory that the first step would allocate, without an update."""
+        """Allocate the moments, which the first step would otherwise allocate."""
         take_moments(self._adam)
 
     @abstractmethod

@@ -214,7 +214,7 @@ class ZeroAdamW(Optimizer):
         self._filled.clear()
 
     def gradients(self) -> list[Tensor]:
-        """Return the flat gradient before its reduction over the ranks, or [] without a gradient."""
+        """Return the flat gradient before its reduction over the ranks, or [] if it is not allocated."""
         return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()

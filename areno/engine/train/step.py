@@ -383,8 +383,8 @@ class TrainStep:
     ) -> bool:
         """Whether to recompute layers.
 
-        If ``activation_checkpointing`` is None, activations are kept only on a CPU with enough free memory for all of them,
-        without tensor parallelism, FSDP and pipeline stages.
+        If ``activation_checkpointing`` is None, layers are recomputed unless the model is on a CPU with enough free memory,
+        and there is no tensor parallelism, FSDP or pipeline.
         """
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)

@@ -46,7 +46,7 @@ _ROWS_PER_PASS = 8
 
 
 def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield the problems with ``model_type`` of models on the hub, of which only the configuration is downloaded."""
+    """Yield problems with the ``model_type`` of hub models. Downloads only their configurations."""
     for path, _, section in walk(config):
         if (
             isinstance(section, TrainEngineConfig)

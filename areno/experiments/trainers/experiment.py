@@ -128,7 +128,7 @@ class ExperimentTrainer(TrainingLoop):
         """The training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """The experiment's names of statistics, by their names in the health monitor and the display."""
+        """Maps names of statistics in the health monitor and the display to the experiment's names."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:

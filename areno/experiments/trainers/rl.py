@@ -450,7 +450,7 @@ class PPOTrainer(ExperimentTrainer):
         self.dispatcher.load_state(rollout_state(checkpoint))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the episodes, then the replicas, then the rest."""
+        """Close the dispatchers, then the replicas, then the rest."""
         with ExitStack() as stack:  # in reverse order, even if something fails
             stack.callback(super().close, error)
             if self.fleet is not None:

@@ -44,7 +44,7 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         self.fit()
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Examples | None]:
-        """Training rows or pairs, without those longer than ``max_length`` or the model's context."""
+        """Training and held-out rows or pairs, without those longer than ``max_length`` or the model's context."""
         config, section = self.config, self.config.train_dataset
         examples = self._encoded(train, section, "train_dataset")
         held_out = None

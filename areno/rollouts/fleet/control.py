@@ -130,8 +130,8 @@ def request(
 
     Raises:
         UsageError: the run has ended, has no replicas, or belongs to another user.
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If it has begun in
-            that time, it continues resizing; otherwise the request is withdrawn.
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the run has
+            begun to resize by then, it continues; otherwise the request is withdrawn.
     """
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():

@@ -48,7 +48,7 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Size and supervision of a fleet. :class:`ReplicaJob` describes the fields without comments."""
+    """Size and supervision of a fleet; see also :class:`ReplicaJob`."""
 
     replicas: int = 1  # engines of ``tp_size`` ranks each
     tp_size: int = 1

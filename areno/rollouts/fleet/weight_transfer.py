@@ -89,7 +89,7 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 
 
 def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> None:
-    """Let rank 0 of a trainer send the weights that it has kept to the members of a new collective, even during training."""
+    """Let rank 0 of a trainer send its kept weights to the members of a new collective, even during training."""
     if isinstance(engine, EngineGroup):  # `tell` does not wait for a training step to end
         engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
     else:

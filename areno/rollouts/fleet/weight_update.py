@@ -110,7 +110,7 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on data-parallel replica 0 (with FSDP on all ranks). Other ranks yield nothing."""
+    """Yield the full tensors on data-parallel replica 0 (with FSDP: on all ranks). Other ranks yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 

@@ -54,7 +54,7 @@ class RolloutWorkflow(ABC):
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
-    """Run an episode several times concurrently, with different seeds. Raises the first error after all runs have ended."""
+    """Run an episode several times concurrently, with different seeds. Once all runs have ended, raises the first error."""
     group = EPISODE.get() or Episode(-1)
 
     async def run(index: int) -> EpisodeResult:
@@ -74,7 +74,7 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs several samples of each data row as one group, which continues without samples that were rejected (None)."""
+    """Runs several samples of each data row as one group, without the samples that were rejected."""
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
         if group_size < 1:
@@ -98,7 +98,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     """Convert the result of a workflow to tensors. Returns None for a rejected episode (None, or a result without rows).
 
-    With ``check``, the keys, shapes and numbers of tensors are checked.
+    With ``check``, the keys, shapes and values of tensors are checked.
 
     Raises:
         UsageError: the result is not an :data:`EpisodeResult`, or the check failed.

@@ -30,7 +30,7 @@ def resolve_workflow(
     Args:
         workflow: a workflow or an agent, as an object, a class, or the name of an object or class.
         gconfig: sampling settings of agents. Workflows get settings through ``workflow_kwargs`` and ``offered``.
-        workflow_kwargs: keyword arguments of a class.
+        workflow_kwargs: keyword arguments, only allowed for a class.
         offered: further arguments, which are passed if the class declares them.
         agent: agent options.
         model_name: model name in an agent's requests.

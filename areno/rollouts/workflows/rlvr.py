@@ -19,7 +19,7 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
-    """Return the ``messages``, ``prompt`` or ``question`` of a data row. Raises DataError if the row has no such field."""
+    """Return the first non-empty one of ``messages``, ``prompt`` and ``question``. Raises DataError if there is none."""
     for name in PROMPT_FIELDS:
         if data.get(name):
             return data[name]

@@ -121,7 +121,7 @@ def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) ->
 
 
 def _usable(candidates: Sequence[tuple[Tokens, Tokens]], longest: int, eos: int) -> Iterator[Pair]:
-    """Yield the training rows of all pairs that fit the limit and have different answers."""
+    """Yield the training rows of all pairs that fit the limit and have different, non-empty answers."""
     group = 0
     for tokens in candidates:
         fits = all(len(context) + len(answer) <= longest for context, answer in tokens)

@@ -1,4 +1,4 @@
-"""Cache key of a compiled decode step: everything that the step depends on, and its file name in the cache."""
+"""Cache key and file name of a compiled decode step. The key is everything that the step depends on."""
 
 from __future__ import annotations
 

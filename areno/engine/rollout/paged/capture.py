@@ -67,7 +67,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make device synchronizations raise an error that names the operation, unlike an error during a capture."""
+    """Make device synchronizations raise errors that name the operation, which errors during a capture do not."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

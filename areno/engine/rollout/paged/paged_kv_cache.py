@@ -1,7 +1,7 @@
 """Paged KV cache: rows of a block table instead of slots.
 
 The loop uses it like a :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share the prompt's pages.
-When a sample writes to the last, partly filled page, this page is copied (copy-on-write). Snapshots are references to pages. A
+When a sample writes to a shared, partly filled page, the page is copied (copy-on-write). Snapshots are references to pages. A
 compaction moves rows of the table. A page is free once its last reference is dropped. The pool is allocated once at full
 size, so that the addresses in CUDA graphs remain valid.
 """
