@@ -58,7 +58,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because only models of that option are written in the background; "
+            "has no effect without --model-save-interval, because only the models that it saves are written in the background; "
             "set --model-save-interval too",
         )
     if not options.track:

@@ -232,7 +232,7 @@ class EvalSamples:
         self._samples: dict[int, dict[str, Any]] = {}
 
     def add(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
-        """Add scored answers, with prompt index, sample index and finish reason in the ``metadata`` of their records."""
+        """Add scored answers. The ``metadata`` of each record has the prompt index, the sample index and the finish reason."""
         for record, reward in zip(records, rewards, strict=True):
             index = int(record.metadata.get("prompt_index", 0))
             if index in self._samples or len(self._samples) == EVAL_PROMPTS or record.metadata.get("sample_index", 0):

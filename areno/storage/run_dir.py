@@ -113,8 +113,8 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines, and lines of steps after ``step``; return how many were dropped.
 
-        Evaluations are numbered by completed steps, so their answers up to ``step + 1`` are kept, except for ``step`` -1: a
-        run that starts again repeats its first evaluation. The saved rollouts of steps after ``step`` are deleted.
+        Evaluations are numbered by completed steps, so answers of evaluations up to ``step + 1`` are kept. If ``step`` is -1,
+        none are kept, because a run that starts again repeats its first evaluation. The saved rollouts of steps after ``step`` are deleted.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):

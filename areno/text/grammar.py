@@ -213,7 +213,7 @@ class _GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
-            raise EngineError(f"the grammar of a response failed: {reason}")
+            raise EngineError(f"the grammar cannot continue: {reason}")
 
 
 class _OptionalReasoningState:

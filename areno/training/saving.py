@@ -123,4 +123,4 @@ class Saver:
         path = self.path(role, at)
         with CheckpointFolder(path.parent, remedy=self._remedy).writing_named(path.name, 0) as folder:
             write(folder)
-        _log.info("saved %s of global step %d in %s", role, at.global_step + 1, path)
+        _log.info("saved the model of role %s after global step %d in %s", role, at.global_step + 1, path)

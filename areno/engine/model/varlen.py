@@ -128,7 +128,10 @@ def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
         else:
             reasons.append(f"{kernel.name}: {reason}")
     if not working:
-        _warn_once("; ".join(reasons) or "neither torch nor flash-attn has a variable-length kernel")
+        _warn_once(
+            "; ".join(reasons)
+            or "this PyTorch release has no suitable variable-length kernel, and flash-attn cannot be loaded"
+        )
     return tuple(working)
 
 
