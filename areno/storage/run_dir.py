@@ -114,7 +114,8 @@ class RunDirectory:
         """Drop incomplete lines, and lines of steps after ``step``; return how many were dropped.
 
         Evaluations are numbered by completed steps, so answers of evaluations up to ``step + 1`` are kept. If ``step`` is -1,
-        none are kept, because a run that starts again repeats its first evaluation. The saved rollouts of steps after ``step`` are deleted.
+        none are kept, because a run that starts again repeats its first evaluation. The saved rollouts of steps after ``step``
+        are deleted.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
