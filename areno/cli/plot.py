@@ -82,7 +82,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     if suffix not in _SUFFIXES:
-        raise UsageError(f"--out {arguments.out}: use a name that ends in {' or '.join(_SUFFIXES)}")
+        raise UsageError(
+            f"--out {arguments.out}: use a name that ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        )
     if arguments.smooth < 1:
         raise UsageError(f"--smooth {arguments.smooth}: use at least 1")
     if arguments.samples and (suffix == ".svg" or arguments.metric):

@@ -19,7 +19,9 @@ from areno.errors import RewardError
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise RewardError(f"the math reward needs math-verify; install it with: {install_command('math')}") from error
+    raise RewardError(
+        f"the math reward needs math-verify ({error}); install it with: {install_command('math')}"
+    ) from error
 
 CHECK_TIMEOUT_S = 3  # limit for parsing and for verifying an answer
 

@@ -236,7 +236,7 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "x.png"], r"use a name that ends in \.svg, \.csv, \.parquet"),
+        (["--out", "x.png"], r"use a name that ends in \.svg, \.csv or \.parquet"),
         (["--out", "x.svg", "--metric", "rewrd"], r"--metric rewrd was not recorded \(did you mean reward\?\)"),
         (["--out", "x.svg", "--smooth", "0"], "--smooth 0: use at least 1"),
         (["--out", "x.svg", "--width", "6cm"], "--width 6cm: use 100 to 10000 px"),
