@@ -160,8 +160,6 @@ def _segment(segment: Mapping[str, Any], position: int, every_token: bool) -> It
     version = "" if segment["version"] < 0 else str(segment["version"])
     columns = (segment["tokens"], segment["texts"], segment["logprobs"], segment["advantages"])
     for offset, (token, text, logprob, advantage) in enumerate(zip(*columns, strict=True)):
-        pair = (logprob, advantage) if sampled or segment["trained"] else ()
-        numbers = (
-            "  ".join(f"{float(number):>9.4f}" for number in pair) or " " * 20
-        )  # float: NaN is a string in the file
-        yield f"{position + offset:>6}  {head}{token:>8}  {numbers}  {version:>7}  {text!r}"
+        # `float`, because NaN and infinities are strings in the file
+        shown = f"{float(logprob):>9.4f}  {float(advantage):>9.4f}" if sampled or segment["trained"] else " " * 20
+        yield f"{position + offset:>6}  {head}{token:>8}  {shown}  {version:>7}  {text!r}"

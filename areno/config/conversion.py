@@ -18,7 +18,6 @@ from areno.config.conversion_tables import (
     count_of,
     estimator_of,
     is_on,
-    number,
     reading,
     text_of,
 )
@@ -98,7 +97,7 @@ def _of_trl(settings: Settings, kind: str, devices: int) -> tuple[str, Words]:
         if "epsilon" in settings:
             words += [f"--{algorithm}-clip-eps", str(settings["epsilon"])]
         with reading("beta", beta := settings.get("beta", 0)):
-            words += ["--kl-coef", str(beta)] if number(beta) else []
+            words += ["--kl-coef", str(beta)] if float(beta) else []
     elif kind == "dpo":
         words += ["--dpo-beta", str(settings.get("beta", 0.1))]
         loss = text_of(settings.get("loss_type", "sigmoid"))
@@ -115,7 +114,7 @@ def _of_verl(settings: Settings) -> tuple[str, Words]:
         words += ["--clip-eps" if algorithm == "ppo" else f"--{algorithm}-clip-eps", str(clip)]
     if is_on(settings.get(f"{ACTOR}.use_kl_loss", False)):
         with reading(name := f"{ACTOR}.kl_loss_coef", coefficient := settings.get(name, 0.001)):
-            number(coefficient)
+            float(coefficient)
         words += ["--kl-loss-coef" if algorithm == "ppo" else "--kl-coef", str(coefficient)]
     elif algorithm == "ppo":
         words += ["--no-use-kl-loss"]

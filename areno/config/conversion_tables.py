@@ -36,11 +36,6 @@ class Rule:
     many: bool = False
 
 
-def number(value: Any) -> float:
-    """Convert a number or a text to a float. Raises ValueError or TypeError if that is impossible."""
-    return float(value)
-
-
 def _whole(value: Any) -> int:
     return int(float(value))
 
@@ -60,7 +55,7 @@ def _switch(value: Any, _all: Settings) -> Any:
 
 
 def _positive(value: Any, _all: Settings) -> Any:
-    return value if number(value) > 0 else ""
+    return value if float(value) > 0 else ""
 
 
 def _off(value: Any, _all: Settings) -> Any:
@@ -72,7 +67,7 @@ def _above_one(value: Any, _all: Settings) -> Any:
 
 
 def _no_dropout(value: Any, settings: Settings) -> Any:
-    return None if is_on(settings.get("use_peft", False)) and number(value) > 0 else ""
+    return None if is_on(settings.get("use_peft", False)) and float(value) > 0 else ""
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
@@ -86,7 +81,7 @@ def _of_gae(value: Any, settings: Settings) -> Any:
 
 def _epochs(value: Any, _all: Settings) -> Any:
     epochs = _whole(value)
-    return epochs if 1 <= epochs == number(value) else None
+    return epochs if 1 <= epochs == float(value) else None
 
 
 def _one_file(value: Any, _all: Settings) -> Any:
@@ -94,7 +89,7 @@ def _one_file(value: Any, _all: Settings) -> Any:
 
 
 def _steps(value: Any, _all: Settings) -> Any:
-    steps = number(value)
+    steps = float(value)
     return _whole(value) if steps >= 1 else "" if steps == 0 else None
 
 
@@ -121,7 +116,7 @@ def _kl_type(value: Any, settings: Settings) -> Any:
         return ""
     if str(value) not in KL_TYPES:
         return None
-    return value if algorithm_of(settings) == "ppo" or number(settings.get(f"{ACTOR}.kl_loss_coef", 0.001)) else ""
+    return value if algorithm_of(settings) == "ppo" or float(settings.get(f"{ACTOR}.kl_loss_coef", 0.001)) else ""
 
 
 def _strategy(value: Any, settings: Settings) -> Any:

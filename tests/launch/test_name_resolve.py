@@ -123,7 +123,7 @@ def test_a_living_owner_keeps_values_alive_and_reset_removes_its_own(names):
 def test_a_value_that_another_process_has_set_is_neither_kept_alive_nor_deleted(names):
     """Two repositories with separate stores are as separate as two processes."""
     if names.options.type == "memory":
-        pytest.skip("has only one process")
+        pytest.skip("a store in memory has only one process")
     ttl = names.shortest_ttl
     names.add("leader", "first", keepalive_ttl=ttl)
     names.add("other", "first")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,6 +10,7 @@ import pytest
 from areno.errors import RewardError
 from areno.rewards.judge import Judge
 from areno.types import RewardRecord
+from tests.support.stubs import JsonAnswers
 
 
 class StubServer(ThreadingHTTPServer):
@@ -23,24 +23,14 @@ class StubServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(JsonAnswers, BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer({"data": [{"id": "judge-7b"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.server.requests.append((self.headers.get("Authorization"), body))
         self.answer({"choices": [{"message": {"content": self.server.replies.pop(0)}}]})
-
-    def answer(self, value) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_) -> None:
-        pass
 
 
 @pytest.fixture

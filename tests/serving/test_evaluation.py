@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from areno.cli.main import main
+from tests.support.stubs import JsonAnswers
 
 REWARD = """
 def reward_fn(record):
@@ -46,27 +47,17 @@ def test_a_server_gets_the_results_of_the_model_that_it_serves(task, taught, tau
     assert set(there) == set(here)
 
 
-class Counting(BaseHTTPRequestHandler):
+class Counting(JsonAnswers, BaseHTTPRequestHandler):
     """A stub, because areno's server reports all lengths. It answers each prompt, and reports those of ``lengths``."""
 
     def do_GET(self):
         self.answer({"data": [{"id": "stub"}]})
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         length = self.server.lengths.get(body["messages"][0]["content"])
         usage = {} if length is None else {"usage": {"completion_tokens": length}}
         self.answer({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], **usage})
-
-    def answer(self, value):
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.mark.parametrize("lengths", [{"weather?": 4, "two calls?": 0}, {}])

@@ -14,6 +14,7 @@ from areno.errors import UsageError
 from areno.serving.app import create_app
 from areno.serving.server import ServerThread
 from areno.serving.service import Service, ServingConfig
+from tests.support.stubs import BrokenGrammar
 
 
 @pytest.fixture(scope="module")
@@ -84,26 +85,6 @@ def test_an_engine_failure_is_reported_by_requests_and_health_checks(tiny_checkp
             assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_failed")
     finally:
         broken.close()
-
-
-class BrokenGrammar:
-    """Fails at its third token; a stub, because no schema is known that makes the real grammars fail."""
-
-    finished = False
-
-    def __init__(self, _tokenizer):
-        self.pushed = 0
-
-    def allowed(self):
-        return None
-
-    def forces(self, token):
-        return False
-
-    def push(self, token):
-        self.pushed += 1
-        if self.pushed == 3:
-            raise ValueError("out of fuel")
 
 
 @pytest.mark.parametrize("stream", [False, True])

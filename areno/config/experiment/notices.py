@@ -142,10 +142,8 @@ def _servers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _cluster(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    gpus, documented = (
-        config.cluster.n_gpus_per_node,
-        settings_of(type(config.cluster))["n_gpus_per_node"].info.documented,
-    )
+    gpus = config.cluster.n_gpus_per_node
+    documented = settings_of(type(config.cluster))["n_gpus_per_node"].info.documented
     if config.scheduler.type == "ray" and gpus not in (None, 0, documented):
         yield "cluster.n_gpus_per_node", "Ray knows the GPUs of its nodes; only 0, for no GPUs, has an effect"
 

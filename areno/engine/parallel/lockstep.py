@@ -153,9 +153,8 @@ class FollowingLoop(LockstepLoop):
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups
             cancelled = [self._followed[number] for number in message.cancelled]
-            commands = LoopCommands(list(groups.values()), message.cancel_all, cancelled, message.pause)
-            commands.prefix_tokens, commands.max_running = message.prefix_tokens, message.max_running
-            self._apply(commands)
+            limits = message.prefix_tokens, message.max_running
+            self._apply(LoopCommands([*groups.values()], message.cancel_all, cancelled, message.pause, *limits))
         self._followed = {number: group for number, group in self._followed.items() if group.unfinished}
         return True
 

@@ -157,16 +157,16 @@ def request(
         now, beat = time.monotonic(), _last_heartbeat(folder)
         if beat != last:  # compare the time only with itself, because the clocks of machines differ
             last, alive = beat, now
-        ends = now - alive > _ANSWER_S or now - began > timeout_s
-        if ends and placed and not accepted:
+        silent, late = now - alive > _ANSWER_S, now - began > timeout_s
+        if (silent or late) and placed and not accepted:
             (folder / _WANTED).unlink(missing_ok=True)
-        if now - alive > _ANSWER_S:
+        if silent:
             raise _silent(folder)
-        if now - began > timeout_s and not accepted:
+        if late and not accepted:
             raise EngineError(
                 f"the run in {folder} did not begin to resize within {timeout_s:g} s, so the request was withdrawn; see its log"
             )
-        if now - began > timeout_s:
+        if late:
             raise EngineError(f"resizing was not done within {timeout_s:g} s; the run continues resizing, see its log")
         time.sleep(_POLL_S)
 

@@ -22,6 +22,7 @@ from areno.types import Request, SamplingParams
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import generated, wait_until
 from tests.serving.running import WEATHER, save_sharp_checkpoint
+from tests.support.stubs import BrokenGrammar
 
 QUESTION = [{"role": "user", "content": "hi"}]
 COLORS = {"type": "json_schema", "json_schema": {"name": "color", "schema": {"enum": ["red", "green"]}}}
@@ -97,26 +98,6 @@ def test_metrics_remain_after_the_failure_of_an_engine(checkpoint):
     group.close()
     assert page.status_code == 200
     assert f'areno_requests_total{{endpoint="/v1/chat/completions",status="{failed.status_code}"}} 1.0' in page.text
-
-
-class BrokenGrammar:
-    """Fails at its third token; a stub, because no schema is known that makes the real grammars fail."""
-
-    finished = False
-
-    def __init__(self, _tokenizer) -> None:
-        self.pushed = 0
-
-    def allowed(self):
-        return None
-
-    def forces(self, token):
-        return False
-
-    def push(self, token):
-        self.pushed += 1
-        if self.pushed == 3:
-            raise ValueError("out of fuel")
 
 
 def test_a_grammar_that_fails_in_a_replica_is_a_bad_request(open_fleet, checkpoint, monkeypatch):

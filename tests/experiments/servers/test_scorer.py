@@ -1,6 +1,5 @@
 """The limits of a teacher on a server, which scores at temperature 1; scores of a real server are in ``test_vllm.py``."""
 
-import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -8,27 +7,18 @@ import pytest
 
 from areno.errors import UsageError
 from areno.rollouts.servers.scorer import ServerScorer
+from tests.support.stubs import JsonAnswers
 
 
-class OneModel(BaseHTTPRequestHandler):
+class OneModel(JsonAnswers, BaseHTTPRequestHandler):
     """A stub that lists a model and gives each token the log-prob -0.5, as far as it is asked."""
 
     def do_GET(self):
         self.answer({"data": [{"id": "teacher"}]})
 
     def do_POST(self):
-        tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        tokens = self.body()["prompt"]
         self.answer({"choices": [{"logprobs": {"token_logprobs": [None] + [-0.5] * len(tokens)}}]})
-
-    def answer(self, value):
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
 
 
 def test_rows_of_another_temperature_are_refused_and_not_scored_at_temperature_1():

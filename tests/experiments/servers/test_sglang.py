@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,14 @@ from areno.rollouts.servers.replica import ExternalServer, ServerReplica
 from areno.rollouts.servers.sglang_client import SglangCalls
 from areno.types import Request, SamplingParams
 from tests.experiments.fleet.support import wait_until
+from tests.support.stubs import JsonAnswers
 
 PROMPT = [5, 6, 7]
 FAILS = 13
 """A seed for which the server's answer is incomplete."""
 
 
-class Protocol(BaseHTTPRequestHandler):
+class Protocol(JsonAnswers, BaseHTTPRequestHandler):
     """Answers 10, 11, 12, ... with log-probs -0.1, -0.2, ...; a weight update changes the version of later answers."""
 
     def do_GET(self):
@@ -38,7 +38,7 @@ class Protocol(BaseHTTPRequestHandler):
         )
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.server.heard.append((self.path, body))
         if self.server.fails_at == self.path:
             self.server.fails_at, self.server.down = "", True
@@ -83,17 +83,6 @@ class Protocol(BaseHTTPRequestHandler):
         logprobs = [[-0.1 * (place + 1), token, None] for place, token in enumerate(tokens)]
         meta = {"finish_reason": reason, "output_token_logprobs": logprobs, "weight_versions": spans}
         return {"output_ids": tokens, "meta_info": meta}
-
-    def answer(self, content, status=200):
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
