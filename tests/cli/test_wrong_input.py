@@ -212,10 +212,10 @@ def test_wrong_training_input_is_refused(crowded, capsys, argv, message):
 
 def test_rows_in_an_array_are_checked_before_a_model_is_loaded(workspace, capsys):
     rows = "np.array([{'question': '1+1?'}, {'question': '1+2?'}])"
-    (workspace / "array.py").write_text(
+    (workspace / "numpy_rows.py").write_text(
         f"import numpy as np\ndef load_training_dataset(dataset_path, **_):\n    return {rows}\n"
     )
-    assert main(["train", *GSPO, "--dataset-loader-fn", "array.py"]) == 2
+    assert main(["train", *GSPO, "--dataset-loader-fn", "numpy_rows.py"]) == 2
     assert "data.jsonl, row 1: dataset row must contain `prompt`" in capsys.readouterr().err
 
 
