@@ -70,7 +70,7 @@ class OpenAIClient:
                 response = self._connected().post(f"{self.url}/{path}", json=request)
             except httpx.TimeoutException as error:
                 raise ServerError(f"{type(error).__name__}: no answer in {self._timeout_s:g} s") from error
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
@@ -88,7 +88,7 @@ class OpenAIClient:
             response = self._connected().get(f"{self.url}/models")
             response.raise_for_status()
             return str(response.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise ServerError(f"{type(error).__name__}: {error}") from error
 
     def _connected(self) -> httpx.Client:

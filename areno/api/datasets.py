@@ -60,6 +60,7 @@ def load_training_dataset(
     loader_fn: Callable[..., Any] | None = None,
     *,
     option: str = "--dataset-path",
+    loader_option: str = "--dataset-loader-fn",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
     """Load a trainer's rows, with the user's loader if ``loader_fn`` is set. Only row 0 is checked.
@@ -73,9 +74,11 @@ def load_training_dataset(
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows: Any = (
-        default_loader(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn, default_loader)
+        default_loader(dataset_path)
+        if loader_fn is None
+        else _call_loader(dataset_path, loader_fn, default_loader, loader_option)
     )
-    origin = f"{option} {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
+    origin = f"{option} {dataset_path}" if loader_fn is None else loader_option
     first = first_row(rows, origin, dataset_path)
     if not isinstance(first, Mapping):
         raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
@@ -202,7 +205,9 @@ def _load_from_hub(label: str, name: str, config: str | None, split: str) -> Dat
         ) from error
 
 
-def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loader: Callable[..., Any]) -> Any:
+def _call_loader(
+    dataset_path: str, loader_fn: Callable[..., Any], default_loader: Callable[..., Any], option: str
+) -> Any:
     from datasets import load_dataset, load_from_disk
 
     try:
@@ -216,5 +221,5 @@ def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loade
         raise
     except Exception as error:
         raise UsageError(
-            f"--dataset-loader-fn: the loader failed on {dataset_path}: {describe_error(error, source_file(loader_fn))}"
+            f"{option}: the loader failed on {dataset_path}: {describe_error(error, source_file(loader_fn))}"
         ) from error

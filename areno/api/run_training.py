@@ -21,7 +21,7 @@ from areno.api.trainers.base import DatasetTrainer, optimizer_settings, spec_of
 from areno.api.trainers.rollout_trainer import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
-from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
+from areno.config.hooks import EVAL_LOADER_HOOK, LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of
 from areno.config.splits import TEST, TRAIN, row_sources
 from areno.config.validate import check_length
@@ -155,9 +155,10 @@ def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -
     if eval_loader is None and _trained_on(options, path, loader_fn is not None):
         logger.warning("--eval-dataset-path shares rows with --dataset-path: the evaluation uses training rows")
     rng = capture_rng()
+    hook = LOADER_HOOK if eval_loader is None else EVAL_LOADER_HOOK
     if eval_loader is not None:
-        loader_fn = load_hook(eval_loader, EVAL_LOADER_HOOK)
-    rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", split=TEST)
+        loader_fn = load_hook(eval_loader, hook)
+    rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", loader_option=hook.option, split=TEST)
     rows = first_rows(rows, options.eval_max_rows)
     restore_rng(rng)
     return rows

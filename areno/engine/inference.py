@@ -22,8 +22,9 @@ class DecodeProgress:
         if self.interval_s <= 0:
             return
         now = time.perf_counter()
-        if self._since is None:
+        if self._since is None:  # the duration of the first step is unknown
             self._since = now
+            return
         self._tokens += active
         elapsed = now - self._since
         if elapsed >= self.interval_s:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 import uuid
 from typing import Any
 
@@ -19,7 +20,8 @@ _CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
 def connect(setting: str) -> Any:
     """Connect this process to the cluster at ``RAY_ADDRESS``, or to the cluster of this machine.
 
-    Returns the module ``ray``. Raises a UsageError that mentions ``setting`` if there is no cluster.
+    Returns the module ``ray``. Raises a UsageError that mentions ``setting`` if there is no cluster, or if the
+    cluster refuses the token.
     """
     try:
         import ray
@@ -33,7 +35,12 @@ def connect(setting: str) -> Any:
         if host and port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if "AuthenticationError" in "".join(traceback.format_exception(error)):  # it may be quoted in another error
+            raise UsageError(
+                f"{setting}: the Ray cluster at {address} requires a token; set RAY_AUTH_MODE=token, and copy "
+                "~/.ray/auth_token from the cluster's first machine or set RAY_AUTH_TOKEN"
+            ) from error
         raise UsageError(
             f"{setting}: no Ray cluster at {address} ({first_line(error)}); start one with 'ray start --head' and "
             "'ray start --address=HOST:PORT' on other machines, or set RAY_ADDRESS=HOST:PORT"

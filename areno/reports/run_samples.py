@@ -149,8 +149,8 @@ class RunSamples:
 
     def changes(self, count: int) -> list[tuple[int, int]]:
         """The pairs of :attr:`recurring` with the largest difference between their rewards."""
-        pairs = [pair for pair in self.recurring if self.rewards[pair[0]] != self.rewards[pair[1]]]
-        return sorted(pairs, key=lambda pair: -abs(self.rewards[pair[1]] - self.rewards[pair[0]]))[:count]
+        sizes = {(a, b): abs(self.rewards[b] - self.rewards[a]) for a, b in self.recurring}
+        return sorted((pair for pair, size in sizes.items() if size > 0), key=lambda pair: -sizes[pair])[:count]
 
 
 def distinct_share(text: str) -> float:

@@ -378,6 +378,18 @@ def test_held_out_rows_can_have_their_own_loader(tmp_path, tiny_checkpoint):
     assert evaluations(run)[0]["eval/num_sequences"] == 1
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"), [("return []", "no rows in"), ("return rows['a']", "the loader failed on")]
+)
+def test_errors_of_the_loader_of_held_out_rows_name_its_option(tmp_path, tiny_checkpoint, capsys, body, problem):
+    task, loader = write_task(tmp_path / "task"), tmp_path / "bad.py"
+    loader.write_text(f"def load_training_dataset(path, **_):\n    rows = []\n    {body}\n")
+    arguments = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
+    held_out = ["--eval-dataset-path", loader, "--eval-dataset-loader-fn", loader, "--max-steps", 1]
+    assert main([str(word) for word in (*arguments, *held_out)]) == 2
+    assert f"--eval-dataset-loader-fn: {problem} {loader}" in capsys.readouterr().err
+
+
 def test_errors_in_held_out_data_are_reported_before_the_first_step(tmp_path, tiny_checkpoint, capsys):
     task = write_task(tmp_path / "task")
     run = tmp_path / "run"

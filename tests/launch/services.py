@@ -89,6 +89,8 @@ class RayNodes:
         self.folder, self.nodes = folder, []
         self.address = "127.0.0.2:6399"
         self.environment = {**os.environ, "RAY_ADDRESS": self.address, "RAY_USAGE_STATS_ENABLED": "0"}
+        # Otherwise, a token in the user's home, such as one of an earlier local cluster, would protect this cluster.
+        self.environment["RAY_AUTH_MODE"] = "disabled"
         ray = [
             str(Path(sys.executable).with_name("ray")),
             "start",
@@ -130,6 +132,7 @@ class RayNodes:
                     text=True,
                     timeout=60,
                     check=False,
+                    env=self.environment,
                 )
                 if done.stdout.strip() == str(count):
                     return
@@ -165,6 +168,7 @@ def ray_cluster(ray_nodes, monkeypatch):
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray_nodes.address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     yield ray_nodes
     ray.shutdown()
 

@@ -134,7 +134,7 @@ def test_a_run_on_ray_with_names_in_etcd_equals_a_local_run(toys, ray_nodes, etc
 
 
 def test_the_error_names_what_ray_lacks(toys, ray_nodes, monkeypatch):
-    wanted = {"RAY_ADDRESS": ray_nodes.address}
+    wanted = {"RAY_ADDRESS": ray_nodes.address, "RAY_AUTH_MODE": "disabled"}
     words = [*ray_words(), "actor.scheduling_spec.0.cpu=64"]
     output = run(toys, "ray_large", *words, environment=wanted, code=2)
     assert "no node of the cluster has 64 CPU for a worker of actor" in output

@@ -25,6 +25,7 @@ PROGRAM = (
 def launcher_of(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written to the user's home
     names = Names(NameOptions("nfs", str(tmp_path / "names")), f"test/{uuid.uuid4().hex}")
     with own_folder("ray-gpus") as folder, contextlib.ExitStack() as stack:
         size = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": 100_000_000, "include_dashboard": False}

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from areno.engine import inference
 from areno.observability import log_lines
 
 logger = logging.getLogger("areno.tests.log_lines")
@@ -60,3 +61,17 @@ def test_line_is_as_documented(caplog, emit, arguments, line):
         emit(logger, *arguments)
     assert caplog.messages == [line]
     assert (caplog.records[0].levelname, caplog.records[0].name) == ("INFO", logger.name)
+
+
+def test_decode_throughput_counts_only_steps_of_known_duration(caplog, monkeypatch):
+    """Steps end at 1 s, 2 s and 3 s, each with 10 tokens; 100 s later, generation continues."""
+    times = iter([1.0, 2.0, 3.0, 103.0, 105.0])
+    monkeypatch.setattr(inference.time, "perf_counter", lambda: next(times))
+    progress = inference.DecodeProgress(2.0)
+    with caplog.at_level(logging.INFO, logger="areno"):
+        for _ in range(3):
+            progress.step(10)
+        progress.idle()
+        for _ in range(2):
+            progress.step(10)
+    assert [message.rpartition("=")[2] for message in caplog.messages] == ["10.0", "5.0"]

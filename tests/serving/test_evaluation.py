@@ -128,8 +128,9 @@ def test_options_that_a_server_does_not_support_are_errors(task, server, capsys,
 
 def test_an_unreachable_server_and_a_model_name_without_a_server_are_errors(task, sharp_checkpoint, capsys):
     arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
-    for more in ([], ["--model", "tiny"]):
-        assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments, *more]) != 0
-        assert "--ckpt http://127.0.0.1:9/v1: no OpenAI-compatible server answers (" in capsys.readouterr().err
+    for address in ("http://127.0.0.1:9/v1", "http://localhost:80a/v1"):
+        for more in ([], ["--model", "tiny"]):
+            assert main(["eval", "--ckpt", address, *arguments, *more]) != 0
+            assert f"--ckpt {address}: no OpenAI-compatible server answers (" in capsys.readouterr().err
     assert main(["eval", "--ckpt", str(sharp_checkpoint), "--model", "tiny", *arguments]) != 0
     assert "--model tiny has no effect on a local model" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -253,8 +254,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
         rank = first + peers.rank
         try:
             _wait_for_members(where, channel, rank, size)
-            patience = timedelta(seconds=PATIENCE_S)
-            _channels[channel] = meet(where, channel, rank, size, engine.config.device, patience)
+            _channels[channel] = _meet(where, channel, rank, size, engine.config.device)
         except (RuntimeError, OSError, ArenoError) as error:
             return str(error) or "a member did not join"
     return ""
@@ -268,6 +268,25 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all {size} members joined within {PATIENCE_S:g} s")
         time.sleep(0.01)
+
+
+def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.device) -> RankGroup:
+    """Form the process group in a thread, so that a cancelled collective can be left at once.
+
+    If a member dies while it connects, gloo makes the others wait for five times the timeout.
+    """
+    formed: Future[RankGroup] = Future()
+
+    def form() -> None:
+        try:
+            formed.set_result(meet(where, channel, rank, size, device, timedelta(seconds=PATIENCE_S)))
+        except Exception as error:
+            formed.set_exception(error)
+
+    threading.Thread(target=form, name="areno-meet", daemon=True).start()
+    while not wait([formed], timeout=0.1).done:
+        where.members(channel)  # raises OSError if the collective has been cancelled
+    return formed.result()
 
 
 @dataclass(frozen=True, slots=True)

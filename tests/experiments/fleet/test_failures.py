@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.errors import EngineError, UsageError
+from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.replica_supervisor import WorkerCreationError, WorkerFailedError
 from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
 from tests.support.cli import environment, preloaded
@@ -184,6 +186,18 @@ def test_a_replica_killed_while_the_broadcast_group_forms_does_not_block_the_oth
     wait_until(lambda: states(fleet) == ["ready", "ready"])
     for group in fleet._up().values():
         assert same(group.run_on_all_ranks(parameters_of)[0], parameters_of(trainer))
+
+
+def test_a_member_leaves_a_cancelled_collective_that_another_member_never_joins(trainer, tmp_path):
+    """The other member has arrived, but dies before it connects. gloo alone would wait for minutes."""
+    where = FolderRendezvous(tmp_path)
+    where.open("weights")
+    where.come("weights", 1)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(trainer.run_on_all_ranks, weight_update.join, where, "weights", 0, 2)
+        time.sleep(0.5)
+        where.call_off("weights")
+        assert joined.result(timeout=20)[0] != ""
 
 
 def test_a_killed_parent_leaves_no_process_and_no_shared_memory(policy, tmp_path):
