@@ -30,10 +30,10 @@ def cache_folder(kind: str) -> Path:
 
 
 def planted_problem(path: Path) -> str:
-    """Describe why a cached file cannot be trusted, or return "".
+    """Describe why a cached file cannot be trusted. For a trusted file, return "".
 
-    The file contains machine code, so it and each cache folder above it must belong to this user or root, and must not be
-    world-writable.
+    The file contains machine code. The file and each cache folder above it must belong to this user or root, and must
+    not be world-writable.
     """
     root = cache_folder("")
     for entry in (path, *(folder for folder in path.parents if folder.is_relative_to(root))):
@@ -49,7 +49,10 @@ def planted_problem(path: Path) -> str:
 
 @contextmanager
 def building_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target`` in which to build it. Deletes folders of builds killed over a day ago."""
+    """Yield a temporary folder next to ``target`` in which to build it.
+
+    Folders that are over a day old are deleted first, because their builds were killed.
+    """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):
         with suppress(OSError):  # another build may be deleting it too
@@ -60,11 +63,11 @@ def building_folder(target: Path) -> Iterator[Path]:
 
 
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder of this process; if the process is killed, a later process deletes the folder.
+    """A temporary folder of this process. If the process is killed, a later process deletes the folder.
 
     Args:
         kind: part of the folder's name.
-        root: parent folder; None: the system's temporary folder.
+        root: parent folder; None means the system's temporary folder.
     """
 
     def __init__(self, kind: str, root: Path | None = None) -> None:

@@ -6,5 +6,8 @@ import sys
 
 
 def compiler_command() -> list[str]:
-    """Return the compiler and its arguments, such as ``ccache g++``: ``CXX``, or the default of the system."""
+    """Return the C++ compiler and its arguments, such as ``ccache g++``.
+
+    The environment variable ``CXX`` replaces the default of the system.
+    """
     return shlex.split(os.environ.get("CXX", "")) or ["clang++" if sys.platform == "darwin" else "g++"]

@@ -10,7 +10,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group, whose ``folder`` may not exist; ``version`` is the version of cgroups, 1 or 2."""
+    """A control group. Its ``folder`` may not exist. ``version`` is the version of cgroups, 1 or 2."""
 
     folder: Path
     version: int
@@ -21,7 +21,10 @@ class ControlGroup:
 
 
 def groups_of(controller: str, root: Path = GROUPS, membership: Path = MEMBERSHIP) -> Iterator[ControlGroup]:
-    """Yield each group of ``controller`` (``cpu``, ``memory``) or of cgroup v2, from the process's own up to the root."""
+    """Yield the groups of this process, from its own group up to the root.
+
+    Only groups of ``controller`` (``cpu`` or ``memory``) and groups of cgroup v2 are included.
+    """
     try:
         lines = membership.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -11,26 +11,32 @@ from areno.control_groups import GROUPS, MEMBERSHIP, groups_of
 
 
 def usable_cores() -> int:
-    """Return the number of cores in this process's affinity mask, capped by its container's CPU limit (rounded up)."""
+    """Return the number of cores that this process may use.
+
+    This is the number of cores in the process's affinity mask, but at most the container's CPU limit (rounded up).
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroup_limit()
     return cores if limit is None else max(min(cores, math.ceil(limit)), 1)
 
 
 def openmp_threads() -> int | None:
-    """Return the first number in ``OMP_NUM_THREADS`` (the outermost level); None if it is unset or invalid."""
+    """Return the first number in ``OMP_NUM_THREADS``, for the outermost level; None if the variable is unset or invalid."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 def cgroup_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the process's CPU limit in cores, from its control groups (``docker run --cpus``); None: no limit."""
+    """Return the CPU limit of this process's control groups, in cores (``docker run --cpus``); None if there is no limit."""
     limits = [quota / period for quota, period in _quotas(root, membership) if quota > 0 and period > 0]
     return min(limits, default=None)
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
-    """Yield quota (negative if unlimited) and period in microseconds, for each group from the process's own up to the root."""
+    """Yield quota and period of each group in microseconds, from the process's own group up to the root.
+
+    An unlimited quota is negative.
+    """
     for group in groups_of("cpu", root, membership):
         names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         try:
@@ -56,10 +62,10 @@ def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:
 
 
 def read_cpu_times(root_pid: int) -> CpuTimes | None:
-    """Read the times; None if the system does not report them.
+    """Read the current times; None if the system does not report them.
 
     Args:
-        root_pid: process that started this run; the run consists of it and its descendants.
+        root_pid: process that started this run. The run consists of this process and its descendants.
     """
     import psutil
 

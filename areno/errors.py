@@ -29,7 +29,7 @@ class UnsupportedModelError(UsageError):
 
 
 class RewardError(ArenoError):
-    """A reward function failed: import error, exception, timeout, or no finite number returned."""
+    """A reward function failed. It had an import error, an exception or a timeout, or its result is not a finite number."""
 
 
 class AgentError(ArenoError):
@@ -45,7 +45,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine or the cluster failed, or was used in the wrong order; the message includes the cause."""
+    """The engine or the cluster failed, or was used in the wrong order. The message includes the cause."""
 
 
 class GrammarError(EngineError):
@@ -53,10 +53,11 @@ class GrammarError(EngineError):
 
 
 def exit_code(error: BaseException) -> int:
-    """Print an error on stderr, with advice if memory ran out, and return the program's exit code.
+    """Print an error on stderr, and return the program's exit code. If memory ran out, also print advice.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, and otherwise 1. A ``SystemExit`` with a number keeps its code and prints
-    nothing. A ``SystemExit`` with a text, such as ``sys.exit("no data")`` in a user's function, is treated like other errors.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and 1 for other errors. A ``SystemExit`` with a number or without
+    a code prints nothing and keeps its code. A ``SystemExit`` with a text is treated like other errors. An example is
+    ``sys.exit("no data")`` in a user's function.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
@@ -68,7 +69,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its class if there is no message."""
+    """Return the first line of an error's message. Without a message, return the name of the error's class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,7 +1,7 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair, the leading end first sends a random key, with which every header then starts. Stray bytes that other code
-writes to the socket therefore raise an error instead of being read as a length. Connections between machines use
+On a socket pair, the leading end first sends a random key. Every header then starts with this key. If other code writes
+stray bytes to the socket, they raise an error and are not read as a length. Connections between machines use
 :class:`SignedFormat`.
 """
 
@@ -31,7 +31,7 @@ class FrameError(ArenoError):
 
 
 class KeyedFormat:
-    """Frames that consist of a key, the length and the body. :class:`SignedFormat` documents the methods."""
+    """Frames of three parts: key, length and body. :class:`SignedFormat` documents the methods."""
 
     header_bytes, trailer_bytes = _HEADER.size, 0
 
@@ -57,13 +57,13 @@ class KeyedFormat:
 
 
 class SignedFormat:
-    """Frames whose header and body each carry a MAC, which also covers the direction and the position in the stream.
+    """Frames whose header and body each carry a MAC. The MAC also covers the direction and the position in the stream.
 
     Both ends detect messages that an attacker in between has changed, replayed, dropped, inserted or reflected.
 
     Args:
         key: shared key of the connection.
-        dials: whether this end opened the connection; this distinguishes the directions.
+        dials: whether this end opened the connection. Each direction has a key of its own.
     """
 
     header_bytes, trailer_bytes = _LENGTH.size + _MAC_BYTES, _MAC_BYTES
@@ -86,7 +86,7 @@ class SignedFormat:
         return header, trailer
 
     def length(self, header: bytes) -> int | None:
-        """Return the length of the next frame's body; None if its header is not authentic."""
+        """Return the length of the next frame's body. If the header is not authentic, return None."""
         length, mac = header[: _LENGTH.size], header[_LENGTH.size :]
         if not hmac.compare_digest(mac, self._mac(1, self._received, b"h", length)):
             return None
@@ -106,9 +106,9 @@ class SignedFormat:
 
 
 class Frames:
-    """One end of a connection; received bodies of more than ``limit`` bytes are rejected.
+    """One end of a connection. Received bodies of more than ``limit`` bytes are rejected.
 
-    One reading and one writing thread may use it at the same time.
+    One thread may read while another thread writes.
     """
 
     def __init__(self, sock: socket.socket, form: KeyedFormat | SignedFormat, limit: int) -> None:
@@ -120,7 +120,9 @@ class Frames:
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """Return one end for this process, and the other end's socket. Its file descriptor is the argument of :meth:`join`."""
+        """Return one end for this process, and the socket of the other end. :meth:`join` takes the socket's file
+        descriptor.
+        """
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs
 
@@ -147,9 +149,11 @@ class Frames:
         return self._socket.fileno()
 
     def arrived(self) -> list[bytes]:
-        """Return complete messages that have been received, without blocking.
+        """Return the complete messages received so far, without blocking.
 
-        Raises EOFError if the peer has closed and no message is left, and FrameError if a message is invalid or too large.
+        Raises:
+            EOFError: the peer has closed, and no message is left.
+            FrameError: a message is invalid or too large.
         """
         self._read()
         messages = list(self._messages)
@@ -159,7 +163,7 @@ class Frames:
         return messages
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message. ``timeout_s`` limits the time without received bytes; None: no limit.
+        """Wait for the next message. ``timeout_s`` limits the time without received bytes. None means no limit.
 
         Raises the errors of :meth:`arrived`, and TimeoutError.
         """
@@ -171,10 +175,11 @@ class Frames:
         return self._messages.popleft()
 
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
-        """Write a message.
+        """Write a message. After an error, the connection is unusable.
 
-        Raises OSError if the peer has closed, and TimeoutError if the peer reads nothing for ``timeout_s``. After an error the
-        connection is unusable.
+        Raises:
+            OSError: the peer has closed.
+            TimeoutError: the peer reads nothing for ``timeout_s``.
         """
         header, trailer = self._form.written(body)
         parts = [memoryview(part) for part in (header, body, trailer) if part]

@@ -1,4 +1,7 @@
-"""Host memory: how much is free or installed, within the limits of control groups, and how much a run uses."""
+"""Host memory: how much is free, how much is installed, and how much a run uses.
+
+The numbers respect the limits of control groups.
+"""
 
 import os
 from contextlib import suppress
@@ -11,23 +14,24 @@ _UNLIMITED = 2**62
 
 
 def free_bytes() -> int:
-    """Return the bytes that can still be allocated: what the kernel reports as available, within the control groups' limits.
+    """Return the bytes that can still be allocated.
 
-    If the kernel does not report it, half of the physical memory counts as available.
+    This is the number that the kernel reports as available, or the room that control groups leave if it is smaller. If
+    the kernel does not report a number, half of the physical memory counts as available.
     """
     portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return min(proc_figure("/proc/meminfo", "MemAvailable") or portable, left_in_groups())
 
 
 def total_bytes() -> int:
-    """Return the physical memory in bytes, or the lowest limit of the control groups if that is lower."""
+    """Return the physical memory in bytes. If a control group has a lower limit, return the lowest limit."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group_limit())
 
 
 def resident_bytes(root_pid: int, *, peak: bool = False) -> int:
-    """Return the resident bytes of a process and the unshared resident bytes of its descendants; 0 if unknown.
+    """Return the resident bytes of a process and the unshared resident bytes of its descendants. If unknown, return 0.
 
-    With ``peak``, uses each process's peak instead of its current value, if the kernel records it (Linux).
+    With ``peak``, each process counts with its peak instead of its current value. Only Linux records peaks.
     """
     import psutil
 
@@ -49,7 +53,10 @@ def _resident(process: Any, now: int, peak: bool) -> int:
 
 
 def proc_figure(file: str, name: str) -> int:
-    """Return an entry of a ``/proc`` file, converted from KiB to bytes; 0 if it is missing, as on systems other than Linux."""
+    """Return an entry of a ``/proc`` file, converted from KiB to bytes.
+
+    If the entry is missing, as on systems other than Linux, return 0.
+    """
     with suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -58,12 +65,12 @@ def proc_figure(file: str, name: str) -> int:
 
 
 def group_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the lowest memory limit of the process's control groups in bytes; huge if there is none."""
+    """Return the lowest memory limit of the process's control groups in bytes. Without a limit, the result is huge."""
     return min((_limit(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
 
 
 def left_in_groups(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the bytes left under the limits of the process's control groups; huge if there is no limit."""
+    """Return the bytes left under the limits of the process's control groups. Without a limit, the result is huge."""
     return min((_left(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
 
 

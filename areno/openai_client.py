@@ -21,13 +21,13 @@ class ServerError(ArenoError):
 class OpenAIClient:
     """A thread-safe client of one server.
 
-    It sends the API key from the environment variable ``OPENAI_API_KEY``, if set. It connects at the first request, so it may
-    be created in one process and used in another.
+    If the environment variable ``OPENAI_API_KEY`` is set, the client sends this key. The client connects at its first
+    request. So it may be created in one process and used in another.
 
     Args:
         url: base URL with the API version, such as ``http://HOST:8000/v1``.
         timeout_s: timeout of one request.
-        model: model name on the server; None: the first model that the server lists.
+        model: model name on the server. None selects the first model that the server lists.
     """
 
     def __init__(self, url: str, timeout_s: float, model: str | None = None) -> None:
@@ -60,9 +60,10 @@ class OpenAIClient:
             ) from error
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send a request to the model and return the JSON response. Retries transient failures, but not timeouts.
+        """Send a request to the model and return the JSON response.
 
-        Raises ServerError if the server does not answer, or returns an error or invalid JSON.
+        Transient failures are retried, but timeouts are not. Raises ServerError if the server does not answer, returns
+        an error, or returns invalid JSON.
         """
         request = {"model": self.model(), **body}
         for wait_s in (*_WAITS_S, None):
@@ -83,7 +84,6 @@ class OpenAIClient:
         raise ServerError(problem)
 
     def _listed(self) -> str:
-        """Return the first model that the server lists."""
         try:
             response = self._connected().get(f"{self.url}/models")
             response.raise_for_status()

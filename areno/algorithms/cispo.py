@@ -1,4 +1,7 @@
-"""CISPO (MiniMax 2025, arXiv:2506.13585): the clipped ratio weights the log-prob, so that every token keeps its gradient."""
+"""CISPO's loss (MiniMax 2025, arXiv:2506.13585).
+
+The clipped importance ratio is a constant weight of a token's log-prob, so clipping removes no gradient.
+"""
 
 from areno.algorithms import family
 

@@ -31,9 +31,9 @@ class GMPOOptions:
 def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> tuple[Tensor, dict[str, Any]]:
     """L = - mean_i A_i (prod_t c_t)^(1 / L_i), with log c_t = sgn(A_i) min(sgn(A_i) (log pi - log pi_rollout), eps).
 
-    A_i is the mean advantage of sequence i. The ratio of each of the L_i response tokens is clipped before the
-    geometric mean: from above if A_i is positive, and from below otherwise. A sequence without response tokens
-    contributes 0 and counts as a sequence.
+    A_i is the mean advantage of sequence i, and L_i is its number of response tokens. The ratio of each token is
+    clipped before the geometric mean: from above if A_i is positive, and from below if A_i is negative. A sequence
+    without response tokens contributes 0 and counts as a sequence.
     """
     ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
     advantage = sequence_means(advantages_of(data_pack), data_pack)

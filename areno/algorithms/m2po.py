@@ -1,4 +1,4 @@
-"""M2PO (Zheng et al. 2025, arXiv:2510.01161): bounds the mean square of the log-ratios by masking tokens."""
+"""M2PO (Zheng et al. 2025, arXiv:2510.01161): masks tokens to bound the mean square of the log-ratios."""
 
 from areno.algorithms import family
 

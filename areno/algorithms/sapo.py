@@ -1,4 +1,4 @@
-"""SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate instead of clipping."""
+"""SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate of the importance ratio instead of clipping."""
 
 from areno.algorithms import family
 

@@ -29,10 +29,10 @@ class SimPOOptions:
 
 @mean_loss("pair", means("pair_", "loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin"))
 def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: SimPOOptions) -> dict[str, Quantity]:
-    """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), r = (beta / L_i) sum over the answer of log pi.
+    """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), with r_i = (beta / L_i) sum_t log pi_t.
 
-    The mean over the L_i tokens of an answer removes the length bias. gamma is the target margin. No reference model is
-    needed. ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
+    The sum is over the L_i tokens of answer i, and the division by L_i removes the length bias. gamma is the target
+    margin. No reference model is needed. ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
     """
     masked = torch.where(data_pack["packed_response_mask"], in_float(logprobs), 0.0)
     rewards = knobs.simpo_beta * sequence_means(masked.double(), data_pack).to(masked.dtype)

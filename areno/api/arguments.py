@@ -88,7 +88,10 @@ def temperatures(values: Any) -> float | list[float]:
 
 
 def token_ids(name: str, prompt: Any) -> list[int]:
-    """Check and return token ids from a list, an array, or an object with ``input_ids`` or ``ids``."""
+    """Return the token ids in a list, an array, or an object with ``input_ids`` or ``ids``.
+
+    Raises TypeError if the entries are not token ids.
+    """
     for attribute in ("input_ids", "ids"):
         if hasattr(prompt, attribute):
             prompt = getattr(prompt, attribute)
@@ -104,9 +107,9 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
-    """Check and return one list of token ids per prompt. ``context`` and ``vocabulary`` are the model's limits.
+    """Return one checked list of token ids per prompt. ``context`` and ``vocabulary`` are the model's limits.
 
-    Raises UsageError: a prompt is empty, too long, or has an id outside the vocabulary.
+    Raises UsageError if a prompt is empty, is too long, or has an id outside the vocabulary.
     """
     checked = [
         token_ids(f"prompt {i}", value) for i, value in enumerate(as_list("prompt_tokens", values, "token id lists"))
@@ -152,7 +155,10 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError if a row has log-probs of unknown temperature and the trainer sampled at temperatures other than 1."""
+    """Refuse rows whose log-probs have an unknown temperature, if the trainer sampled at other temperatures than 1.
+
+    ``sampled_at`` has the temperatures at which the trainer sampled. Raises UsageError.
+    """
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))

@@ -1,7 +1,7 @@
-"""Reads JSON, JSONL, CSV, TSV, Parquet and Arrow files, and folders of them, into ``datasets.Dataset``.
+"""Reads data files and folders of data files into ``datasets.Dataset``.
 
-Unlike the builders of ``datasets``, this module reads files into memory without a global cache, so that data is never
-stale. Errors say which row is malformed.
+The formats are JSON, JSONL, CSV, TSV, Parquet and Arrow. The builders of ``datasets`` keep a global cache, which can be
+stale; this module reads files into memory without a cache. Errors name the malformed row.
 """
 
 from __future__ import annotations
@@ -131,12 +131,11 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
 
 
 def _first_misfit(values: list[Any]) -> int:
-    """Return the index of the first value that Arrow rejects."""
+    """Return the index of the first value that Arrow cannot store in one column with the values before it."""
     return bisect.bisect_left(range(len(values)), True, key=lambda index: not _can_be_stored(values[: index + 1]))
 
 
 def _can_be_stored(values: list[Any]) -> bool:
-    """Whether Arrow can store the values as one column."""
     import pyarrow as pa
 
     try:
@@ -147,7 +146,7 @@ def _can_be_stored(values: list[Any]) -> bool:
 
 
 def _rejections() -> tuple[type[Exception], ...]:
-    """What Arrow raises for values that it cannot store as one column."""
+    """Exceptions that Arrow raises if it cannot store values as one column."""
     import pyarrow as pa
 
     return pa.ArrowException, OverflowError, UnicodeError
@@ -188,9 +187,10 @@ def _check_header(header: list[str], path: Path) -> None:
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """Convert a column to numbers if all values are numbers without leading zeros. Empty strings become None.
+    """Convert the texts of a column to numbers, if all texts are numbers without leading zeros.
 
-    A column that has an integer of more than 18 digits, such as an id, remains text to keep all digits.
+    Empty texts are ignored and become None. If a text is an integer of more than 18 digits, such as an id, the column
+    remains text to keep all digits.
     """
     filled = [text for text in texts if text]
     if any(_LONG_INTEGER.fullmatch(text) for text in filled):

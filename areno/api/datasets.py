@@ -27,10 +27,10 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
     """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
 
     Args:
-        dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of such files, a ``save_to_disk`` folder,
-            or a hub reference.
+        dataset_path: a file, a folder of files, a ``save_to_disk`` folder, or a hub reference. Files are JSON, JSONL,
+            Parquet, CSV, TSV or Arrow.
         option: name of the option, for error messages.
-        split: split of a folder that has splits, or of a hub reference without a split.
+        split: split to read from a folder with splits, or from a hub reference that names no split.
 
     Raises:
         DataError: a file is malformed.
@@ -63,14 +63,15 @@ def load_training_dataset(
     loader_option: str = "--dataset-loader-fn",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load a trainer's rows, with the user's loader if ``loader_fn`` is set. Only row 0 is checked.
+    """Load a trainer's rows. Only row 0 is checked.
 
-    The loader may interpret the path in any way. The loader also receives the keywords ``default_loader`` (bound to the
-    split), ``load_dataset`` and ``load_from_disk``.
+    If ``loader_fn`` is set, this function loads the rows, and may interpret the path in any way. It also receives the
+    keywords ``default_loader`` (bound to the split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
         DataError: a file is malformed.
-        UsageError: the loader failed, there are no rows, row 0 is not a mapping, or ``len()`` or integer indexing fails.
+        UsageError: the loader failed, there are no rows, row 0 is not a mapping, or the rows lack ``len()`` or integer
+            indices.
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows: Any = (
@@ -87,7 +88,11 @@ def load_training_dataset(
 
 
 def first_row(rows: Any, origin: str, dataset_path: str) -> Any:
-    """Return row 0. Raises UsageError, which begins with ``origin``, if there are no rows, or ``len()`` or indexing fails."""
+    """Return row 0.
+
+    Raises UsageError if there are no rows, or if the rows lack ``len()`` or integer indices. The message begins with
+    ``origin``.
+    """
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
     if len(rows) == 0:
@@ -171,7 +176,10 @@ def iter_prompt_batches(
 
 
 def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int, str]:
-    """Return the maximum number of prompt tokens that leaves room for an answer, and a description of this limit."""
+    """Return the maximum number of tokens of a prompt, and a description of this limit.
+
+    If there is a context limit, a prompt must leave room for at least one token of the answer.
+    """
     if context_limit is None or context_limit > max_prompt_tokens:
         return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
     return context_limit - 1, (

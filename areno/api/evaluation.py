@@ -52,10 +52,11 @@ def rollout_sampling(options: TrainOptions) -> SamplingParams:
 
 
 def evaluation_sampling(options: TrainOptions) -> SamplingParams:
-    """Return the sampling parameters of evaluations: those of training, but with ``--eval-temperature``.
+    """Return the sampling parameters of evaluations.
 
-    Without ``--eval-temperature``, decoding is greedy if ``--greedy`` is set or there is one sample per prompt.
-    Otherwise samples are drawn at ``--temperature``.
+    Only the temperature may differ from training. With ``--eval-temperature``, samples are drawn at this temperature.
+    Otherwise decoding is greedy if ``--greedy`` is set or there is one sample per prompt. In all other cases, samples
+    are drawn at ``--temperature``.
     """
     temperature = options.eval_temperature
     greedy = temperature is None and (options.greedy or options.eval_n_samples == 1)
@@ -93,13 +94,14 @@ def evaluate_prompts(
         answers: source of answers, such as an agent; None uses the policy's completions.
 
     Returns:
-        ``rewards_mean, rewards_std``, the means of reward parts as ``reward_parts/NAME``, ``accuracy`` (fraction of rewards
-        above 0), ``pass@k`` for k = 1, 2, 4, ... and ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio,
-        num_prompts, num_samples, skipped_long, reward_errors, eval_time_s``. Answers without a reward are excluded from
-        the rewards, ``accuracy`` and ``pass@k``.
+        These metrics: ``rewards_mean``, ``rewards_std``, ``reward_parts/NAME`` (mean of a part), ``accuracy`` (fraction
+        of rewards above 0), ``pass@k`` (for k = 1, 2, 4, ... and ``n_samples``), ``response_len_mean`` (in tokens),
+        ``truncated_ratio``, ``num_prompts``, ``num_samples``, ``skipped_long``, ``reward_errors`` and ``eval_time_s``.
+        Answers without a reward do not count in the rewards, ``accuracy`` and ``pass@k``.
 
     Raises:
-        RewardError: no answer got a reward, or ``rewards`` returned too few, too many or non-finite rewards.
+        RewardError: no answer got a reward, or ``rewards`` returned a wrong number of rewards or a reward that is not
+            finite.
     """
     if not len(rows) or n_samples < 1 or max_running < 1:
         raise ValueError(
@@ -136,7 +138,7 @@ def measure(
     n_samples: int,
     on_scored: OnScored | None,
 ) -> dict[str, float]:
-    """Answer prompts batch by batch, score the answers, and return the metrics; see :func:`evaluate_prompts`."""
+    """Generate answers batch by batch, score them, and return the metrics of :func:`evaluate_prompts`."""
     start, totals = time.perf_counter(), _EvalTotals(n_samples)
     for batch in batches:
         prompts = range(totals.num_prompts, totals.num_prompts + len(batch.items))

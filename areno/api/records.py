@@ -59,7 +59,7 @@ def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequen
 
     Args:
         item: prompt and data row.
-        prompt_index: index of the prompt in its batch or, in an evaluation, among all prompts.
+        prompt_index: index of the prompt in its batch. In an evaluation, the index is among all prompts.
         sample_index: index of the answer among the prompt's samples.
         sequence: the answer.
     """

@@ -37,7 +37,7 @@ class ReplayTrainer(RolloutTrainer):
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and continue from the step of the recorded rows, even if the weights are older."""
+        """Create the objective, and continue from the step of the recorded rows. The weights may be from an earlier step."""
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
@@ -67,7 +67,10 @@ class ReplayTrainer(RolloutTrainer):
         return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
 
     def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Add the inputs of the loss to the rows. Return statistics if advantages are recomputed, otherwise {}."""
+        """Add the inputs of the loss to the recorded rows.
+
+        If advantages are recomputed, return the statistics of the rows; otherwise return {}.
+        """
         self._seconds.clear()
         has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
         if has_all and not self.replay.reshapes:
@@ -112,9 +115,9 @@ def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[
     Args:
         config: the options of the replay.
         replay: the recorded rows, and the checkpoint to start from.
-        keeps: write a checkpoint after the last update.
+        keeps: whether to write a checkpoint after the last update.
 
-    Raises StopRequested: a signal stopped the replay.
+    Raises StopRequested if a signal stopped the replay.
     """
     spec = get_algorithm(config.algo)
     run_dir, start = RunDirectory(config.run_path).create(), time.perf_counter()

@@ -1,6 +1,7 @@
-"""Runs training or evaluation from resolved options; used by ``areno train``, ``eval`` and ``replay``, and by the quickstart.
+"""Runs training or an evaluation from resolved options.
 
-An evaluation uses the algorithm's trainer to generate and reward answers, but takes no training steps.
+``areno train``, ``areno eval``, ``areno replay`` and the quickstart use this module. An evaluation uses the algorithm's
+trainer to generate and reward answers, but takes no training steps.
 """
 
 import logging
@@ -127,7 +128,7 @@ def locked_run(options: TrainOptions) -> Iterator[None]:
 
 
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
-    """Check the first row of the data before a model is loaded."""
+    """Raise DataError if the first training or held-out row is unsuitable. Called before a model is loaded."""
     algorithm = get_algorithm(options.algo)
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
@@ -145,9 +146,10 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the held-out rows with ``--eval-dataset-loader-fn`` or the run's loader; None without ``--eval-dataset-path``.
+    """Load the held-out rows; None without ``--eval-dataset-path``.
 
-    The random state is restored afterwards, so that a loader does not affect training.
+    The loader is ``--eval-dataset-loader-fn`` or, by default, the loader of the training data. The random state is
+    restored afterwards, so that a loader does not affect training.
     """
     path, eval_loader = options.eval_dataset_path, options.eval_dataset_loader_fn
     if path is None:
@@ -178,13 +180,16 @@ def run_evaluation(
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
+    """Evaluate ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
         options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
         loader_fn: as for :func:`run_training`.
         on_start: called with the number of rows once the model is loaded.
         on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
+
+    Returns:
+        The metrics of :func:`areno.api.evaluation.evaluate_prompts`.
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     options = replace(options, eval_dataset_path=options.dataset_path)
@@ -235,7 +240,7 @@ def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
 
 
 def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
-    """Log the best evaluation. Return the last and the best evaluation for the summary; {} if there is none."""
+    """Log the best evaluation, and return the last and the best for the summary. Without evaluations, return {}."""
     last, best = loop.state.evaluation, loop.state.best
     if last is None:
         return {}

@@ -70,9 +70,9 @@ class StepClock:
             self._rollout_start, self._step_start = (None if start is None else start + pause for start in starts)
 
     def close_step(self, ended: float | None = None) -> dict[str, float]:
-        """End the step (now, or at ``ended``), log and return its times, and reset the clock.
+        """End the step, reset the clock, and return the times of the step. The times are also logged.
 
-        The training time is the sum over all trained roles.
+        The step ends at ``ended`` or, by default, now. The training time is the sum over all trained roles.
         """
         ended = ended or time.perf_counter()
         rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_start or ended)
@@ -108,7 +108,10 @@ class Sampler:
         return self._backend
 
     def init(self) -> None:
-        """Load the tokenizer and the model. Call this before other methods. It may be called again after :meth:`close`."""
+        """Load the tokenizer and the model. Call this before other methods.
+
+        Raises EngineError if the model is already loaded. To load the model again, call :meth:`close` first.
+        """
         if self._backend is not None:
             raise EngineError(
                 "the trainer is already initialized; loading the model again would discard its training. "
@@ -167,7 +170,7 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate from texts, with the tokenizer's chat template if it has one. See :meth:`rollout_token_batch`."""
+        """Generate from texts; see :meth:`rollout_token_batch`. If the tokenizer has a chat template, it is applied."""
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
     async def rollout_batch_async(
@@ -263,8 +266,8 @@ class Sampler:
             token_rows: token ids of each row; rows may differ in length.
             temperatures: softmax temperature of all rows, or one per row.
             micro_bs: rows per forward pass, which does not change the result.
-            routed_experts: experts for the tokens of each row, as in ``TrainSequence.routed_experts``; only for the
-                actor, with ``return_routed_experts``.
+            routed_experts: experts of the tokens of each row, as in ``TrainSequence.routed_experts``. Only the actor
+                takes them, and only with ``return_routed_experts``.
 
         Returns:
             For each row, one natural log-prob per token. Entry i is log p(token i | tokens before i); entry 0 is 0.0.

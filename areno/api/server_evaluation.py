@@ -39,12 +39,15 @@ def evaluate_server(
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of :func:`areno.api.evaluation.evaluate_prompts` for a model on a server.
+    """Evaluate a model on a server.
 
     Args:
         url: base URL of the server, including the API version, such as ``http://HOST:8000/v1``.
         model: model name on the server; None uses the first model that the server lists.
         options: as for :func:`areno.api.run_training.run_evaluation`. A string prompt becomes a user message.
+
+    Returns:
+        The metrics of :func:`areno.api.evaluation.evaluate_prompts`.
 
     Raises:
         UsageError: the server does not answer.
@@ -72,7 +75,7 @@ def evaluate_server(
 
 
 def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Iterator[PromptBatch]:
-    """Yield batches of prompts without tokens, because the server tokenizes prompts."""
+    """Yield batches of prompts. The prompts have no tokens, because the server tokenizes them."""
     for start in range(0, len(rows), size):
         items = []
         for index in range(start, min(start + size, len(rows))):

@@ -1,6 +1,6 @@
 """The rollout session. Generation is allowed only while a session is open.
 
-With ``proxy=True`` the session serves the model to agents on a free loopback port, with the server of ``areno serve``.
+With ``proxy=True`` the session serves the model to agents, with the server of ``areno serve`` on a free loopback port.
 Pass the session to an agent as its ``ctx``. See :mod:`areno.api.agentic`.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RolloutSession:
-    """Sync or async context manager, created by :meth:`areno.Trainer.rollout_session`, which documents the arguments.
+    """Sync or async context manager. :meth:`areno.Trainer.rollout_session` creates it and documents the arguments.
 
     Sessions can be nested. The outermost session prepares the backend and ends the rollout.
     """
@@ -71,7 +71,7 @@ class RolloutSession:
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the URL of the endpoint, or a URL for one task; see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
+        """Return the URL of the endpoint or of one task; see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
@@ -83,16 +83,19 @@ class RolloutSession:
         return self.agent_context.trajectory(item)
 
     def samples(self, trajectories: Any) -> list[AgentSample]:
-        """Convert an agent's turns to training rows and reward records, even after the session has ended.
+        """Convert an agent's turns to training rows and reward records. The session may have ended.
 
-        If the loss mask policy trains on context tokens, this method waits until all running generation has finished, and
-        then computes the log-probs of these tokens.
+        If the loss mask policy trains on context tokens, the log-probs of these tokens are computed. For this, the
+        method waits until all running generation has finished.
 
         Args:
             trajectories: turns, trajectories, or lists of them.
 
         Returns:
-            One sample per task, ordered by prompt and sample. Raises ValueError for a response from another session.
+            One sample per task, ordered by prompt and sample.
+
+        Raises:
+            ValueError: a response is from another session.
         """
         from areno.api.agentic.collect import by_item
         from areno.api.agentic.samples import fill_context_logprobs, make_sample

@@ -91,7 +91,7 @@ class Trainer(Sampler):
         seed: int | None = None,
         disable_thinking: bool = False,
     ) -> RolloutSession:
-        """Create a session for generation, to be opened with ``async with`` or ``with``.
+        """Create a session for generation. Enter the session with ``async with`` or ``with``.
 
         Args:
             sampling_params: default generation controls.
@@ -126,7 +126,8 @@ class Trainer(Sampler):
 
         Args:
             batch_data: at least one row.
-            loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.loss_interface`.
+            loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see
+                :mod:`areno.loss_fns.loss_interface`.
             mini_bs: rows per forward and backward pass.
             gradient_accumulation_steps: microbatches per optimizer step; None makes a single step on all rows.
 
@@ -135,10 +136,10 @@ class Trainer(Sampler):
 
         Raises:
             TypeError: an argument is of the wrong type.
-            UsageError: a row is longer than the model's context, has an id outside the vocabulary, or has log-probs with an
-                unknown temperature.
-            ValueError: there are no rows, rows have different per-token lists, or a loss over pairs gets an odd number
-                of rows or an odd ``mini_bs``.
+            UsageError: a row is longer than the model's context or has an id outside the vocabulary. Also raised if
+                log-probs have an unknown temperature and the trainer has sampled at other temperatures than 1.
+            ValueError: there are no rows, or rows have different per-token lists. Also raised if a loss over pairs gets
+                an odd number of rows or an odd ``mini_bs``.
         """
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)
@@ -275,7 +276,7 @@ class Trainer(Sampler):
         return self.backend.learning_rate(role)
 
     def set_learning_rate(self, value: float, role: str = "actor") -> None:
-        """Set a constant learning rate for a role, instead of its schedule, from its next optimizer step on.
+        """Replace the learning-rate schedule of a role by a constant rate, from its next optimizer step on.
 
         Raises:
             EngineError: there is no such role, or it is frozen.
@@ -293,7 +294,7 @@ class Trainer(Sampler):
         max_prompt_tokens: int = 1024,
         max_running_prompts: int = 64,
     ) -> dict[str, float]:
-        """Generate answers to held-out prompts and report their rewards, without affecting the random state of training.
+        """Generate answers to held-out prompts and report their rewards. The random state of training does not change.
 
         Args:
             dataset: rows with a ``prompt``.
@@ -304,7 +305,8 @@ class Trainer(Sampler):
             max_running_prompts: maximum number of sequences decoded concurrently.
 
         Returns:
-            The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``, ...
+            The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``,
+            ...
 
         Raises:
             RewardError: a reward is invalid, or lacks a part that other rewards have.

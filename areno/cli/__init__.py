@@ -1,4 +1,4 @@
-"""The command line: one small module per command, imported only when the command is used; ``main`` dispatches to it.
+"""The command line. Each command has a small module, which ``main`` imports only when the command is used.
 
 The flags of commands with many flags are declared outside this package:
 

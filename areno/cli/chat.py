@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
-    """Connect to the server at ``--base-url``, or start one in this process for ``--model-path``."""
+    """Yield a client and the model's name. Without ``--base-url``, a server of ``--model-path`` runs in this process."""
     if options.base_url:
         client = ChatClient(options.base_url, options.api_key)
         yield client, options.model or client.first_model()
@@ -75,7 +75,10 @@ class ChatSession:
         }
 
     def ask(self, question: str) -> Iterator[tuple[str, bool]]:
-        """Ask a question; yields ``(text, is_reasoning)`` chunks. The history changes only when the answer is complete."""
+        """Ask a question, and yield the answer in chunks ``(text, is_reasoning)``.
+
+        The history changes only when the answer is complete.
+        """
         messages = [*self.messages, {"role": "user", "content": question}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = ""
@@ -88,7 +91,7 @@ class ChatSession:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str | None:
-        """Execute ``/reset`` or ``/system`` and return the notice to show; return None for any other line."""
+        """Execute ``/reset`` or ``/system``, and return the notice to show. For any other line, return None."""
         name, _, text = line.partition(" ")
         if name == "/reset":
             self.messages = list(self._first)
@@ -100,7 +103,7 @@ class ChatSession:
 
 
 def _first_messages(file: str) -> list[dict[str, str]]:
-    """Read the messages of ``--messages``. Raises UsageError if the file is not a list of messages."""
+    """Read the messages of ``--messages``. Raises UsageError if the file cannot be read or is not a list of messages."""
     try:
         messages = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -117,7 +120,7 @@ def _first_messages(file: str) -> list[dict[str, str]]:
 
 
 def _answer_lines(conversation: ChatSession) -> None:
-    """Answer each line of stdin, and execute commands; prints answers without their reasoning."""
+    """Print the answer to each line of stdin, without its reasoning. Lines with commands are executed."""
     for question in _questions():
         if question == "/quit":
             return

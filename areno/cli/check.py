@@ -1,7 +1,7 @@
 """``areno check``: reports whether this machine is ready to train, and how to fix problems.
 
-No GPU is needed. FAIL means that training cannot work (exit code 1), WARN that training may be slower or may fail, and INFO
-that something optional is missing or unused.
+No GPU is needed. FAIL means that training cannot work; the exit code is then 1. WARN means that training may be slower or may
+fail. INFO means that something optional is missing or unused.
 """
 
 import shutil
@@ -55,7 +55,10 @@ def checks(report: dict[str, Any]) -> list[Check]:
 
 
 def format_checks(results: Sequence[Check]) -> str:
-    """Format the verdict, each check with its detail, what is ready, and what to fix, worst first."""
+    """Format the verdict, the checks with their details, what is ready, and the next steps.
+
+    The remedies of failures come before those of warnings.
+    """
     ready = not any(result.status == "FAIL" for result in results)
     lines = [f"AReno check: {'ready' if ready else 'not ready'}", ""]
     for result in results:

@@ -1,7 +1,6 @@
 """``areno completion``: prints a script that lets a shell complete commands, options, choices and files.
 
-The script is generated from the parsers of all commands: each command is called with ``--help``, and its options are taken from
-the parser that prints the help.
+The script is generated from the parsers of all commands. A parser is obtained by calling its command with ``--help``.
 """
 
 import argparse

@@ -70,7 +70,10 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """Return the value of a setting: YAML, or the text itself if it is not YAML or reads like "name: value"."""
+    """Parse the value of a setting as YAML.
+
+    A text that is not YAML or reads like "name: value" is returned unchanged.
+    """
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

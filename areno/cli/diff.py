@@ -1,4 +1,4 @@
-"""``areno diff``: shows the differences between two runs, and the first step that differs, with the reason."""
+"""``areno diff``: shows how two runs differ, and finds the first step that differs and the reason."""
 
 import json
 from collections.abc import Sequence

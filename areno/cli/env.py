@@ -106,7 +106,10 @@ def collect() -> dict[str, Any]:
 
 
 def dependency(name: str) -> dict[str, Any]:
-    """Import a distribution's module; returns ``version`` (None if not installed), ``imported`` and ``error``."""
+    """Import a distribution's module, and return ``version``, ``imported`` and ``error``.
+
+    If the distribution is not installed, ``version`` is None.
+    """
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

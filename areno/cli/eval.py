@@ -43,7 +43,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 class EvalProgress:
-    """Progress of an evaluation: a bar on a terminal, log lines elsewhere. Also fills an :class:`AnswerFile`, if given."""
+    """Shows the progress of an evaluation: a bar on a terminal, log lines elsewhere.
+
+    If there is an :class:`AnswerFile`, the answers are also written to this file.
+    """
 
     def __init__(self, n_samples: int, answers: AnswerFile | None) -> None:
         from rich.console import Console
@@ -66,7 +69,7 @@ class EvalProgress:
         self._bar.stop()
 
     def start(self, rows: int) -> None:
-        """Start the clock after the model is loaded; ``rows`` includes prompts that will be skipped as too long."""
+        """Start the clock after the model is loaded. ``rows`` also counts the prompts that will be skipped as too long."""
         self._total, self._started = rows, time.monotonic()
         self._bar.update(self._task, total=rows)
         self._bar.start()

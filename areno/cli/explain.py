@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list(width: int, data: RunData | None) -> Iterator[str]:
-    """List all metrics, or those that a run recorded, by section."""
+    """List the metrics by section: all metrics, or with ``data`` those that the run recorded."""
     listed = explanations() if data is None else _recorded(data)
     for (front_end, section), members in groupby(listed, lambda one: (one.front_end, one.section)):
         rows = list(members)
@@ -101,7 +101,7 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """Return the recorded name that matches the query: the query itself (such as NAME/max), the metric, or its mean."""
+    """Return the first recorded name of these: the query itself (such as NAME/max), the metric, and its mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

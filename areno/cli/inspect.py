@@ -1,7 +1,7 @@
-"""``areno inspect``: shows what a run sampled and trained on: a list of samples, or one sample by turns and tokens.
+"""``areno inspect``: lists the samples of a run, or shows one sample by turns and tokens.
 
-The command reads only the run directory, and needs no model or tokenizer. It also works on a run in progress and on a run
-from another machine.
+The command reads only the run directory, and needs no model or tokenizer. It also works on a run in progress and on a run from
+another machine.
 """
 
 import json

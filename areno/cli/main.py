@@ -36,8 +36,11 @@ COMMANDS = {
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
     "view": "Show runs in the browser: curves, samples, conversations, differences, logs.",
 }
-"""Command names and their one-line help. ``areno.cli.<name>.run`` takes the arguments after the name, and returns the exit
-code or raises an `ArenoError`, which ``main`` reports."""
+"""Command names and their one-line help.
+
+``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code. If it raises an `ArenoError`, ``main``
+reports the error.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +79,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """Return the command to call; with ``--resume``, this is the command that wrote the run."""
+    """Return the command to call. If the arguments resume a run, this is the command that wrote the run."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume

@@ -1,4 +1,4 @@
-"""``areno plan``: estimates the memory of each phase of a run and suggests changes, or lists layouts that fit (``--fit``)."""
+"""``areno plan``: estimates the memory of each phase of a run and suggests changes. ``--fit`` lists layouts that fit."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``areno replay``: trains on the recorded rows of a step again, without generating, and compares the statistics."""
+"""``areno replay``: trains again on the recorded rows of a step, and compares the statistics. Nothing is generated."""
 
 import tempfile
 from argparse import Namespace
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _of_run(path: Path, arguments: Namespace, out: Path, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Replay a run of ``areno train``; return the statistics of each replayed update."""
+    """Replay a run of ``areno train``, and return the statistics of each replayed update."""
     from areno.config.replayed import replay_options
 
     options = replay_options(path, changes, out)
@@ -72,7 +72,7 @@ def _of_run(path: Path, arguments: Namespace, out: Path, changes: Sequence[str])
 
 
 def _of_experiment(path: Path, arguments: Namespace, out: Path, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Replay an experiment; return the statistics of each replayed update."""
+    """Replay an experiment, and return the statistics of each replayed update."""
     from areno.experiments.replay import prepared, replay_config, run_replay
     from areno.training.replay import find_replay
 
@@ -90,7 +90,7 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _table(recorded: Mapping[str, Any], replayed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format the statistics of the first and the last update next to the recorded statistics."""
+    """Format a table of the recorded statistics, the statistics of the first and the last update, and the differences."""
     from areno.training.replay import compared
 
     last = compared(recorded, replayed[-1])

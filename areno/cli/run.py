@@ -36,7 +36,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """Return the run directory in ``--resume`` and the other arguments; None unless ``areno run`` wrote that run."""
+    """Return the run directory in ``--resume`` and the other arguments.
+
+    Without ``--resume``, or if ``areno run`` did not write the run, return None.
+    """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
     if RESUME not in words[:-1]:
         return None

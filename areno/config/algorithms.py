@@ -27,7 +27,7 @@ LossFn = Callable[..., Any]
 
 
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
-"""Trainer of policy-gradient algorithms that have no critic and compute advantages from the rewards of several samples."""
+"""Trainer of policy-gradient algorithms without a critic. Advantages are computed from the rewards of several samples."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
 """Trainer for preference losses without a reference model, such as SimPO."""
@@ -57,12 +57,12 @@ class AlgorithmSpec:
         trainer: trainer class, or ``module:attribute`` for a lazy import.
         default_loss: loss function, or ``module:attribute``; None if ``loss_fn_factory`` or the trainer provides the loss.
         requires_rollout: whether the algorithm generates completions and needs a reward.
-        loss_fn_factory: function (or ``module:attribute``) that returns the loss function, given the run's options; for losses
-            that cannot be configured by parameters alone.
+        loss_fn_factory: function (or ``module:attribute``) that receives the run's options and returns the loss function. For
+            losses that cannot be configured by parameters alone.
         experimental: whether ``list_algorithms(include_experimental=False)`` omits the algorithm.
-        options: dataclass of additional options (declared with ``areno.config.option``), which become flags. A field annotated
-            ``Section | None``, where ``Section`` is a dataclass, adds the options of that dataclass, prefixed with the field's
-            name. The field is None unless one of these options has a value.
+        options: dataclass of additional options, which become flags. Each field is declared with ``areno.config.option``, or
+            annotated ``Section | None``, where ``Section`` is another dataclass. The options of ``Section`` are added with the
+            field's name as prefix. If none of these options has a value, the field is None.
         uses: names of built-in options of other algorithms that this algorithm also reads, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
@@ -90,7 +90,7 @@ class AlgorithmSpec:
 
     @property
     def _trainers(self) -> set[str]:
-        """The trainer as ``module:attribute``; for a class, also its base classes."""
+        """The trainer as ``module:attribute``. If the trainer is a class, the set also has its base classes."""
         if isinstance(self.trainer, str):
             return {self.trainer}
         return {f"{base.__module__}:{base.__qualname__}" for base in self.trainer.__mro__}
@@ -121,8 +121,9 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Instantiate ``options`` with a run's values; None if the algorithm declares no options. Raises ValueError if
-        ``options`` rejects a value.
+        """Instantiate ``options`` with the values of a run; None if the algorithm declares no options.
+
+        Raises ValueError if ``options`` rejects a value.
         """
         if self.options is None:
             return None
@@ -134,7 +135,10 @@ class AlgorithmSpec:
         return self.options(**values)
 
     def make_loss_fn(self, options: TrainOptions) -> LossFn | None:
-        """Return the loss function, with its parameters bound to a run's options; None if the trainer has its own loss."""
+        """Return the loss function with its parameters bound to the options of a run.
+
+        If the trainer has its own loss, return None.
+        """
         factory = resolve_reference(self.loss_fn_factory)
         if factory is not None:
             return factory(options)  # type: ignore[no-any-return]
@@ -175,7 +179,7 @@ def _sections(declaration: type) -> dict[str, type]:
 
 
 def resolve_reference(reference: Any) -> Any:
-    """Import and return ``module:attribute``; anything other than a string is returned unchanged."""
+    """Import the object ``module:attribute``. A reference that is not a string is returned unchanged."""
     if not isinstance(reference, str):
         return reference
     module, _, attribute = reference.partition(":")
@@ -186,8 +190,9 @@ _REGISTRY: dict[str, AlgorithmSpec] = {}
 
 
 def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> AlgorithmSpec:
-    """Register an algorithm under its lower-case name and return the algorithm. Raises ValueError if the name is taken, unless
-    ``replace`` is true.
+    """Register an algorithm under its lower-case name, and return the algorithm.
+
+    Raises ValueError if the name is taken, unless ``replace`` is true.
     """
     name = spec.name.lower()
     if name in (*_REGISTRY, *_files()) and not replace:

@@ -1,5 +1,6 @@
-"""`TrainOptions`: all options of ``areno train``, declared in the modules of their groups, and properties derived from these
-options.
+"""`TrainOptions`: all options of ``areno train``, and properties that are derived from these options.
+
+The options are declared in the modules of their groups.
 """
 
 from dataclasses import dataclass, field

@@ -20,12 +20,16 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The equivalent of a setting: an option with its value, or a note if no single ``option`` is equivalent.
+    """The equivalent of a setting of another tool: an option, or a note.
 
-    ``value`` receives the setting's value and all settings, and returns the option's value: True for a switch, an empty text if
-    no option is needed, or None if the value has no equivalent. ``together`` marks a setting that determines options only in
-    combination with other settings. ``known`` lists the values that are converted; empty means all. ``many`` marks a list whose
-    items are converted one by one.
+    Attributes:
+        option: the equivalent option; empty if no single option is equivalent.
+        note: what to know about a setting or value without an equivalent.
+        value: function that receives the setting's value and all settings, and returns the option's value. True sets a switch.
+            An empty text means that no option is needed. None means that the value has no equivalent.
+        together: whether the setting determines options only in combination with other settings.
+        known: values that are converted; empty means all.
+        many: whether the items of a list are converted one by one.
     """
 
     option: str = ""
@@ -126,7 +130,10 @@ def _strategy(value: Any, settings: Settings) -> Any:
 
 
 def count_of(settings: Settings, name: str, default: int) -> int:
-    """Return a setting, or ``default``. Raises UsageError if it is not a whole number above 0, such as 8 or 8.0."""
+    """Return a setting as an integer. If the setting is missing, return ``default``.
+
+    Raises UsageError if the value is not a whole number above 0. Values such as 8.0 are accepted.
+    """
     value = settings.get(name, default)
     with reading(name, value, "a whole number above 0"):
         count = float(value)

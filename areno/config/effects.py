@@ -114,7 +114,7 @@ def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield adapter options if no adapter is trained, and options whose values come from an existing adapter."""
+    """Yield adapter options that have no effect, because no adapter is trained or an existing adapter sets their values."""
     if not options.uses_lora:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
             yield name, "has no effect without an adapter; set --lora-rank too"

@@ -144,7 +144,7 @@ class EvalOptions(CommandOptions):
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
-    """Parse and check the arguments of ``areno eval``; a run directory is replaced by its newest model."""
+    """Parse and check the arguments of ``areno eval``. A run directory is replaced by its newest model."""
     return parse_command(argv, EvalOptions, _EVAL, _with_checkpoints, _problems)
 
 

@@ -1,7 +1,7 @@
-"""Loads user-defined functions (hooks) from Python files, and checks them early, so that mistakes are reported before a model
-is loaded.
+"""Loads user-defined functions (hooks) from Python files, and checks their signatures.
 
-The file's folder stays on ``sys.path``, because a hook may import other modules from that folder when it is called.
+The checks run before a model is loaded, so that mistakes are reported early. The folder of a file stays on ``sys.path``,
+because a hook may import modules from this folder when the hook is called.
 """
 
 import ast
@@ -28,7 +28,11 @@ from areno.python_process import python_command, search_path
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A user-defined callable. Its ``option`` takes ``file.py:function``, or ``file.py`` for the function ``default_name``."""
+    """A user-defined callable.
+
+    The command-line ``option`` takes ``file.py:function`` or ``file.py``. The form ``file.py`` means the function
+    ``default_name``.
+    """
 
     option: str
     default_name: str
@@ -58,12 +62,14 @@ _FILE = re.compile(r"\.py(?=:|$)")
 
 
 def is_file_spec(spec: str) -> bool:
-    """Whether a name is ``file.py`` or ``file.py:NAME``, and not a dotted name such as ``package.pytools.NAME``."""
+    """Whether ``spec`` names a Python file: ``file.py`` or ``file.py:NAME``. A dotted name such as ``package.pytools.NAME``
+    does not.
+    """
     return _FILE.search(spec) is not None
 
 
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
-    """Split ``file.py`` or ``file.py:function`` into path and name."""
+    """Split ``file.py`` or ``file.py:function`` into path and name. Without a function, the name is ``default_name``."""
     # A colon before the suffix belongs to the path, such as the colon of a drive letter.
     end = max((match.end() for match in _FILE.finditer(spec)), default=0)
     rest, colon, name = spec[end:].partition(":")
@@ -75,7 +81,7 @@ def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]
 
 
 def hook_file_problem(spec: str, hook: Hook) -> str:
-    """Return why the file of a hook cannot be used, without reading the file; empty if the file is usable."""
+    """Return the problem if ``spec`` is malformed or its file does not exist; otherwise empty. The file is not read."""
     try:
         path, name = hook.split(spec)
     except UsageError as error:
@@ -87,7 +93,8 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 def import_user_file(path: Path, *, option: str) -> ModuleType:
     """Import a Python file under a unique module name. An unchanged file is imported only once.
 
-    Raises UsageError with the line of a syntax error, or the line of user code that raised an exception.
+    Raises UsageError: the file cannot be read, is not valid Python, or raises an exception. The message contains the line, if
+    known.
     """
     path = path.resolve()
     try:
@@ -120,13 +127,18 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
 
 
 def user_frame(error: BaseException, path: Path) -> str:
-    """Return `` (at FILE line N: CODE)`` for the innermost traceback frame in the folder of ``path``, or ""."""
+    """Describe the innermost traceback frame in the folder of ``path``, as `` (at FILE line N: CODE)``; empty without such a
+    frame.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == path.parent]
     return f" (at {Path(frames[-1].filename).name} line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
-    """Load the callable in ``file.py`` or ``file.py:function``, and check that the callable accepts the hook's arguments."""
+    """Load the callable of a hook, and check that the callable accepts the hook's arguments.
+
+    ``spec`` is ``file.py`` or ``file.py:function``. Raises UsageError: the callable cannot be loaded, or a check fails.
+    """
     if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
     path, name = hook.split(spec)
@@ -179,7 +191,7 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 
 def named_object(spec: str, *, option: str) -> Any:
-    """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``; ``option`` appears in messages."""
+    """Import the object ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``. Messages mention ``option``."""
     if is_file_spec(spec):
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():
@@ -204,7 +216,10 @@ def named_object(spec: str, *, option: str) -> Any:
 
 
 def named_function(function: Callable[..., Any] | str, *, option: str) -> Callable[..., Any]:
-    """Return a function that is given directly or by name. Raises UsageError if it is not found, or is not callable."""
+    """Return ``function``, or import the function of this name.
+
+    Raises UsageError: the name cannot be imported, or the object is not callable.
+    """
     resolved = named_object(function, option=option) if isinstance(function, str) else function
     if not callable(resolved):
         shown = f" {function!r}" if isinstance(function, str) else ""

@@ -20,10 +20,11 @@ NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
-    Training gets all visible GPUs that rollout processes do not need, rounded down to a multiple of ``--tp-size``. With eight
-    ranks, ``--tp-size`` is 4 unless ``--fsdp``, ``--load-in-4bit``, the model's ``config.json``, the installed transformers
-    or the GPUs of rollout processes rule this size out. On a CPU, and with ``--device cuda:N``, the default is one rank. A
-    resumed run keeps its layout.
+    On a CPU, with ``--device cuda:N`` and in a resumed run, the options are returned unchanged.
+
+    Otherwise, training gets all visible GPUs that rollout processes do not need, rounded down to a multiple of ``--tp-size``.
+    With eight ranks, ``--tp-size`` is normally 4. It is 1 with ``--fsdp`` or ``--load-in-4bit``, or if too few GPUs are left
+    for rollout processes. It is also 1 if the model's ``config.json`` or the installed transformers does not support this size.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -39,7 +40,7 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
 
 def _divisible(model: str, tp_size: int) -> bool:
-    """Whether tensor parallelism supports a model; also True if the model's configuration cannot be read."""
+    """Whether tensor parallelism with ``tp_size`` ranks supports a model. True if the model's configuration cannot be read."""
     config = _model_config(model)
     return not config or (not heads_problem(config, tp_size, "") and _has_tensor_plan(str(config.get("model_type"))))
 
@@ -52,7 +53,7 @@ def _has_tensor_plan(model_type: str) -> bool:
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
-    """Read the ``config.json`` of a model or of an adapter's base model, from a folder or the hub; {} if it is unreadable."""
+    """Read the ``config.json`` of a model, or of an adapter's base model. Return {} if the file cannot be read."""
     from huggingface_hub import hf_hub_download
 
     base = base_of(model)
@@ -65,7 +66,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
-    """Return why the attention heads (`HEADS`) of a model cannot be divided among ``tp_size`` ranks; empty if they can be."""
+    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if they can."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:
@@ -83,7 +84,7 @@ def rollout_ranks(options: TrainOptions) -> int:
 
 
 def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
-    """Return why there are too few GPUs for training and rollout; empty if there are enough GPUs, or on a CPU."""
+    """Return why the GPUs do not suffice for training and rollout; empty if they suffice. Always empty on a CPU."""
     ranks, device = rollout_ranks(options), resolved_device(options.device, gpus)
     first = _first_gpu(device)
     if not ranks or not device.startswith("cuda") or first + options.world_size + ranks <= gpus:
@@ -118,8 +119,9 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
 
 
 def tensor_parallel_problem(fsdp: bool = False) -> str:
-    """Return why the installed transformers does not support tensor parallelism (with ``fsdp``, combined with FSDP); empty if
-    the installed version supports it.
+    """Return why the installed transformers does not support tensor parallelism; empty if it does.
+
+    If ``fsdp`` is true, the result is about tensor parallelism together with FSDP.
     """
     if fsdp:
         return transformers_problem("tensor parallelism together with FSDP", 5, 23)
@@ -127,10 +129,10 @@ def tensor_parallel_problem(fsdp: bool = False) -> str:
 
 
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:
-    """Return why some rank would have no GPU; empty if every rank has a GPU, or on a CPU.
+    """Return why some rank would have no GPU; empty if every rank has a GPU. Always empty on a CPU.
 
-    Rank 0 is on ``device`` (resolved) and the other ranks are on the following GPUs, unless ``chosen`` lists the GPU of each
-    rank.
+    Rank 0 is on ``device`` (resolved), and the other ranks are on the following GPUs. If ``chosen`` is given, it lists the GPU
+    of each rank instead.
     """
     if not device.startswith("cuda"):
         return ""

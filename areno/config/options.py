@@ -1,12 +1,12 @@
-"""Declaration of options. Each option is a dataclass field made by ``option(...)``; its flag, YAML key and help are derived
-from the field.
+"""Declaration of options. Each option is a dataclass field made by ``option(...)``. The option's flag, YAML key and help are
+derived from this field.
 
-The options themselves are in the modules ``*_options.py`` of this package; algorithms declare their own. The settings of
-experiments (YAML) are in ``experiment/*_sections.py`` and are made by ``setting(...)`` of
+The options themselves are in the modules ``*_options.py`` of this package. Algorithms declare their own options. The settings
+of experiments (YAML) are in ``experiment/*_sections.py``. They are made by ``setting(...)`` of
 ``experiment/setting_declaration.py``.
 
-An option's type is the annotation: ``int``, ``float``, ``str`` or ``bool``, optionally ``| None``, or ``tuple[int, ...]`` or
-``tuple[str, ...]`` for repeatable options. The module does not import torch.
+The annotation of the field is the option's type: ``int``, ``float``, ``str`` or ``bool``, optionally with ``| None``. A
+repeatable option has the type ``tuple[int, ...]`` or ``tuple[str, ...]``. This module does not import torch.
 """
 
 import difflib
@@ -40,14 +40,14 @@ class OptionInfo:
     """Metadata of an option besides its name, type and default.
 
     Attributes:
-        stored: whether the value is written to ``config.yaml``; False for options that concern a single invocation or the
+        stored: whether ``config.yaml`` contains the value. False for options that concern a single invocation, and for the
             location of the run.
-        path: ``place`` if the value may be a file or folder, or ``python`` if the value may be a ``file.py:name``; paths that
-            exist are stored as absolute paths.
-        inherits: dotted path of another setting; a setting that is unset or empty takes the other setting's value, if any.
-        inner: for a section, paths that replace the ``inherits`` of some fields, by field name; a field with an empty
-            path inherits nothing.
-        documented: AReaL's documented default, if areno's default differs; ``refused`` does not apply to this value.
+        path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of an
+            existing file or folder is stored as an absolute path.
+        inherits: dotted path of another setting. If this setting is unset or empty, it takes the other setting's value, if any.
+        inner: for a section, replacements for the ``inherits`` of its fields, by field name. A field with an empty replacement
+            inherits nothing.
+        documented: AReaL's documented default, if areno's default differs. This value is accepted even if ``refused`` is set.
     """
 
     help: str  # one or two sentences for ``--help``
@@ -81,7 +81,7 @@ class OptionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A declared option: ``kind`` is the type of one value, and ``many`` is true if the option is repeatable."""
+    """A declared option. ``kind`` is the type of one value. ``many`` is true if the option is repeatable."""
 
     name: str
     kind: type
@@ -127,14 +127,14 @@ class Option:
         return ""
 
     def number_problem(self, value: float, label: str) -> str:
-        """Return an error message if ``value`` is not finite or out of bounds, else ""; ``label`` is the name of the option."""
+        """Return an error message if ``value`` is not finite or is out of bounds, else "". ``label`` names the option."""
         if not math.isfinite(value):
             return f"{label} {value} is not a finite number; {self.bounds_remedy}"
         problem = self.bounds_problem(value)
         return problem and f"{label} {problem}, got {value}; {self.bounds_remedy}"
 
     def value_problem(self, value: Any, label: str) -> str:
-        """Return the problem with a value, regardless of other options; empty if the value is valid, as None always is."""
+        """Return the problem with a value, regardless of other options; empty if the value is valid. None is always valid."""
         for item in value if self.many else (value,):
             if item is None:
                 continue
@@ -161,7 +161,10 @@ class Option:
 
 
 def option(default: Any, **info: Any) -> Any:
-    """Declare an option as a dataclass field, with its default (a tuple if repeatable) and the fields of `OptionInfo`."""
+    """Declare an option as a dataclass field.
+
+    ``default`` is a tuple if the option is repeatable. ``info`` contains fields of `OptionInfo`.
+    """
     return field(default=default, metadata={METADATA_KEY: OptionInfo(**info)})
 
 
@@ -185,7 +188,7 @@ def options_of(declaration: type) -> tuple[Option, ...]:
 
 
 def check_options(values: Any, prefix: str = "") -> None:
-    """Raise `ValueError` for a dataclass's first option outside its bounds or choices; None is always allowed."""
+    """Raise `ValueError` for the first option of a dataclass that is outside its bounds or choices. None is always allowed."""
     declaration: type = type(values)
     for entry in options_of(declaration):
         if problem := entry.value_problem(getattr(values, entry.name), f"{prefix}{entry.name}"):
@@ -193,7 +196,10 @@ def check_options(values: Any, prefix: str = "") -> None:
 
 
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
-    """Return a field annotation's shape, the type of one value (or a section's class), and whether None is allowed."""
+    """Return the shape of an annotated field, the type of one value, and whether None is allowed.
+
+    For a section, the type is the section's class. For an unsupported annotation, the shape is None.
+    """
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -230,7 +236,7 @@ def name_of(spelling: str) -> str:
 
 
 def did_you_mean(word: str) -> str:
-    """Return `` (did you mean WORD?)``, or "" without a word."""
+    """Return `` (did you mean WORD?)``; empty if ``word`` is empty."""
     return f" (did you mean {word}?)" if word else ""
 
 
@@ -241,8 +247,9 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:
-    """Convert a flag's text, or a scalar or list from YAML, to the option's type; ``label`` is the name of the option in
-    errors.
+    """Convert a raw value to the type of an option.
+
+    ``raw`` is the text of a flag, or a scalar or list from YAML. Error messages call the option ``label``.
     """
     if not entry.many:
         return _convert_one(entry, raw, label)

@@ -30,9 +30,10 @@ def transformers_problem(what: str, major: int, minor: int) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs an extra for the running interpreter: from the source folder, or package by package.
+    """Return a command that installs an extra for the running interpreter.
 
-    The command is not ``pip install areno[...]``, because PyPI has another project named areno.
+    If the source folder is known, the command installs the extra from that folder. Otherwise, it installs each package of the
+    extra by name. The command is not ``pip install areno[...]``, because PyPI has another project named areno.
     """
     folder, editable = _source_folder()
     source = [*(["--editable"] if editable else []), f"{folder}[{extra}]"]
@@ -41,7 +42,7 @@ def install_command(extra: str) -> str:
 
 
 def _source_folder() -> tuple[Path | None, bool]:
-    """Return the project's folder, and whether areno is imported from that folder."""
+    """Return the project's source folder (None if unknown), and whether areno is imported from that folder."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return _PACKAGE.parent, True
     try:
@@ -60,12 +61,12 @@ def _packages_of(extra: str) -> list[str]:
 
 
 def missing_packages(extra: str) -> str:
-    """Return the missing packages of an extra as ``the packages ...; install them: ...``; empty if none is missing."""
+    """Describe the missing packages of an extra as ``the packages ...; install them: ...``; empty if no package is missing."""
     missing = [name for name in _MODULES_OF_EXTRAS[extra] if importlib.util.find_spec(name) is None]
     return f"the packages {', '.join(missing)}; install them: {install_command(extra)}" if missing else ""
 
 
 def require_packages(extra: str, subject: str) -> None:
-    """Raise UsageError if packages of an extra are missing; ``subject`` starts the message, such as ``agents need``."""
+    """Raise UsageError if packages of an extra are missing. The message starts with ``subject``, such as ``agents need``."""
     if missing := missing_packages(extra):
         raise UsageError(f"{subject} {missing}")

@@ -24,7 +24,7 @@ _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
-    """Texts of a command's help; ``prog`` is the command, such as ``areno train``."""
+    """Texts of a command's help. ``prog`` is the command, such as ``areno train``."""
 
     prog: str
     usage: str
@@ -74,7 +74,7 @@ class Problems:
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raise UsageError with the problem, or with a numbered list of several problems; do nothing without problems."""
+        """Raise UsageError if there are problems. Several problems become a numbered list."""
         if len(self.messages) == 1:
             raise UsageError(self.messages[0])
         if self.messages:
@@ -86,7 +86,7 @@ class TypedParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` instead of exiting."""
 
     shown: "ClassVar[TypedParser | None]" = None
-    """The parser whose help was formatted last; ``areno completion`` reads the options of a command from this parser."""
+    """The parser whose help was formatted last. ``areno completion`` reads a command's options from this parser."""
 
     def format_help(self) -> str:
         """Format the help."""
@@ -109,10 +109,10 @@ class TypedParser(argparse.ArgumentParser):
 
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
-    """Parse the arguments of ``areno train``; flags override values of ``--config``.
+    """Parse the arguments of ``areno train``. Flags override values of ``--config``.
 
-    Reports all unknown flags or keys (with the nearest match) and wrongly typed values at once;
-    `areno.config.validate` checks the values.
+    Unknown options and values of the wrong type are reported together. An unknown option is reported with the nearest known
+    name. `areno.config.validate` checks the values later.
     """
     core = options_of(TrainOptions)
     flags, _ = _read(argv, core, TRAIN)
@@ -133,7 +133,9 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of a command other than ``areno train``; ``explicit`` contains the names of the options on the command line."""
+    """Options of a command other than ``areno train``. ``explicit`` contains the names of the options that the command line
+    sets.
+    """
 
     explicit: frozenset[str] = frozenset()
 
@@ -203,9 +205,10 @@ def convert_values(
 
 
 def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explicit: frozenset[str]) -> TrainOptions:
-    """Create options from converted values; ``extra`` gets the values or defaults of the algorithm's own options.
+    """Create options from converted values.
 
-    A leading ``~`` of an output directory is expanded.
+    The field ``extra`` contains the algorithm's own options, with their values or defaults. A leading ``~`` of an output
+    directory is expanded.
     """
     core_names = {entry.name for entry in options_of(TrainOptions)}
     extra = {entry.name: values.get(entry.name, entry.default) for entry in extra_options(spec)}
@@ -226,7 +229,7 @@ def train_help(argv: Sequence[str], command: CommandText = TRAIN) -> str:
 
 
 def _help_of(entries: Sequence[Option], command: CommandText, extra: Mapping[str, Sequence[Option]]) -> str:
-    """Format options by group, in the order of `GROUPS`, and then the ``extra`` sections."""
+    """Format the help: the groups of options in the order of `GROUPS`, followed by the ``extra`` sections."""
     parser = _make_parser([], command)
     sections = {group: [entry for entry in entries if entry.info.group == group] for group in GROUPS}
     for title, members in {**sections, **extra}.items():
@@ -271,7 +274,7 @@ def _add_arguments(parser: argparse._ActionsContainer, entries: Sequence[Option]
 
 
 class _OnOff(argparse.Action):
-    """Stores True for the plain form and False for the ``--no-`` form; the last form wins."""
+    """Stores [True] for the plain flag and [False] for its ``--no-`` form. If a command line has both, the last one counts."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, [option_string == flag_of(self.dest)])
@@ -287,7 +290,7 @@ def _help_text(entry: Option) -> str:
 
 
 def _read(argv: Sequence[str], entries: Sequence[Option], command: CommandText) -> tuple[dict[str, Any], list[str]]:
-    """Collect the values of flags by option name, and the unrecognized words."""
+    """Return the values of flags by option name, and the words that are not recognized."""
     takes_value = {entry.flag for entry in entries if entry.kind is not bool}
     words: list[str] = []
     for word in argv:

@@ -1,6 +1,6 @@
-"""Distinguishes paths from hub references, and checks paths and references offline.
+"""Distinguishes paths from hub references, and checks both without network access.
 
-Text that looks like a path but does not exist is an error, so that a mistyped path is not taken for a repo id.
+A text that looks like a path must name an existing path. Otherwise, a mistyped path would be taken for a repo id.
 """
 
 import json
@@ -14,7 +14,7 @@ from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder, is_gguf
 
 RUNS_ROOT = Path("runs")
-"""Parent of runs without ``--run-dir``; ``--resume`` without a path looks for runs in this folder."""
+"""Parent of runs without ``--run-dir``. ``--resume`` without a path looks for runs in this folder."""
 
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 """Data formats that ``--dataset-path`` reads."""
@@ -27,7 +27,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether ``text`` looks like a path, judging by its first and last characters, its suffix and its slashes."""
+    """Whether ``text`` has the form of a path, such as ``./a``, ``~/a``, ``a/``, ``a/b/c`` or ``a.json``."""
     return (
         text.startswith((".", "/", "~"))
         or "\\" in text
@@ -38,9 +38,9 @@ def looks_like_path(text: str) -> bool:
 
 
 def absolute_if_exists(value: Any, *, python: bool) -> Any:
-    """Return the absolute path of an existing file or folder; return anything else, such as a repo id, unchanged.
+    """Make the path of an existing file or folder absolute. Other values, such as a repo id, are returned unchanged.
 
-    With ``python`` the value may be ``file.py``, ``file.py:name`` or the name of a registered object.
+    If ``python`` is true, the value is ``file.py``, ``file.py:name`` or the name of a registered object.
     """
     if not isinstance(value, str) or not value or (python and ".py" not in value):
         return value
@@ -55,7 +55,10 @@ def is_address(path: str | None) -> bool:
 
 
 def ckpt_problem(text: str, option: str = "--ckpt") -> str:
-    """Return the problem with a model reference; empty for a usable local model and for any well-formed repo id."""
+    """Return the problem with a model reference; empty if there is none.
+
+    A local model must be usable. For a repo id, only the form is checked.
+    """
     path = Path(text).expanduser()
     if path.exists():
         return _model_folder_problem(path, option)
@@ -90,8 +93,9 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Read the ``adapter_config.json`` of an adapter folder. Raises UsageError if the file is invalid or specifies no base
-    model.
+    """Read the ``adapter_config.json`` of an adapter folder.
+
+    Raises UsageError: the file is invalid, or specifies no base model.
     """
     path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
@@ -104,9 +108,10 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def base_of(model: str) -> str:
-    """Return the folder or repo id of a model: of the base model for an adapter, and of the converted model for a GGUF file.
+    """Return the folder or repo id of a model. For an adapter, return its base model.
 
-    A leading ``~`` is expanded, because ``transformers`` would take the path for a repo id.
+    For a GGUF file, return the folder of the converted model. A leading ``~`` is expanded, because ``transformers`` would take
+    the path for a repo id.
     """
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):
@@ -118,7 +123,7 @@ def base_of(model: str) -> str:
 
 
 def tokenizer_of(model: str) -> str:
-    """Return the folder or repo id of a model's tokenizer; for an adapter without a tokenizer, its base model."""
+    """Return the folder or repo id of a model's tokenizer. For an adapter without a tokenizer, this is the base model."""
     has_tokenizer = (Path(model).expanduser() / "tokenizer_config.json").is_file()
     return model if has_tokenizer else base_of(model)
 
@@ -137,7 +142,7 @@ def adapter_problem(text: str, option: str) -> str:
 
 
 def _base_problem(path: Path, option: str) -> str:
-    """Return why the base model of an adapter, or the model of a GGUF file, is unavailable."""
+    """Return why the base model of an adapter, or the model of a GGUF file, is unavailable; empty if it is available."""
     try:
         base = base_of(str(path))
     except UsageError as error:
@@ -152,7 +157,10 @@ def _base_problem(path: Path, option: str) -> str:
 
 
 def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:
-    """Return the problem with a path or ``repo[:config[:split]]``; a loader may accept any text that is not a path."""
+    """Return the problem with a data path or a hub reference ``repo[:config[:split]]``; empty if there is none.
+
+    If ``has_loader`` is true, a user's function loads the data. Any text that does not look like a path is then accepted.
+    """
     path = Path(text).expanduser()
     if path.exists():
         return _data_file_problem(path, has_loader, option)

@@ -1,4 +1,4 @@
-"""Options of the policy loss, which are settings of ``actor`` in an experiment and flags of ``areno train``."""
+"""Options of the policy loss: settings of ``actor`` in an experiment, and flags of ``areno train``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,8 +90,8 @@ class PolicyLossOptions:
 class RejectionSamplingConfig:
     """Masks tokens, or clamps their weights, where the proximal and behavior policies differ too much.
 
-    This section requires ``use_decoupled_loss``. r, the importance weight of the decoupled loss, is a token's probability under
-    the proximal policy divided by the token's probability under the behavior policy.
+    This section requires ``use_decoupled_loss``. The bounded quantity depends on r, the importance weight of the decoupled
+    loss. r is a token's probability under the proximal policy divided by the token's probability under the behavior policy.
     """
 
     level: str = option("token", choices=("token", "sequence"), help="Apply the bounds to tokens or to sequences.")

@@ -25,8 +25,9 @@ class PreparedRun:
 
 
 def prepare_run(argv: Sequence[str]) -> PreparedRun:
-    """Parse the arguments of ``areno train``, merge the options with those of a resumed run, validate the options, and load the
-    hooks.
+    """Parse and validate the arguments of ``areno train``, and load the hooks.
+
+    In a resumed run, options that the arguments do not set come from the old run.
     """
     options = prepare_plan(argv, needs_data=True)
     return PreparedRun(options, load_hooks(options))
@@ -35,8 +36,8 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
     """Parse and check the arguments of ``areno plan``, which takes the options of ``areno train``.
 
-    Data and rewards may be missing unless ``needs_data`` is true. ``--device auto`` is resolved only for the
-    checks.
+    If ``needs_data`` is false, data and rewards may be missing. ``--device auto`` is resolved only for the checks, and is
+    returned as ``auto``.
     """
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)
@@ -49,7 +50,8 @@ def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptio
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
     """Import all user-defined functions and the workflow, check their signatures, and return the dataset loader.
 
-    The reward function runs only in worker processes, so it is checked in a subprocess.
+    Without a user-defined loader, return None. The reward function runs only in worker processes. It is therefore imported and
+    checked in a subprocess.
     """
     loader = hooks.load_hook(options.dataset_loader_fn, hooks.LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:

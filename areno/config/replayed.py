@@ -1,4 +1,7 @@
-"""Options of ``areno replay``: the options of the recorded run, with changes that affect an update on the recorded rows."""
+"""Options of ``areno replay``: the options of the recorded run, with changes.
+
+Only options that affect an update on the recorded rows can be changed.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +33,7 @@ _NOT_REPEATED: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "max_sequences", "early_stop_patience", "resume")),
     **{"track": (), "trace": False, "keep_best": False},
 }
-"""Options of the run that a replay resets: options of evaluation, reporting, saving and the length of the run."""
+"""Values to which a replay resets options of evaluation, reporting, saving and the length of the run."""
 _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},
@@ -61,9 +64,10 @@ class ReplayOptions:
 
 
 def replay_options(run: Path, argv: Sequence[str], out: Path) -> ReplayOptions:
-    """Read the options of a run of ``areno train``, and apply the flags in ``argv``; ``out`` is the new run directory.
+    """Read the options of a run of ``areno train``, and apply the flags in ``argv``.
 
-    Raises UsageError: the run cannot be replayed, or a flag is invalid or has no effect on an update.
+    ``out`` is the directory of the new run. Raises UsageError: the run cannot be replayed, a flag is invalid, or a flag has no
+    effect on an update.
     """
     stored = StoredRun.read(run, "areno replay")
     options = parse_train(["--algo", stored.options.algo, *argv])

@@ -1,6 +1,7 @@
 """Run directories, and resuming with ``--resume``.
 
-Options on the command line may change the length, devices, saving, timeouts and logging of a resumed run, but not its results.
+Options on the command line may change the length, devices, saving, timeouts and logging of a resumed run. They must not change
+its results.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ _AUTO = "auto"  # value of the bare flag
 
 
 def apply_resume(options: TrainOptions) -> TrainOptions:
-    """Resolve the run directory: a new directory, or with ``--resume`` the old directory with its configuration.
+    """Resolve the run directory and ``--resume``.
 
-    With ``--resume``, options not in ``explicit`` come from the old run, and ``resume`` becomes the old run's directory.
-    Raises UsageError for an explicit option that would change results.
+    Without ``--resume``, the run directory is ``--run-dir`` or a new directory. With ``--resume``, it is the old run's
+    directory, and options not in ``explicit`` come from the old run. Then ``resume`` is also set to the old run's directory.
+
+    Raises UsageError: the old run is not found, or an explicit option would change results.
     """
     if options.resume is None:
         if options.resume_step is not None:
@@ -45,7 +48,7 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
 
 
 def new_run_dir(algo: str, now: datetime | None = None) -> Path:
-    """Return ``runs/<algo>-<YYYYmmdd-HHMMSS>``, with a numeric suffix if this path exists."""
+    """Return the path ``runs/<algo>-<YYYYmmdd-HHMMSS>``. If the path exists, a numeric suffix is added."""
     name = f"{get_algorithm(algo).name}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
     path, number = RUNS_ROOT / name, 2
     while path.exists():
@@ -54,7 +57,10 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 
 
 def claim_run_dir(options: TrainOptions) -> TrainOptions:
-    """Create the directory of a new run without ``--run-dir``; if a concurrent run has taken its name, choose another name."""
+    """Create the directory of a new run. If a concurrent run has taken the directory's name, choose another name.
+
+    For a resumed run, and if ``--run-dir`` is set, do nothing.
+    """
     if options.resume is not None or "run_dir" in options.explicit:
         return options
     while True:
@@ -92,8 +98,9 @@ class StoredRun:
         return cls(path, replace(build_options(values, spec, explicit), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return the options that affect results and differ, as (old, new). If ``names`` is given, only these options are
-        compared.
+        """Return the options that affect results and differ, as (old, new) by name.
+
+        If ``names`` is given, only the options in ``names`` are compared.
         """
         checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))

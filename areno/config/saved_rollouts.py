@@ -1,4 +1,4 @@
-"""The number of steps whose training rows are saved: ``--save-rollouts`` and ``rollout.save_rollouts``."""
+"""The values of ``--save-rollouts`` and ``rollout.save_rollouts``: the number of steps whose training rows are saved."""
 
 import math
 

@@ -1,7 +1,7 @@
 """Removes secrets from plain data.
 
-Settings for API keys are omitted. Other values that look like secrets by name or form, and all environment variables of
-workers, are replaced by ``${oc.env:NAME}``. The variable NAME must be set when a file with such a value is loaded.
+Settings for API keys are omitted. Other values that look like secrets by name or form are replaced by ``${oc.env:NAME}``. All
+environment variables of workers are replaced as well. The variable NAME must be set when a file with such a value is loaded.
 """
 
 import re
@@ -20,7 +20,7 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``; ``name`` is the name of the value's setting."""
+    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``. ``name`` is the name of the data's setting."""
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}
     if isinstance(value, dict):

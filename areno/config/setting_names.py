@@ -1,4 +1,4 @@
-"""Experiment settings that correspond to options of ``areno train``, for texts that advise users of both front ends."""
+"""Replaces options of ``areno train`` in messages by the corresponding settings of an experiment."""
 
 import re
 

@@ -14,11 +14,14 @@ _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r
 
 
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
-    """Return the data files of a split in a folder, all of one format.
+    """Return the data files of a split in a folder.
 
-    A file belongs to the split with which its name starts (``test.jsonl``, ``test-00000-of-00002.parquet``; ``valid``, ``val``
-    and ``dev`` mean ``validation``, and ``eval`` means ``test``). If no file name starts with ``train``, the files whose
-    names start with no split are the training data. If no file name starts with a split, all files belong to every split.
+    A file belongs to the split with which its name starts, as in ``test.jsonl`` or ``test-00000-of-00002.parquet``. The names
+    ``valid``, ``val`` and ``dev`` mean ``validation``, and ``eval`` means ``test``. If no file name starts with ``train``, the
+    training data are the files whose names start with no split. If no file name starts with a split, all files belong to every
+    split.
+
+    Raises UsageError: the split has no files, or its files have different formats.
     """
     files = _data_files(folder)
     members = [file for file in files if _belongs(file, split)]
@@ -38,7 +41,7 @@ def split_files(folder: Path, split: str, option: str) -> list[Path]:
 
 
 def saved_splits(folder: Path) -> list[str] | None:
-    """Return the splits of a ``save_to_disk`` folder; [] for a dataset without splits, None for other folders."""
+    """Return the splits of a ``save_to_disk`` folder: [] if the dataset has no splits, None for any other folder."""
     listing = folder / "dataset_dict.json"
     if listing.is_file():
         try:
@@ -49,7 +52,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Return why a data reference has no rows of a split, judging by file names; empty if the reference may have such rows."""
+    """Return why a data reference has no rows of a split; empty if it may have such rows. No rows are read."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):
@@ -64,7 +67,10 @@ def split_problem(reference: str, split: str, option: str) -> str:
 
 
 def has_splits(reference: str) -> bool:
-    """Whether the rows depend on the split; False for a file, a folder without splits, or ``name:config:split``."""
+    """Whether the rows of a data reference depend on the split.
+
+    They do not for a file, for a folder without splits, and for a hub reference ``name:config:split``.
+    """
     path = Path(reference).expanduser()
     if path.is_file():
         return False
@@ -81,7 +87,10 @@ def explicit_split(reference: str) -> str | None:
 
 
 def row_sources(reference: str, split: str) -> frozenset[str]:
-    """Return identifiers of the files or splits that a reference reads; references with a common identifier share rows."""
+    """Return identifiers of the files or splits that a reference reads.
+
+    If two references have a common identifier, they share rows.
+    """
     path = Path(reference).expanduser()
     if not path.exists():
         name, config, explicit = (*reference.split(":"), "", "")[:3]

@@ -1,4 +1,4 @@
-"""The configuration summary printed before a run starts; n/a marks options that the run does not use."""
+"""The configuration summary that is printed before a run starts. n/a marks options that the run does not use."""
 
 import shutil
 import textwrap
@@ -16,7 +16,8 @@ _NA = "n/a"
 def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, gpus: int = 0, width: int | None = None) -> str:
     """Format the configuration under the title ``AReno training config``.
 
-    ``gpus`` (number of GPUs) determines automatic choices; lines are wrapped at ``width`` columns, by default the terminal's.
+    Automatic choices depend on ``gpus``, the number of GPUs. Lines are wrapped at ``width`` columns, by default at the width of
+    the terminal.
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 60)
     sections = {

@@ -23,9 +23,10 @@ def mode_of(service: str) -> str:
 
 
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
-    """Return what a service lacks in a mode: its package or, for W&B, a login; None if nothing is missing.
+    """Return what a tracking service lacks; None if nothing is missing.
 
-    ``key`` is the API key set for the run, and ``address`` is the address of a W&B server.
+    Every service needs its package. W&B in the mode ``online`` also needs ``key``, the API key of the run, or a login.
+    ``address`` is the address of the W&B server.
     """
     if importlib.util.find_spec(service) is None:
         return f"needs the package {service}; install it: {install_command('track')}"
@@ -35,7 +36,7 @@ def service_problem(service: str, mode: str, *, key: str = "", address: str = ""
 
 
 def has_wandb_login(address: str) -> bool:
-    """Whether W&B finds credentials in the environment or where ``wandb login`` stores them."""
+    """Whether credentials for W&B are in the environment, or where ``wandb login`` stores them."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(address or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""

@@ -1,6 +1,6 @@
 """Validates the options of a run before any expensive work: values, combinations and paths. All problems are reported at once.
 
-An option without effect is also a problem. `areno.config.hooks` imports hook files; this module does not.
+An option without effect is also a problem. This module does not import hook files; `areno.config.hooks` imports them.
 """
 
 import re
@@ -96,7 +96,10 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems with combinations and input paths that several commands check; ``split`` is the split to read."""
+    """Yield problems with combinations and input paths that several commands check.
+
+    ``split`` is the split that is read from the dataset.
+    """
     yield from _combinations(options)
     yield from _paths(options, split)
     try:
@@ -298,7 +301,7 @@ def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
 
 
 def _replicas(options: TrainOptions) -> Iterator[str]:
-    """Yield invalid server options, and options that cannot be combined with rollout processes."""
+    """Yield problems with server options, and with options that cannot be combined with rollout processes."""
     for name in ("rollout_server_command", "rollout_server_args"):
         try:
             shlex.split(getattr(options, name) or "")

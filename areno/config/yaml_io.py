@@ -1,6 +1,7 @@
-"""Reads and writes options as YAML: a flat mapping from option names, with dashes or underscores, to values.
+"""Reads and writes options as YAML: a flat mapping from option names to values.
 
-A run's ``config.yaml`` omits the run's location and options that the run does not read, so it works as a ``--config`` file.
+Option names may be written with dashes or underscores. The ``config.yaml`` of a run omits the run's location and the options
+that the run does not read. It is therefore also a valid ``--config`` file.
 """
 
 import functools
@@ -97,10 +98,11 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values for ``config.yaml``: the options that the run reads, except those with ``stored=False``.
+    """Return the values for ``config.yaml``.
 
-    ``activation_checkpointing`` is omitted while it is undecided, so that it stays undecided in a resumed run. Paths are
-    absolute, so that the run can be resumed from any folder.
+    These are the options that the run reads, without options that have ``stored=False``. While ``activation_checkpointing`` is
+    undecided, it is omitted, so that it stays undecided in a resumed run. Paths are absolute, so that the run can be resumed
+    from any folder.
     """
     spec = get_algorithm(options.algo)
     omitted = set(without_effect(options, spec))

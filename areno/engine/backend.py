@@ -55,8 +55,8 @@ class Generator(Protocol):
 class Backend(Generator, Protocol):
     """The models of a run.
 
-    :class:`areno.engine.engine.Engine` holds the models in this process, and
-    :class:`areno.engine.parallel.group.EngineGroup` holds them in rank processes.
+    :class:`areno.engine.engine.Engine` holds the models in this process. :class:`areno.engine.parallel.group.EngineGroup` holds
+    the models in rank processes.
     """
 
     config: EngineConfig
@@ -75,13 +75,18 @@ class Backend(Generator, Protocol):
         """A replica's KV cache capacity in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the total number of concurrent sequences of all replicas; None restores the configured limit per replica."""
+        """Limit the total number of concurrent sequences of all replicas. None restores the configured limit of each
+        replica.
+        """
 
     def enable_prefix_cache(self, enabled: bool) -> None:
-        """Turn the prefix cache on or off if the configured ``prefix_cache_tokens`` is 0; otherwise, do nothing."""
+        """Turn the prefix cache on or off.
+
+        If the configured ``prefix_cache_tokens`` is not 0, do nothing.
+        """
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
+        """Abort pending requests. Without ``keep_rollout_state``, also free the KV cache."""
 
     def train(
         self,
@@ -117,9 +122,10 @@ class Backend(Generator, Protocol):
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Per row, the log-prob of each token given the tokens before it; entry 0 is 0.0.
+        """Per row, the log-prob of each token given the previous tokens. Entry 0 is 0.0.
 
-        ``routed`` holds the recorded expert choices of each row (:mod:`areno.types.routing`). Pass it only for the actor.
+        ``routed`` contains the recorded expert choices of each row (:mod:`areno.types.routing`). Pass ``routed`` only for the
+        actor.
         """
         return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
@@ -132,16 +138,17 @@ class Backend(Generator, Protocol):
         return self.score("rewards", role, rows, micro_bs)
 
     def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
-        """Load the roles that are not loaded yet. Trainable roles come from ``checkpoint`` if it contains them.
+        """Load the roles that are not loaded yet.
 
-        With ``checkpoint``, call :meth:`load_state` of this checkpoint before training.
+        If ``checkpoint`` contains a trainable role, the role is loaded from ``checkpoint``. With ``checkpoint``, call
+        :meth:`load_state` of this checkpoint before training.
 
-        Raises EngineError: a role of the same name has been loaded with a different checkpoint, kind or ``trainable``
-        setting. Raises UsageError: a role cannot use its checkpoint.
+        Raises EngineError: a loaded role of the same name has a different checkpoint, kind or ``trainable`` setting. Raises
+        UsageError: a role cannot use its checkpoint.
         """
 
     def drop_role(self, name: str) -> None:
-        """Unload an auxiliary role. Raises EngineError if the role does not exist or is the actor."""
+        """Unload a role other than the actor. Raises EngineError: the role does not exist, or is the actor."""
 
     def learning_rate(self, role: str) -> float:
         """Learning rate of a role's next optimizer step."""
@@ -167,8 +174,8 @@ class Backend(Generator, Protocol):
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call ``function(engine, *arguments)`` on every rank, and return the results in rank order.
 
-        If all ranks fail with the same type of error, raises an error of this type. If only some ranks fail, or if the types
-        differ, raises EngineError.
+        If all ranks raise the same type of error, this method raises an error of this type. If only some ranks raise an error,
+        or if the types differ, this method raises EngineError.
         """
 
     def close(self) -> None:

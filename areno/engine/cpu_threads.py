@@ -1,9 +1,9 @@
 """Adapt PyTorch's CPU thread count to the cores that other programs leave free.
 
-If another process is busy on one of two cores, two OpenMP threads are twice as slow as one thread, because every
-parallel region waits for the thread on the busy core. The thread count therefore follows the load. The count is set
-after the model has been loaded, and revised at most every ``PERIOD_S`` seconds. Each change is logged.
-``OMP_NUM_THREADS`` fixes the count. Results are bitwise reproducible at equal thread counts.
+Suppose that another process is busy on one of two cores. Every parallel region then waits for the thread on the busy core, so
+two OpenMP threads are twice as slow as one thread. The thread count therefore follows the load. The count is set after the
+model has been loaded, and is revised at most every ``PERIOD_S`` seconds. Each change is logged. If ``OMP_NUM_THREADS`` is set,
+the count is fixed. Results are bitwise reproducible at equal thread counts.
 """
 
 import logging
@@ -44,18 +44,19 @@ class CpuThreads:
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
         """Declare that the cores are divided evenly among ``processes`` processes of a run.
 
-        ``root_pid`` identifies the process that started these processes; None means this process. ``fixed`` keeps
-        the thread count constant; None does so only if ``OMP_NUM_THREADS`` is set.
+        ``root_pid`` is the id of the process that started these processes; None means this process. If ``fixed`` is true, the
+        thread count stays constant. If ``fixed`` is None, the earlier value is kept: initially, the count is fixed if
+        ``OMP_NUM_THREADS`` is set.
         """
         self._sharing, self._root_pid = processes, root_pid or os.getpid()
         self._fixed = self._fixed if fixed is None else fixed
         self.adapts = False
 
     def begin(self) -> None:
-        """Start adapting the thread count to the load, unless this has already started.
+        """Start adapting the thread count to the load. If the count already follows the load, do nothing.
 
-        Call this method before loading a model, because the CPU load during loading determines the first count. The
-        maximum is the calling thread's count or the number of usable cores, whichever is smaller.
+        Call this method before loading a model, because the CPU load during loading determines the first count. The maximum is
+        the lower of two numbers: the calling thread's count and the number of usable cores.
         """
         if self.adapts:
             return

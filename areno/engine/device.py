@@ -26,9 +26,12 @@ def use_deterministic_algorithms() -> None:
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
-    """Return one device per rank of an engine: the CPU, the ``chosen`` GPUs, or consecutive GPUs from ``first`` on.
+    """Return one device per rank of an engine.
 
-    Raises UsageError if there are too few GPUs, or if the length of ``chosen`` is not the number of ranks.
+    If ``first`` is not a GPU, every rank gets ``first``. Otherwise, the ranks get the ``chosen`` GPUs, or by default
+    consecutive GPUs from ``first`` on. ``present`` is the number of GPUs of this machine.
+
+    Raises UsageError: there are too few GPUs, or the length of ``chosen`` is not the number of ranks.
     """
     if chosen is not None and len(chosen) != ranks:
         raise UsageError(f"devices={chosen} has length {len(chosen)}, but world_size={ranks}; give one device per rank")

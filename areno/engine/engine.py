@@ -1,7 +1,8 @@
-"""All models of a run on one device. The actor generates, trains or does both. The other roles score rows, and some also train.
+"""All models of a run on one device. The actor generates, trains, or does both. Other roles score rows, and some of them also
+train.
 
-Rollout and training share the actor's module, so a rollout needs no weight transfer. ``version`` counts optimizer
-steps. Every generated token carries the version of the weights that sampled it.
+Rollout and training share the actor's module, so a rollout needs no weight transfer. ``version`` is the number of optimizer
+steps of the actor. Every generated token carries the version of the weights that sampled the token.
 """
 
 import logging
@@ -201,9 +202,9 @@ class Engine(Backend):
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Merge the adapter if possible, and queue requests; see :meth:`RolloutLoop.submit`.
+        """Queue requests; see :meth:`RolloutLoop.submit`. If the adapter can be merged, it is merged first.
 
-        Raises EngineError: the weights are sharded and not gathered; see :meth:`begin_rollout`.
+        Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not gathered them.
         """
         if not self.actor.model.weights.whole:
             raise EngineError("the weights are sharded across ranks: call begin_rollout on all ranks first")
@@ -220,7 +221,7 @@ class Engine(Backend):
         return self.loop.load()
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and free the KV cache unless ``keep_rollout_state`` is set."""
+        """Abort pending requests, and reshard gathered weights. Without ``keep_rollout_state``, also free the KV cache."""
         self.loop.cancel_all()
         self._rest()
         if not self.config.keep_rollout_state:
@@ -323,7 +324,7 @@ class Engine(Backend):
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """The actor's adapter options, for a new adapter of another trainable role."""
+        """Options of the actor's adapter, for a new adapter of another trainable role; None if the actor has no adapter."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
@@ -387,10 +388,10 @@ class Engine(Backend):
         self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Implement :meth:`Backend.save_state`.
+        """Write all optimizer states, and the trainable models other than the actor.
 
-        The actor's optimizer state is written to ``trainer_state/optimizer/``. For a critic, the optimizer state is
-        written to ``trainer_state/critic_optimizer/``, and the model to ``critic/`` in Hugging Face format.
+        The actor's optimizer state is written to ``trainer_state/optimizer/``. A critic's optimizer state is written to
+        ``trainer_state/critic_optimizer/``. The critic's model is written to ``critic/`` in Hugging Face format.
         """
         target = checkpoint / STATE_FOLDER
         target.mkdir(exist_ok=True)  # another rank may have created it
@@ -403,8 +404,9 @@ class Engine(Backend):
     def load_state(self, checkpoint: Path) -> None:
         """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
 
-        Call :meth:`ensure_roles` first, because only loaded roles are restored. The weights of trainable roles other
-        than the actor are also restored, unless :meth:`ensure_roles` has just loaded them from this checkpoint.
+        Call :meth:`ensure_roles` first, because only loaded roles are restored. The weights of trainable roles other than the
+        actor are also restored. If :meth:`ensure_roles` has just loaded these weights from this checkpoint, they are not loaded
+        again.
         """
         self._rest()
         for name, role in list(self.roles.items()):
@@ -418,7 +420,10 @@ class Engine(Backend):
         self._stamp_version()
 
     def _open_saved(self, name: str, path: str, kind: ModelKind, optimizer: OptimizerOptions, folder: Path) -> Role:
-        """Load a trainable role of ``path``, with the weights or the adapter that a checkpoint saved in ``folder``."""
+        """Load a trainable role from a checkpoint.
+
+        ``path`` is the role's original model. ``folder`` contains the role's saved weights, or its saved adapter.
+        """
         source, adapter = str(folder), self._new_adapter()
         if adapter is not None:
             source, adapter = path, replace(adapter, adapter_path=str(folder))

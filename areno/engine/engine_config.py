@@ -16,13 +16,13 @@ from areno.engine.train.optimizer import OptimizerOptions
 class EngineConfig:
     """How an engine loads, generates and trains.
 
-    ``trains`` is ``policy`` (the actor is a trainable policy), ``reward`` (the actor is a trainable sequence classifier,
-    which cannot generate) or ``nothing`` (the actor is a policy without an optimizer).
+    ``trains`` says what the actor is. ``policy``: a trainable policy. ``reward``: a trainable sequence classifier, which cannot
+    generate. ``nothing``: a policy without an optimizer.
 
-    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``auto`` loads the
-    decode step from disk if an earlier run has compiled it. Otherwise, ``auto`` compiles the step in the background if the
-    remaining work justifies the compilation. ``compiled`` loads or compiles the step before the first token; ``eager`` does
-    neither.
+    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads or
+    compiles the decode step before the first token, and ``eager`` does neither. ``auto`` loads the step from disk if an earlier
+    run has compiled the step. Otherwise, ``auto`` compiles the step in the background, if the remaining work justifies the
+    compilation.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

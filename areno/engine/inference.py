@@ -9,7 +9,7 @@ logger = logging.getLogger("areno.engine.inference")
 
 
 class DecodeProgress:
-    """Logs decode throughput at most every ``interval_s`` seconds; an interval of 0 or less disables logging."""
+    """Logs decode throughput at most every ``interval_s`` seconds. If ``interval_s`` is 0 or less, logs nothing."""
 
     def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
         self.interval_s = interval_s

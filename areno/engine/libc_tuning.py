@@ -1,16 +1,16 @@
 """Tune OpenMP and the C allocator for a process that generates and trains on CPUs.
 
-*One OpenMP worker pool at a time.* Every thread that calls into PyTorch gets its own OpenMP workers and keeps them. The
-workers of the rollout thread and the training thread would oversubscribe the cores twofold, and GNU OpenMP would then
-make all workers sleep at every barrier. On two cores, a decode step would take 15 ms instead of 4 ms. A thread therefore
-stops its workers when it becomes idle. The next parallel region restarts the workers in well under a millisecond.
+*One OpenMP worker pool at a time.* Every thread that calls into PyTorch gets its own OpenMP workers and keeps them. The rollout
+thread and the training thread would together have twice as many workers as there are cores. GNU OpenMP would then make all
+workers sleep at every barrier. On two cores, a decode step would take 15 ms instead of 4 ms. A thread therefore stops its
+workers when the thread becomes idle. The next parallel region restarts the workers in well under a millisecond.
 
-*Freed memory is retained.* By default, malloc returns large freed blocks to the system, and the pages of new blocks
-must be faulted in again. In a step on 64 rows with a model of 135 M parameters, 10 million page faults raised the time
+*Freed memory is retained.* By default, malloc returns large freed blocks to the system, and the pages of new blocks must be
+faulted in again. In a step on 64 rows with a model of 135 M parameters, there were 10 million page faults. They raised the time
 on two cores from 14.6 s to 22 s. Large tensors therefore come from a caching allocator
-(:mod:`areno.engine.kernels.cpu_memory`). If the allocator cannot be compiled, glibc retains memory in one untrimmed
-heap. The fragmentation of this heap raises the memory peak by 33% to 100%. When the system runs short of memory, the
-retained memory is returned to the system before each training pass.
+(:mod:`areno.engine.kernels.cpu_memory`). If this allocator cannot be compiled, glibc retains memory in one untrimmed heap. The
+fragmentation of this heap raises the memory peak by 33% to 100%. If the system runs short of memory, the retained memory is
+returned to the system before each training pass.
 """
 
 import ctypes
@@ -64,7 +64,10 @@ def trim_freed_memory() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Retain freed memory if glibc is 2.33 or newer and the user has neither configured malloc nor preloaded an allocator."""
+    """Retain freed memory for reuse. This requires glibc 2.33 or newer.
+
+    If the user has configured malloc or preloaded an allocator, do nothing.
+    """
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
     if _ALLOCATOR or chosen or not _of_libc("mallinfo2"):  # unmeasurable retained memory would count as used

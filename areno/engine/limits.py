@@ -1,7 +1,7 @@
 """Context length and vocabulary limits of a model, read from its configuration before any weights are loaded.
 
-A row that exceeds a limit would index an embedding table out of bounds, which crashes the process on a GPU. With rotary
-embeddings, the model would silently run at positions on which it was never trained.
+A row that exceeds a limit would index an embedding table out of bounds. On a GPU, such an access crashes the process. Rotary
+embeddings have no table, so the model would silently run at positions on which it was never trained.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from areno.errors import EngineError, UsageError, first_line
 from areno.types import Request, tightest
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
-"""Errors of reading a checkpoint whose files are missing, damaged or unsuitable."""
+"""Exceptions from reading a checkpoint whose files are missing, damaged or unsuitable."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 # Rotary scaling types whose configuration states the length before scaling.
@@ -28,8 +28,8 @@ _SCALED = ("yarn", "llama3", "longrope")
 def context_length(config: Any) -> int | None:
     """Maximum number of positions of a ``transformers`` configuration; None if the configuration states no limit.
 
-    Most configurations with scaled rotary embeddings state the extended length. Other configurations (YaRN in Qwen
-    models, linear scaling) state the original length, which is then multiplied by the scaling factor.
+    Most configurations with scaled rotary embeddings state the extended length. Other configurations (YaRN in Qwen models,
+    linear scaling) state the original length. This function multiplies the original length by the scaling factor.
     """
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
@@ -73,8 +73,8 @@ def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> A
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
     """Check that a checkpoint has an embedding for every id that the tokenizer produces.
 
-    A special token that neither the tokenizer nor the chat template inserts, such as padding, may have an id without an
-    embedding. The engine rejects prompts that contain such a token.
+    A special token may have an id without an embedding if neither the tokenizer nor the chat template inserts the token. An
+    example is the padding token. If a prompt contains such a token, the engine rejects the prompt.
 
     Args:
         option: option that specifies the checkpoint, for error messages.
@@ -101,9 +101,10 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 
 
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
-    """Reject a role if its vocabulary differs from the actor's, because the role would score different text.
+    """Check that a role has the actor's vocabulary. Otherwise, the role would score different text.
 
-    Raises UsageError: the vocabularies differ, a token id has no embedding, or the configuration is unreadable.
+    ``tokenizer`` and ``own_path`` belong to the actor, and ``name`` and ``path`` to the role. Raises UsageError: the
+    vocabularies differ, a token id has no embedding, or the configuration is unreadable.
     """
     from areno.text.chat import load_tokenizer
 
@@ -125,7 +126,7 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
     """Limit the new tokens of each request to the context length minus the prompt length.
 
-    Raises EngineError: a request is invalid, or cannot fit in the context or the KV cache.
+    Raises EngineError: a request is invalid, or does not fit in the context or the KV cache.
     """
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 

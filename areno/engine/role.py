@@ -126,10 +126,10 @@ class Role:
             return score(self.model, what, rows, micro_bs, per_row, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
-        """Copy the weights to host memory, and return a function that saves the copy while training continues.
+        """Copy the weights to host memory, and return a function that saves the copy. Training can continue meanwhile.
 
-        The function writes the same files as :meth:`save_model`. For an adapter, which is small, and with several
-        ranks, None is returned instead of a function.
+        The function writes the same files as :meth:`save_model`. With several ranks, or for an adapter (which is small),
+        nothing is copied, and the result is None.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None
@@ -146,7 +146,7 @@ class Role:
         """Write weights, configuration and tokenizer in Hugging Face format. With an adapter, the weights and
         configuration are those of the adapter.
 
-        ``weights`` are saved instead of the model's current weights; see :meth:`stage_model`.
+        If ``weights`` are given, they are saved instead of the model's current weights; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
             if self.peers.replica == 0 or self.peers.layout.fsdp:

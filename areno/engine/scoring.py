@@ -60,8 +60,8 @@ def score(
 
     Returns:
         ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
-        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. The
-        list is empty on all stages of a ``pipeline`` except the last.
+        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. Only the last stage
+            of a ``pipeline`` returns scores. On the other stages, the list is empty.
     """
     results: list[Any] = []
     batches = _batches(model, rows, micro_bs, temperatures, routed)

@@ -1,4 +1,4 @@
-"""Experiments (``areno run``), which are configured by YAML files.
+"""Experiments of ``areno run``, configured by YAML files.
 
 - ``run_experiment``: runs an experiment from its command line; ``trainers``: the training steps.
 - ``replay``: ``areno replay`` of experiments.

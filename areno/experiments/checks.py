@@ -1,4 +1,4 @@
-"""Checks, before a model is loaded, that the files, functions and packages of an experiment's configuration exist."""
+"""Checks that the files, functions and packages of an experiment exist. The checks run before a model is loaded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +33,7 @@ NO_REWARD = (
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield the problems of the configured functions, classes and reward weights; an empty string for a valid name."""
+    """Yield the problems of the configured functions, classes and reward weights. A valid name yields an empty string."""
     for name in DATASETS:
         section = getattr(config, name)
         if section is not None and (loader := section.dataset_kwargs.get(LOADER)):

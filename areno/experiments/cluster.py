@@ -1,4 +1,4 @@
-"""The workers of an experiment on a Ray cluster or in a Slurm job: the resources of each role, and the launcher."""
+"""The workers of an experiment on a Ray cluster or in a Slurm job: resources of each role, and launcher."""
 
 import uuid
 from dataclasses import replace
@@ -22,7 +22,7 @@ _NODES_MEMORY_GB = SchedulingSpec().mem
 
 
 def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
-    """The resources of the cluster of ``scheduler.type``; None for an experiment on one machine.
+    """The resources of the cluster that ``scheduler.type`` selects. For an experiment on one machine, None.
 
     Raises:
         UsageError: there is no such cluster, or it has fewer nodes than ``cluster.n_nodes``.
@@ -50,7 +50,9 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
 
 
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
-    """The launcher for the workers of an experiment with resolved settings; None on one machine. The caller closes it.
+    """The launcher for the workers of an experiment with resolved settings. On one machine, None.
+
+    The caller must close the launcher.
 
     Raises:
         UsageError: the cluster lacks resources that the roles need.
@@ -104,7 +106,7 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool) -> Role
 
 
 def name_options(config: BaseExperimentConfig) -> NameOptions:
-    """Options of the name store. Its files are below ``cluster.fileroot`` unless another folder is configured."""
+    """Options of the name store. By default, its files are below ``cluster.fileroot``."""
     section = config.cluster.name_resolve
     root, entry = section.nfs_record_root, settings_of(NameResolveConfig)["nfs_record_root"]
     if root in (entry.default, entry.info.documented):  # the default is local to one machine

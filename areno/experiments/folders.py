@@ -3,7 +3,7 @@
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
     {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery checkpoints
 
-``checkpoints`` in the run directory is a link to the second directory, for tools that read run directories.
+``checkpoints`` in the run directory is a link to the second directory. Tools that read run directories need it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def _user() -> str:
-    """User name for paths, or the user id if the user has no name, as in some containers."""
+    """The user name, for paths. If the user has no name, as in some containers, the user id."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -39,9 +39,9 @@ def _user() -> str:
 
 @contextmanager
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
-    """Open the run directory and its log for the duration of the block; the first log line contains the directory's path.
+    """Open the run directory and its log for the duration of the block. The first log line has the directory's path.
 
-    Does not import torch, which would take seconds. Nested calls only return the directory.
+    This function does not import torch, because the import takes seconds. A nested call only returns the directory.
     """
     run_dir = ExperimentFolders.of(config).create()
     if LoggingSetup.active is not None:
@@ -55,7 +55,10 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
 
 
 def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> None:
-    """Raise UsageError if the trial has run and recovery is disabled, before anything of the earlier run is changed."""
+    """Raise UsageError if the trial has run already and recovery is disabled.
+
+    The check must come before anything of the earlier run is changed.
+    """
     if not config.recover.enabled and run_dir.read_metrics():
         raise UsageError(
             f"trial_name {config.trial_name!r}: {config.experiment_name}/{config.trial_name} has run already, in "
@@ -65,7 +68,7 @@ def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> N
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
-    """Lock the trial's directories, including separate checkpoint roots, for this process."""
+    """Lock the run directory of the trial for this process, and its checkpoint directories under other roots."""
     default, roots = ExperimentFolders.of(config), (config.saver.fileroot, config.recover.fileroot)
     elsewhere = {ExperimentFolders.of(config, root).checkpoints.resolve() for root in roots}
     with ExitStack() as locks:
@@ -112,7 +115,11 @@ class ExperimentFolders:
         return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:
-        """Create the checkpoint directory, and the run directory with a link to it; UsageError on failure."""
+        """Create the checkpoint directory, the run directory, and the link to the checkpoints.
+
+        Raises:
+            UsageError: a directory cannot be created.
+        """
         run_dir = self.run_dir
         try:
             if self.fileroot == DEFAULT_FILEROOT:

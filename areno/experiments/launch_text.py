@@ -9,7 +9,11 @@ from areno.experiments.slurm_job import batch_script, driver_command
 
 
 def launch_text(words: Sequence[str]) -> str:
-    """The script of the Slurm job, or the reservations on the Ray cluster; UsageError if no cluster is configured."""
+    """The script of the Slurm job, or the reservations on the Ray cluster.
+
+    Raises:
+        UsageError: no cluster is configured.
+    """
     config, _ = load_expr_config(list(words), experiment_class(list(words)))
     config = settled(config)
     kind = config.scheduler.type

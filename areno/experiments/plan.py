@@ -1,4 +1,4 @@
-"""Plans the memory of an experiment (the training engine and each rollout replica) without loading a model."""
+"""Plans the memory of an experiment without loading a model. The plan covers training engine and rollout replicas."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,10 @@ class ExperimentSizes(Sizes):
         return self.experiment.train_dataset.max_length or max(gconfig.max_tokens - gconfig.max_new_tokens, 1)
 
     def roles(self) -> list[HeldRole]:
-        """Models besides the actor, without those that use the weights of the actor or of an earlier frozen model."""
+        """Models that need weights of their own besides the actor's.
+
+        A frozen model needs none if it has the weights of the actor's frozen base, or those of an earlier frozen model.
+        """
         config, held = self.experiment, []
         if not self.trains:
             return []
@@ -113,7 +116,10 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """Memory plan of an experiment: ``actor`` for training, ``rollout`` for each separate replica (None if there are none)."""
+    """Memory plan of an experiment. ``actor`` is the plan of the training engine.
+
+    ``rollout`` is the plan of each separate rollout replica. If there are none, ``rollout`` is None.
+    """
 
     actor: MemoryPlan
     rollout: MemoryPlan | None
@@ -124,7 +130,9 @@ class ExperimentPlan:
 
     @property
     def needed(self) -> int:
-        """Peak bytes: the sum if both plans share one memory, otherwise the larger plan's."""
+        """Peak size in bytes. Plans that share one memory are added, together with ``transfer``. Otherwise the larger plan
+        counts.
+        """
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
 
@@ -140,7 +148,10 @@ class ExperimentPlan:
 
 
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
-    """Plan the memory of an experiment with ``available`` bytes; None takes the free memory of this machine or GPU."""
+    """Plan the memory of an experiment with ``available`` bytes.
+
+    If ``available`` is None, the free memory of this machine or GPU is used.
+    """
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)
@@ -169,7 +180,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes on the fullest training rank, without the process itself; 0 with neither FSDP nor pipeline stages."""
+    """Bytes on the fullest training rank, without the process itself. With neither FSDP nor pipeline stages, 0."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0
@@ -191,13 +202,13 @@ def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
 
 
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
-    """Further engine options for generation; the requests are divided among the replicas."""
+    """Engine options for generation. The concurrent samples are divided among the replicas."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
 
 def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
-    """Changes that reduce memory, least costly first. ``longest``: tokens of the longest row."""
+    """Changes that reduce memory, least costly first. ``longest`` is the number of tokens of the longest row."""
     actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}
@@ -223,9 +234,11 @@ def _largest_pass(config: Any, longest: int) -> int:
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
-    """The largest concurrency and microbatch size with which an experiment fits into memory; empty if none fits.
+    """The largest concurrency and microbatch size with which an experiment fits into memory. If none fits, an empty
+    change.
 
-    The rollout cache is sized first, to hold all answers at maximum length; microbatches get the remaining memory.
+    The concurrency is chosen first, so that the rollout cache holds all answers at maximum length. Microbatches get the
+    remaining memory. The call changes the microbatch settings of ``config``.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):
@@ -244,9 +257,10 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 
 
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
-    """Plan an experiment given by its command line; returns the plan, and the plan as a table or as data (bytes by name).
+    """Plan an experiment that is given by its command line. Return the plan itself and a description of it.
 
-    With ``tune``, the table or data includes the largest concurrency and microbatch size that fit into memory.
+    The description is a table or, with ``as_data``, the bytes by name. With ``tune``, the description includes the
+    largest concurrency and microbatch size that fit into memory.
 
     Raises:
         UsageError: the configuration is invalid, or a model cannot be read.

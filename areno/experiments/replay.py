@@ -1,4 +1,4 @@
-"""``areno replay`` of an experiment: updates on recorded rows, with the experiment's trainer but no rollout engine."""
+"""``areno replay`` of an experiment. The experiment's trainer makes updates on recorded rows, without a rollout engine."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -93,7 +93,11 @@ class ReplayPPOTrainer(PPOTrainer):
         return StepOutcome(rows, numbers, rewards=[row.reward for row in rows])
 
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
-        """Before the first update, add the inputs of the loss, and recompute advantages if the replay requires it."""
+        """Prepare the rows of an update.
+
+        Before the first update, the inputs of the loss are added to the rows. If the replay changes the shaping of
+        rewards, or if rows lack the returns of a critic, advantages are recomputed.
+        """
         if self.state.step == self.replay.step:
             has_all = self.config.critic is None or all(row.returns for row in rows)
             if self.replay.reshapes or not has_all:
@@ -103,11 +107,13 @@ class ReplayPPOTrainer(PPOTrainer):
 
 
 def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) -> tuple[PPOConfig, PPOConfig]:
-    """Load the configuration of a run and that of its replay, which applies ``settings`` and writes below ``out``.
+    """Load the configuration of a run and the configuration of its replay.
 
-    ``keeps``: whether the replay saves models and recovery checkpoints.
+    The replay applies ``settings`` and writes below ``out``. ``keeps`` is whether the replay saves models and recovery
+    checkpoints.
 
-    Raises UsageError: a setting is invalid, or the experiment has no rollout.
+    Raises:
+        UsageError: a setting is invalid, or the experiment has no rollout.
     """
     words = ["--config", str(run / CONFIG)]
     kind = experiment_class(words)

@@ -48,8 +48,8 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 def run_experiment(config: BaseExperimentConfig) -> None:
     """Check the configuration, create the trainer, and run the experiment to its end.
 
-    After an engine failure, such as a dead process, a run with recovery enabled is retried from the newest recovery
-    checkpoint, up to ``recover.retries`` times.
+    If recovery is enabled, a run is retried after an engine failure, such as a dead process. Each retry resumes from
+    the newest recovery checkpoint. There are at most ``recover.retries`` retries.
     """
     check_inputs(config)
     with open_log(config):
@@ -83,7 +83,7 @@ def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> 
 
 
 def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
-    """Read legacy keys; without a reward function or reward model, the math reward is used."""
+    """Read legacy keys. Without a reward function and a reward model, the math reward is used."""
     config = load_legacy_config(words, asynchronous=asynchronous)
     if not config.reward.path:
         config.reward.fn = config.reward.fn or MATH_REWARD
@@ -91,7 +91,10 @@ def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Call ``run`` and return the exit code; an `ArenoError` becomes one message on stderr (code 2 for usage errors)."""
+    """Call ``run``, and return the exit code. An `ArenoError` becomes one message on stderr.
+
+    :func:`areno.errors.exit_code` chooses the code.
+    """
     try:
         run()
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit after --help
@@ -112,7 +115,7 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
 
 
 def _dry_run(config: BaseExperimentConfig) -> str:
-    """Check the configuration and its inputs, and describe what the run would do, without loading a model or writing files."""
+    """Check the configuration and its inputs, and describe the run. No model is loaded, and no file is written."""
     from areno.experiments.trainers.engines import machine_of
     from areno.experiments.trainers.row_source import RowSource, load_dataset
 
@@ -136,9 +139,9 @@ def _dry_run(config: BaseExperimentConfig) -> str:
 
 
 def main(argv: Sequence[str], resumed: Path | None = None) -> None:
-    """Entry point of ``areno run``; ``train_dataset.type`` selects the kind of experiment.
+    """Entry point of ``areno run``. ``train_dataset.type`` selects the kind of experiment.
 
-    ``resumed`` is a run directory to resume; without it, ``recover.mode`` decides whether to resume.
+    ``resumed`` is a run directory to resume. If it is None, ``recover.mode`` decides whether to resume.
     """
     words = [word for word in argv if word != DRY_RUN]
     config, _ = load_expr_config(words, experiment_class(words))

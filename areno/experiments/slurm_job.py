@@ -1,4 +1,4 @@
-"""Submits an experiment to Slurm as one job, in which ``areno run`` starts each worker as a job step."""
+"""Submits an experiment to Slurm as one job. In the job, ``areno run`` starts each worker as a job step."""
 
 import os
 import shlex
@@ -66,7 +66,6 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
 
 
 def _common(values: set[str]) -> str:
-    """The common value; an empty string if the values differ."""
     return next(iter(values)) if len(values) == 1 else ""
 
 

@@ -32,7 +32,7 @@ class Task:
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.
         environment: environment variables in addition to those that the task inherits.
-        log_file: file for the output; None inherits the output of the process that starts the task.
+        log_file: file for the output. If None, the task inherits the output of the process that starts it.
     """
 
     role: str
@@ -75,14 +75,15 @@ class RoleNeed:
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Number of consecutive workers of ``holder`` whose places one worker of this colocated role shares.
+        """Number of workers of ``holder`` that share their places with one worker of this colocated role.
 
-        Worker ``n`` shares the places of ``span`` workers, from ``n * span`` on, so that their GPUs suffice.
+        Worker ``n`` shares the places of ``span`` consecutive workers, from number ``n * span`` on. Their GPUs together
+        suffice for worker ``n``.
         """
         return max(math.ceil(self.gpu / max(holder.gpu, 1)), 1)
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
-        """Return the command that starts a task, including the container and the shell commands of the role."""
+        """Return the command that starts a task. It includes the container and the shell commands of the role."""
         words = [*self._python(python), "-m", task.module, *task.arguments]
         if self.image and self.container_type != "none":
             binds = ["--bind", self.mount] if self.mount else []
@@ -104,9 +105,9 @@ class RunningTask(Protocol):
     """A process on this or another machine, with some methods of :class:`subprocess.Popen`.
 
     Attributes:
-        pid: process id on the machine of the process; 0 if unknown.
-        node: name or address of the machine of the process; empty for this machine.
-        returncode: exit code; None if the process was running at the last poll.
+        pid: process id on the machine of the process, or 0 if it is unknown.
+        node: name or address of the machine of the process. For this machine, an empty string.
+        returncode: exit code, or None if the process was running at the last poll.
     """
 
     pid: int
@@ -146,7 +147,7 @@ class Launcher(Protocol):
     """Starts tasks with the resources of their roles. A launcher must be closed.
 
     Attributes:
-        names: name service of the tasks; None if all tasks are on this machine.
+        names: name service of the tasks. If all tasks are on this machine, None.
         host: address at which the tasks reach this machine.
     """
 
@@ -159,7 +160,8 @@ class Launcher(Protocol):
     def resize(self, role: str, workers: int) -> None:
         """Reserve resources for ``workers`` workers of a role.
 
-        After an EngineError or UsageError, some may be reserved; call again with the old number to release them.
+        After an EngineError or UsageError, some resources may stay reserved. To release them, call again with the old
+        number of workers.
         """
 
     def close(self) -> None:
@@ -185,7 +187,11 @@ class RemoteLauncher(ABC):
 
     @abstractmethod
     def launch(self, task: Task) -> RunningTask:
-        """Start one task. Raises EngineError if the cluster has no resources for the task, or cannot start the task."""
+        """Start one task.
+
+        Raises:
+            EngineError: the cluster has no resources for the task, or cannot start it.
+        """
 
     @abstractmethod
     def resize(self, role: str, workers: int) -> None:

@@ -1,9 +1,9 @@
 """Connections from worker processes on other machines to the process that started them.
 
-A worker connects to the process that started it (the starter). In a handshake, the worker and the starter prove that they know
-the run's key, which is in the worker's environment. After the handshake, every message is signed
-(:class:`areno.frames.SignedFormat`). Nothing is encrypted. The starter detects an unreachable worker within 45 s. A worker
-detects an unreachable starter within three minutes.
+A worker connects to the process that started it (the starter). In a handshake, both prove that they know the run's key.
+The worker reads the key from its environment. After the handshake, every message is signed
+(:class:`areno.frames.SignedFormat`). Nothing is encrypted. The starter detects an unreachable worker within 45 s. A
+worker detects an unreachable starter within three minutes.
 """
 
 import hashlib
@@ -22,8 +22,10 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker. Between machines, they are the address ``HOST:PORT/NAME`` and the run's key in hex. On one
-machine, the first variable is the file descriptor of an inherited socket, and there is no key."""
+"""Environment variables of a worker. On another machine, they are the address ``HOST:PORT/NAME`` and the run's key in hex.
+On the same machine, the first variable is the file descriptor of an inherited socket, and the second variable is not
+set.
+"""
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
 """An environment variable that a worker sets. Its value is the address at which other machines reach the worker's machine."""
@@ -73,7 +75,7 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Expect a worker that will be started with a unique name; return a future of its connection."""
+        """Expect a worker that will be started with a unique name. Return a future of its connection."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future
@@ -131,9 +133,10 @@ class Listener:
 
 
 def dial() -> Connection:
-    """Connect this worker to its starter, and remove the variables :data:`LINK` and :data:`KEY` from the environment.
+    """Connect this worker to its starter. Remove the variables :data:`LINK` and :data:`KEY` from the environment.
 
-    Raises EngineError if the starter is unreachable, or does not know the key.
+    Raises:
+        EngineError: the starter is unreachable, or does not know the key.
     """
     link, digits = os.environ.pop(LINK), os.environ.pop(KEY, "")
     if not digits:

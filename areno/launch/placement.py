@@ -12,8 +12,11 @@ Placement = dict[str, list[str]]
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Place the workers of all roles. The first worker of the first role is on the first node that the role allows.
 
-    Workers with GPUs fill one node after another. Workers without GPUs go to the node with the fewest cores in use. Raises
-    UsageError if GPUs are too few, a colocated worker's are on several nodes, or ``nodelist`` and ``exclude`` leave no node.
+    Workers with GPUs fill one node after another. A worker without GPUs goes to the node with the fewest cores in use.
+
+    Raises:
+        UsageError: there are too few GPUs, the GPUs of a colocated worker are on several nodes, or ``nodelist`` and
+            ``exclude`` leave no node.
     """
     gpus, cores = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     placed: Placement = {}
@@ -46,7 +49,11 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
 
 
 def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> list[str]:
-    """Return the nodes of colocated workers, given the nodes of the workers whose places they share (``span`` each)."""
+    """Return the nodes of colocated workers.
+
+    ``holders`` are the nodes of the workers whose places are shared. Each colocated worker shares the places of
+    ``span`` of these workers.
+    """
     shared = [holders[at : at + span] for at in range(0, len(holders) - span + 1, span)][: need.workers]
     if divided := next((nodes for nodes in shared if len(set(nodes)) > 1), None):
         raise UsageError(divided_places(role, need, divided))
@@ -73,7 +80,7 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int, int]:
-    """Return the maximum numbers of cores, of GPUs and of GB of requested memory in use on a node."""
+    """Return the maximum numbers of cores, of GPUs and of GB of requested memory that are in use on one node."""
     cores, gpus, memory = dict[str, int](), dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

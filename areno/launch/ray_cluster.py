@@ -1,8 +1,11 @@
 """Runs tasks on a Ray cluster. For each task, a Ray actor starts the process on the node where Ray has placed the actor.
 
-Each role that is not colocated has its own placement groups. The task and the actor are separate processes. Therefore, Ray's
-threads and pickling do not affect the task, and a hanging task can be killed. A task exits when its connection is closed. The
-output of a task goes to Ray's logs, and to the task's log file if the folder of this file exists on the node.
+Each role that is not colocated has its own placement groups. The task and the actor are separate processes. Ray's
+threads and pickling therefore do not affect the task. A hanging task can be killed. A task exits when its connection is
+closed.
+
+The output of a task goes to Ray's logs. If the folder of the task's log file exists on the node, the output also goes
+to this file.
 """
 
 import logging
@@ -111,7 +114,7 @@ class RayTask:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """See :class:`areno.launch.launcher.RunningTask`. A task whose actor or node died has exit code -9."""
+        """See :class:`areno.launch.launcher.RunningTask`. If the actor or the node of a task died, the exit code is -9."""
         if self.returncode is None:
             try:
                 self.returncode = int(self._ray.get(self._end, timeout=timeout))
@@ -209,7 +212,10 @@ class RayLauncher(RemoteLauncher):
                 self._ray.util.remove_placement_group(group)
 
     def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
-        """Return the GPUs of a colocated worker: ``need.gpu`` GPUs of the ``count`` holders from number ``first`` on."""
+        """Return the GPUs of a colocated worker, which belong to other workers (holders).
+
+        They are the first ``need.gpu`` GPUs of the ``count`` holders from number ``first`` on.
+        """
         holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
         if len({task.node for task in holders}) > 1:
             raise UsageError(divided_places(role, need, [task.node for task in holders]))
@@ -229,7 +235,7 @@ class RayLauncher(RemoteLauncher):
         return node
 
     def _place(self, role: str, number: int) -> tuple[Any, int]:
-        """Return the placement group and bundle index of a worker."""
+        """Return the placement group of a worker, and the index of the worker's bundle in the group."""
         need = self.needs[role]
         with self._lock:
             if role not in self._groups:
@@ -242,9 +248,10 @@ class RayLauncher(RemoteLauncher):
         return groups[number // need.together], number % need.together
 
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
-        """Create placement groups for workers from number ``first`` on.
+        """Create placement groups for the workers from number ``first`` on.
 
-        Each engine gets a group; with ``ray_placement_strategy=shared``, engines with one worker share a group instead.
+        Each engine gets a group of its own. With ``ray_placement_strategy=shared``, engines with one worker share one
+        group instead.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
@@ -276,7 +283,7 @@ class RayLauncher(RemoteLauncher):
 def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping[str, float]]) -> None:
     """Raise UsageError if the cluster is too small for all roles together, or if no node is large enough for a worker.
 
-    Ray itself would wait forever.
+    Without this check, Ray would wait forever.
     """
     for role, need in needs.items():
         if need.beside:
@@ -301,7 +308,10 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
 
 
 def nodes() -> dict[str, dict[str, float]]:
-    """Return the resources of each live node of the cluster, by address and port: nodes may share an address."""
+    """Return the resources of each live node of the cluster.
+
+    A key is the address and port of a node, because nodes may share an address.
+    """
     import ray
 
     return {
@@ -322,6 +332,9 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the node of each worker from number ``first`` on; engines are assigned round-robin. Empty without a node list."""
+    """Return the node of each worker from number ``first`` on. Without a node list, return an empty list.
+
+    Engines are assigned to the listed nodes round-robin.
+    """
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []

@@ -161,7 +161,7 @@ def _expanded(nodelist: str | None) -> str | None:
 
 
 def _own_address(other: str) -> str:
-    """Return the address of this machine on the route to another machine. Sends nothing."""
+    """Return the address of this machine on the route to another machine. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])
@@ -194,10 +194,13 @@ def size() -> tuple[int, int]:
 
 
 def exit_code_of(job: str) -> int | None:
-    """Return the exit code of a finished job (128 + signal if killed), or None if the job is pending or running.
+    """Return the exit code of a finished job, or None if the job is pending or running.
 
-    Retries for a minute, because a restarting controller may not know the job yet. Raises EngineError if the controller does
-    not answer, or does not know the job.
+    The exit code of a job that a signal killed is 128 + signal. A restarting controller may not know the job yet, so
+    this function retries for a minute.
+
+    Raises:
+        EngineError: the controller does not answer, or does not know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:
@@ -228,7 +231,12 @@ def in_job() -> bool:
 
 
 def run(command: Sequence[str]) -> str:
-    """Return the output of a command. Raises UsageError if the command is not installed, and EngineError if it fails."""
+    """Return the output of a command.
+
+    Raises:
+        UsageError: the command is not installed.
+        EngineError: the command failed or timed out.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except FileNotFoundError as error:

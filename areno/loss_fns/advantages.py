@@ -23,7 +23,7 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:
-    """Rewards minus their mean; exactly zero if all rewards are equal."""
+    """Rewards minus their mean. If all rewards are equal, the result is exactly zero."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -63,12 +63,15 @@ def group_mean_advantages(rewards: Sequence[float], groups: Sequence[int]) -> li
 
 
 def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean over the prompt's other samples; 0 for a single sample (RLOO, Ahmadian et al. 2024, arXiv:2402.14740)."""
+    """r - mean over the prompt's other samples. For a single sample, 0.
+
+    RLOO, Ahmadian et al. 2024, arXiv:2402.14740.
+    """
     return _per_group(rewards, groups, _leave_one_out)
 
 
 def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """Standardize over all samples of the step (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+    """Standardize the rewards over all samples of the step (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
     return _per_group(rewards, [0] * len(groups), compute_group_advantages)
 
 

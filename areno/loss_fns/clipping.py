@@ -20,10 +20,10 @@ class Clip:
     """Bounds on the importance ratio r.
 
     Attributes:
-        eps_high: width of the range above 1; None takes ``eps``. A wider range lets the probability of unlikely tokens grow
-            faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
+        eps_high: width of the range above 1. If None, the width is ``eps``. A wider range lets the probability of
+            unlikely tokens grow faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
         dual: bound on the loss where the advantage A is negative, as a multiple of abs(A) (Ye et al. 2020,
-            arXiv:1912.09729); None disables the bound.
+            arXiv:1912.09729). If None, the loss has no such bound.
 
     Raises:
         ValueError: a width is negative, or the dual bound is not above 1.
@@ -42,7 +42,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Create bounds. Raises ValueError unless their widths are positive."""
+        """Create bounds. Raise ValueError if a width is not positive."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")
@@ -59,9 +59,10 @@ class Clip:
         return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
 
     def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7), at most dual |A| for A < 0.
+        """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-        A ratio exactly on a bound keeps its full gradient, even if the range is the single point 1.
+        With ``dual``, the result is at most dual |A| where A < 0. A ratio exactly on a bound keeps its full gradient,
+        even if the range is the single point 1.
         """
         bounded = torch.where(self.is_high(ratio, advantage), self.high, ratio)
         bounded = torch.where(self.is_low(ratio, advantage), self.low, bounded)
@@ -70,7 +71,7 @@ class Clip:
         return -bounded * advantage
 
     def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where the upper bound is active, so that the gradient is zero."""
+        """True where the upper bound is active. The gradient is zero there."""
         return (ratio > self.high) & (advantage > 0)
 
     def is_low(self, ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -87,7 +88,10 @@ class Clip:
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Share of the entries under ``mask`` whose gradient is removed by any bound, and the share for each bound."""
+        """Share of the entries under ``mask`` whose gradient a bound removes.
+
+        There is one share for all bounds together, and one share for each bound.
+        """
         high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
         removed = self.removes(ratio, advantage)
         shares = {"clip_fraction": removed, "clip_fraction_high": high, "clip_fraction_low": low}

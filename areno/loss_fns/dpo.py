@@ -33,27 +33,31 @@ def dpo_loss_fn(
     loss_type: str = "sigmoid",
     length_normalized: bool = False,
 ) -> dict[str, Quantity]:
-    """L = mean over pairs of (1 - eps) l(D) + eps l(-D), D = log-ratio of the chosen answer - log-ratio of the rejected one.
+    """L = mean over pairs of (1 - eps) l(D) + eps l(-D), where D compares the chosen with the rejected answer.
 
     The log-ratio of an answer is sum_t m_t (log pi - log pi_ref). With ``length_normalized``, this sum is divided by
-    the number of response tokens. eps is ``label_smoothing``, the assumed share of swapped labels (Mitchell 2023,
-    https://ericmitchell.ai/cdpo.pdf). l(D) is -log sigmoid(beta D) for ``sigmoid``, (D - 1 / (2 beta))^2 for ``ipo``
-    (Azar et al. 2023, arXiv:2310.12036), and max(0, 1 - beta D) for ``hinge`` (SLiC, Zhao et al. 2023,
-    arXiv:2305.10425).
+    the number of response tokens. D is the log-ratio of the chosen answer minus the log-ratio of the rejected answer.
+    eps is ``label_smoothing``, the assumed share of swapped labels (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
+    ``loss_type`` selects l(D):
+
+    - ``sigmoid``: -log sigmoid(beta D)
+    - ``ipo``: (D - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
+    - ``hinge``: max(0, 1 - beta D) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_ref_logprobs``, ``packed_seq_ids`` and
-            ``packed_num_sequences``; sequences alternate between chosen and rejected.
+            ``packed_num_sequences``. Sequences alternate between chosen and rejected.
         beta: factor on the log-ratios, above 0. A larger beta keeps the policy closer to the reference.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
-        length_normalized: compare means over tokens instead of sums, so that long answers do not get more weight.
+        length_normalized: compare means over tokens instead of sums. Long answers then get no more weight than short
+            ones.
 
     Returns:
-        Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of pairs with D > 0), dpo_margin (beta D),
-        dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (the difference of these
-        rewards), and dpo_response_len. Quantities (see :mod:`areno.loss_fns.units`): response_len per sequence, all
-        others per pair.
+        Loss and statistics: dpo_loss, total_loss, dpo_accuracy (share of pairs with D > 0), dpo_margin (beta D),
+        dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (the difference of
+        these rewards), and dpo_response_len. Quantities (see :mod:`areno.loss_fns.units`): response_len per
+        sequence, all others per pair.
 
     Raises:
         ValueError: an argument is out of range, the pack has no reference log-probs, or a sequence is unpaired.

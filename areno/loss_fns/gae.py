@@ -21,8 +21,8 @@ def compute_gae(
         rewards: reward of each response token [T].
         values: value before each response token [T].
         gamma: discount of later rewards, 0 to 1.
-        lam: GAE lambda, 0 to 1; 0 relies on the values, and 1 relies on the rewards.
-        next_value: value after the last token; 0 for a finished response.
+        lam: GAE lambda, 0 to 1. With 0, advantages rely on the values, and with 1 on the rewards.
+        next_value: value after the last token. For a finished response, 0.
 
     Returns:
         Advantages [T] and returns A + V [T].
@@ -67,14 +67,14 @@ def fill_gae(
 ) -> None:
     """Set the old values, returns and advantages of a row at its trained tokens. Other tokens get 0.
 
-    Untrained tokens are skipped; gamma and lam are applied only between trained tokens.
+    GAE skips untrained tokens: gamma and lam apply from one trained token to the next.
 
     Args:
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
         rewards: reward of each trained token, in order.
         values: value after each token of the row.
-        bootstrap: take the value after the last trained token from ``values``, for a truncated response; otherwise this
-            value is 0.
+        bootstrap: whether to take the value after the last trained token from ``values``, for a truncated response.
+            Otherwise this value is 0.
     """
     actions = [index for index, trained in enumerate(row.trainable()) if trained]
     old = [values[index - 1] for index in actions]
@@ -92,10 +92,10 @@ def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> 
 
     Args:
         rows: one list of per-token numbers per sequence.
-        masks: same shape; True for tokens to standardize.
+        masks: lists of the same shape, True for the tokens to standardize.
 
     Returns:
-        Lists of the same shape; 0 for masked-out tokens.
+        Lists of the same shape. Masked-out tokens are 0.
 
     Raises:
         ValueError: shapes differ.

@@ -38,24 +38,28 @@ def grpo_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
+    """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) /
+    pi_rollout(t).
 
     The rollout records log pi_rollout. On fresh samples the ratio is about 1 in the first optimizer step, so clipping
-    starts only after the policy has changed. ``loss_mean`` selects the mean of the policy term and the KL term.
-    ``token`` is the mean over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476).
-    ``sequence`` averages over the tokens of each sequence, then over sequences (Shao et al.). ``dr_grpo`` divides the
-    sum over each sequence by the constant ``max_tokens``, then averages over sequences, which removes the length bias
-    (Liu et al. 2025, arXiv:2503.20783). A sequence without response tokens contributes 0 and counts as a sequence.
+    starts only after the policy has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
+
+    - ``token``: over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476)
+    - ``sequence``: over the tokens of each sequence, then over sequences (Shao et al.)
+    - ``dr_grpo``: the sum over each sequence is divided by the constant ``max_tokens``, then sequences are averaged. This
+      removes the length bias (Liu et al. 2025, arXiv:2503.20783).
+
+    A sequence without response tokens contributes 0 and counts as a sequence.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
-            ``packed_num_sequences``; with a KL term also ``packed_ref_logprobs``.
+            ``packed_num_sequences``. A KL term also needs ``packed_ref_logprobs``.
         clip_eps: width of the clip range below 1.
-        clip_eps_high: width of the clip range above 1; None takes ``clip_eps``.
+        clip_eps_high: width of the clip range above 1. If None, the width is ``clip_eps``.
         dual_clip: bound on the loss where the advantage A is negative, as a multiple of abs(A).
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
         max_tokens: divisor of ``dr_grpo``, the maximum response length.
-        kl_coef: weight of the KL divergence to the reference; 0 disables the KL term.
+        kl_coef: weight of the KL divergence to the reference. 0 disables the KL term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Raises:

@@ -39,7 +39,7 @@ def gspo_loss_fn(
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
-            ``packed_num_sequences``; with a KL term also ``packed_ref_logprobs``.
+            ``packed_num_sequences``. A KL term also needs ``packed_ref_logprobs``.
 
     Raises:
         ValueError: an argument is out of range, or the pack lacks a required tensor.

@@ -32,10 +32,13 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """KL(pi || pi_ref) estimated at each token, elementwise, with d = log pi - log pi_ref.
 
-    ``kl`` (alias ``k1``) is d, which is unbiased but may be negative. ``abs`` is \\|d\\|, and ``mse`` (alias ``k2``) is
-    d^2 / 2. ``low_var_kl`` (alias ``k3``) is exp(-d) - 1 + d, which is unbiased and never negative; exponent and value
-    are bounded. The gradient of ``kl`` as a loss term does not depend on the reference; ``abs``, ``mse`` and
-    ``low_var_kl`` pull the policy towards the reference.
+    - ``kl`` (alias ``k1``): d. Unbiased, but may be negative.
+    - ``abs``: \\|d\\|.
+    - ``mse`` (alias ``k2``): d^2 / 2.
+    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d. Unbiased and never negative. Exponent and value are bounded.
+
+    As loss terms, ``abs``, ``mse`` and ``low_var_kl`` pull the policy towards the reference. The gradient of ``kl`` as
+    a loss term does not depend on the reference.
 
     Args:
         logprobs: log-probs of the policy, any shape.
@@ -50,13 +53,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 def masked_kl(pack: DataPack, logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """:func:`kl_penalty` on the action axis [A], 0 outside the response mask."""
+    """:func:`kl_penalty` on the action axis [A]. Outside the response mask, 0."""
     mask = pack["packed_response_mask"]
     return kl_penalty(torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0), kind)
 
 
 def reference_kl(pack: DataPack, logprobs: Tensor, coef: float, kind: str) -> Tensor | None:
-    """KL to the reference at each token [A]; None if its weight ``coef`` is 0.
+    """KL to the reference at each token [A]. If its weight ``coef`` is 0, None.
 
     Raises:
         ValueError: the weight is negative, the estimator is unknown, or the pack has no reference log-probs.

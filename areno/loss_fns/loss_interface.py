@@ -3,12 +3,12 @@
 A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on
 the *action axis*: the concatenated sequences of the microbatch, each without its first token, which is never predicted.
 The length of this axis is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no
-gradient. A critic's loss receives values on the same axis instead of log-probs; entry t is the value before action t. A
-reward model's loss receives one score per sequence.
+gradient. A critic's loss receives values instead of log-probs, on the same axis. Entry t is the value before action t.
+A reward model's loss receives one score per sequence.
 
-A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units of
-the optimizer step, so the split into microbatches does not change the result. Units are tokens by default;
-:func:`reduces_over` declares other units.
+A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units
+of the optimizer step, so the split into microbatches does not change the result. The default unit is the token.
+:func:`reduces_over` declares another unit.
 """
 
 import functools
@@ -59,7 +59,7 @@ _LISTS = {
 
 
 class RowData(dict[str, Any]):
-    """A data pack that raises an error with a remedy if a loss reads per-token data that is missing in the rows."""
+    """A data pack. If a loss reads per-token data that the rows lack, the error names a remedy."""
 
     def __missing__(self, key: str) -> Any:
         if key not in _LISTS:
@@ -74,7 +74,8 @@ def reduces_over(
     """Declare the unit that a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighboring rows).
 
     Args:
-        unit: the unit, or a function that returns the unit, given the keyword arguments bound by ``functools.partial``.
+        unit: the unit, or a function that computes the unit from the keyword arguments that ``functools.partial``
+            binds.
         entropy: request ``packed_entropy``, which costs one more pass over the logits.
         bounds: request ``packed_min_logits`` and ``packed_max_logits``, which cost another pass.
     """
@@ -115,7 +116,7 @@ def name_of(loss_fn: LossFn) -> str:
 
 
 def knobs_of(loss_fn: LossFn) -> Any:
-    """The argument ``knobs`` that ``functools.partial`` binds to a loss; None if ``knobs`` is not bound."""
+    """The argument ``knobs`` that ``functools.partial`` binds to a loss. If ``knobs`` is not bound, None."""
     return _unwrapped(loss_fn)[1].get("knobs")
 
 
@@ -129,19 +130,21 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 
 
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
-    """Return an optional tensor of the pack. Raises ValueError if it is missing."""
+    """Return an optional tensor of the pack. Raise ValueError if the pack lacks the tensor."""
     if key not in pack:
         raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
     return pack[key]  # type: ignore[literal-required,no-any-return]
 
 
 def in_float(values: Tensor) -> Tensor:
-    """Cast to fp32, except for fp64. Losses never compute in half precision."""
+    """Cast to fp32. Values in fp64 are returned as they are. Losses never compute in half precision."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-    """Split values per sequence [packed_num_sequences] into values of chosen and of rejected sequences, [pairs] each.
+    """Split values per sequence [packed_num_sequences] into values of chosen and values of rejected sequences.
+
+    Both results have the shape [pairs].
 
     Raises:
         ValueError: the number of sequences is odd.

@@ -18,10 +18,10 @@ Level = Literal["batch", "group"]
 class Norm:
     """y = (x - mu) / (sigma + eps) over the unmasked entries.
 
-    Attributes:
-        std_level: compute sigma over the ``batch`` or the ``group``; None disables the division.
+    mu is a mean over the batch or the group, a leave-one-out mean, or 0. sigma is the root mean square of x - mu.
 
-    sigma is the root mean square of x - mu, where mu is a batch or group mean, a leave-one-out mean, or 0.
+    Attributes:
+        std_level: compute sigma over the ``batch`` or the ``group``. None disables the division.
 
     Raises:
         ValueError: a level is unknown, eps is negative, or ``mean_leave1out`` is set without a mean.
@@ -53,10 +53,10 @@ class Norm:
         Args:
             values: one number per entry [N].
             groups: group id of each entry [N], any integers.
-            mask: True for the entries to normalize [N]; None means all entries.
+            mask: True for the entries to normalize [N]. None means all entries.
 
         Returns:
-            float64 [N], 0 for masked-out entries; the unchanged values if all entries are masked out.
+            float64 [N]. Masked-out entries are 0. If all entries are masked out, the values are returned unchanged.
 
         Raises:
             ValueError: lengths differ, or an unmasked entry is not finite.
@@ -107,5 +107,5 @@ class Norm:
 
 
 def _sums(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum over each entry's group [N]."""
+    """The sum over the group of each entry [N]."""
     return torch.zeros_like(values).index_add(0, groups, values)[groups]

@@ -36,7 +36,7 @@ from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 class PolicyLossConfig(PolicyLossOptions):
     """Picklable settings of :func:`policy_loss_fn`.
 
-    With ``m2_threshold``, the data pack must have ``packed_keep``, True for the tokens that M2PO keeps.
+    With ``m2_threshold``, the data pack must have ``packed_keep``. It is True for the tokens that M2PO keeps.
 
     Raises:
         ValueError: a setting is out of range, contradicts another, or would have no effect.
@@ -77,8 +77,8 @@ class PolicyLossConfig(PolicyLossOptions):
 class _Terms:
     """Per-token inputs [A] of the loss and its statistics. Log-probs and advantages are 0 outside the response mask.
 
-    With sequence-level importance sampling, ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean, over the
-    tokens that ``weights`` keeps.
+    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens that ``weights``
+    keeps. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
     """
 
     mask: Tensor
@@ -100,7 +100,8 @@ def policy_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = (rl_loss_weight / N) sum over response tokens of w_t l_t. N is the number of response tokens in the optimizer step.
+    """L = (rl_loss_weight / N) sum over response tokens of w_t l_t. N is the number of response tokens in the optimizer
+    step.
 
     The ratio rho is pi / pi_p per token, or its geometric mean over the kept tokens of a sequence. l_t is
 
@@ -111,20 +112,20 @@ def policy_loss_fn(
 
     By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
     proximal policy and w = pi_p / pi_behavior, even without ``rejection_sampling``. N includes the tokens that
-    rejection sampling or M2PO masks; these tokens have w = 0.
+    rejection sampling or M2PO masks. These tokens have w = 0.
 
     Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
     response tokens. The gradient of this score-function term is an unbiased estimate of the gradient of the per-token
-    reverse KL divergence to the teacher. The KL term adds kl_coef times the mean KL divergence to the reference over all
-    response tokens.
+    reverse KL divergence to the teacher. The KL term adds kl_coef times the mean KL divergence to the reference over
+    all response tokens.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
-            ``packed_num_sequences``; depending on the settings also ``packed_prox_logprobs``, ``packed_versions``,
-            ``packed_keep`` and ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
-        knobs: settings; None means the defaults.
-        version: weight version that this update produces (the engine's version plus one), required by approximations.
-        kl_coef: weight of the KL term; 0 disables this term.
+            ``packed_num_sequences``. Some settings need ``packed_prox_logprobs``, ``packed_versions``, ``packed_keep``
+            or ``packed_teacher_logprobs``. A KL term needs ``packed_ref_logprobs``.
+        knobs: settings. None means the defaults.
+        version: weight version that this update produces: the engine's version plus one. Approximations need it.
+        kl_coef: weight of the KL term. 0 disables this term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:

@@ -1,8 +1,8 @@
 """Approximations of the proximal policy (the policy before the update) without an extra forward pass.
 
 Version v_b of the policy sampled a token, and the update produces version v. The interpolation assumes that the policy
-changes at a constant rate from v_b to v. The proximal policy has version v - 1, which is the fraction alpha = (v - 1 -
-v_b) / (v - v_b) of the way.
+changes at a constant rate from v_b to v. The proximal policy has version v - 1. On the way from v_b to v, it lies at
+the fraction alpha = (v - 1 - v_b) / (v - v_b).
 """
 
 from typing import Literal
@@ -52,7 +52,7 @@ def approximate_proximal(
 
 
 def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
-    """KL estimates k1, k2 and k3 between behavior and proximal policy at each token, by documented name."""
+    """KL estimates k1, k2 and k3 between the behavior and the proximal policy at each token, by metric name."""
     d = behavior - proximal
     return {"kl_div_direct": d, "kl_div_taylor": 0.5 * d.square(), "kl_div_dual": torch.expm1(-d) + d}
 
@@ -62,8 +62,8 @@ def approximation_metrics(
 ) -> dict[str, Range]:
     """Errors of each approximation relative to the log-probs of a forward pass, over the tokens of ``mask``.
 
-    Names are ``compute_logp/...``. The metrics include :func:`divergences`. For each approximation, they include the
-    log-prob, the two ratios computed from it, and the errors of all three.
+    All metric names begin with ``compute_logp/``. The metrics include :func:`divergences`. For each approximation, they
+    also include its log-prob, the two ratios computed from this log-prob, and the errors of all three.
     """
     behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
     d = behavior - proximal

@@ -1,4 +1,6 @@
-"""Rejection sampling: masks tokens or sequences on which two policies differ too much, or clamps their weights.
+"""Rejection sampling of tokens or sequences on which two policies differ too much.
+
+Such tokens or sequences are masked, or their weights are clamped.
 
 r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al.
 2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks with a lower
@@ -24,9 +26,14 @@ MIN_PROBABILITY = 1e-8
 class RejectionSampling(RejectionSamplingConfig):
     """Bounds on the divergence between the proximal and the behavior policy, as measured by a metric.
 
-    With d = log r, the metric ``ratio`` is r, ``kl_k1`` is d, ``kl_k2`` is d^2 / 2, and ``kl_k3`` is r - log r - 1.
-    ``binary_kl`` (KPop) compares the policies' Bernoulli distributions of "this token" and "another token": the metric
-    is the larger of the two KL divergences.
+    With d = log r, the metrics are
+
+    - ``ratio``: r
+    - ``kl_k1``: d
+    - ``kl_k2``: d^2 / 2
+    - ``kl_k3``: r - log r - 1
+    - ``binary_kl`` (KPop): the larger of the two KL divergences between the policies' Bernoulli distributions of "this
+      token" and "another token".
 
     Raises:
         ValueError: a name is unknown, or a bound is invalid.
@@ -80,7 +87,10 @@ def behavior_weights(
 
 
 def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
-    """Aggregate values over the response tokens of each sequence [packed_num_sequences]; 0 without response tokens."""
+    """Aggregate values over the response tokens of each sequence [packed_num_sequences].
+
+    The result is 0 for a sequence without response tokens.
+    """
     mask = pack["packed_response_mask"]
     ids, values = pack["packed_seq_ids"][mask], values[mask]
     zeros = values.new_zeros(pack["packed_num_sequences"])
@@ -126,7 +136,7 @@ def second_moment_keep(proximal: Tensor, behavior: Tensor, mask: Tensor, thresho
         mask: response tokens [N].
 
     Returns:
-        bool [N], response tokens to keep.
+        bool [N], True for the response tokens to keep.
 
     Raises:
         ValueError: the threshold is not above 0.

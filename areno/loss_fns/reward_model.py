@@ -12,11 +12,11 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
     """L = -mean over pairs of log sigmoid(s_chosen - s_rejected).
 
     Args:
-        data_pack: needs ``packed_num_sequences``; sequences alternate between chosen and rejected.
+        data_pack: needs ``packed_num_sequences``. Sequences alternate between chosen and rejected.
         scores: one score per sequence [packed_num_sequences].
 
     Returns:
-        Loss and the statistics rm_loss, rm_accuracy (share of pairs whose chosen answer scores higher), rm_margin,
+        Loss and statistics: rm_loss, rm_accuracy (share of pairs whose chosen answer scores higher), rm_margin,
         rm_chosen_score and rm_rejected_score. Quantities (see :mod:`areno.loss_fns.units`): the same statistics per
         pair, named without ``rm_``.
 

@@ -25,7 +25,7 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
         data_pack: needs ``packed_response_mask``.
 
     Returns:
-        Loss and the statistics sft_loss, sft_logprob_mean and sft_target_tokens. Quantities (see
+        Loss and statistics: sft_loss, sft_logprob_mean and sft_target_tokens. Quantities (see
         :mod:`areno.loss_fns.units`): loss and logprob per token, and ppl, the perplexity of each sequence that has
         response tokens.
     """

@@ -1,9 +1,9 @@
 """Reward shaping: converts task rewards to per-token advantages.
 
-First, reward parts may be normalized and weighted. Then the overlong penalty, bias, scaling and clip are applied, and
-the rewards are normalized over samples. The last trained token gets the result R' and its KL reward; earlier trained
+First, reward parts may be normalized and weighted. Then the overlong penalty, bias, scaling and clip are applied. The
+rewards are normalized over samples. The result is R'. The last trained token gets R' and its KL reward. Earlier trained
 tokens get only their KL rewards. Finally GAE runs over the trained tokens, and advantages are normalized over tokens.
-Untrained tokens (prompts and tool results) are skipped and not discounted.
+GAE skips untrained tokens (prompts and tool results), and does not discount over them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +24,26 @@ from areno.types import TrainSequence
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
-"""Normalizes rewards of samples, float64 [B], given the samples' groups, like :class:`~areno.loss_fns.norm.Norm`."""
+"""Normalizes the rewards of samples, float64 [B], given their groups, like :class:`~areno.loss_fns.norm.Norm`."""
 AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
-"""Normalizes advantages over tokens [N], given groups and a mask of the tokens to normalize, like ``Norm``."""
+"""Normalizes advantages of tokens [N], like ``Norm``. The arguments are advantages, groups, and a mask of tokens to
+normalize.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
     """Settings of reward shaping, named as in the ``actor`` section of an experiment.
 
-    ``overlong_reward_penalty`` subtracts a penalty that grows linearly to ``overlong_penalty_factor`` over the last
-    ``overlong_tokens`` of ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With
-    ``mask_no_eos_with_zero``, a truncated answer has no task reward and no advantage, and ``adv_norm`` ignores the
-    answer. Remove such rows from the update with :func:`untruncated`. With ``bootstrap_truncated``, the return after the
-    last token of a truncated answer is the critic's value at this token; otherwise the return is 0.
+    ``overlong_reward_penalty`` subtracts a penalty from the rewards of long answers (DAPO, Yu et al. 2025,
+    arXiv:2503.14476, eq. 13). The penalty grows linearly over the last ``overlong_tokens`` of ``max_new_tokens``, up to
+    ``overlong_penalty_factor``.
+
+    With ``mask_no_eos_with_zero``, a truncated answer has no task reward and no advantage, and ``adv_norm`` ignores it.
+    Remove such rows from the update with :func:`untruncated`.
+
+    With ``bootstrap_truncated``, the return after the last token of a truncated answer is the critic's value at this
+    token. Otherwise the return is 0.
 
     Raises:
         ValueError: a setting is out of range, or the penalty is incomplete.
@@ -106,7 +112,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments. A segment may be a span of tokens, such as a turn, or cover several rows."""
+    """Rewards of segments. A segment may be a span of tokens, such as a turn, or may cover several rows."""
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
@@ -116,11 +122,12 @@ class Credits:
 def shape_advantages(
     rows: Sequence[TrainSequence], shaping: RewardShaping, values: Sequence[Sequence[float]] | None = None
 ) -> dict[str, Tensor]:
-    """Set the ``advantages`` and ``returns`` of each row and, with a critic, the ``values``.
+    """Set the ``advantages`` and ``returns`` of each row. With a critic, also set the ``values``.
 
     Args:
-        rows: need ``reward``, ``group``, ``truncated``; with a KL reward ``logprobs`` and ``ref_logprobs``. Changed in place.
-        values: the critic's value after each token of each row; None without a critic.
+        rows: changed in place. They need ``reward``, ``group`` and ``truncated``. A KL reward needs ``logprobs`` and
+            ``ref_logprobs``.
+        values: the critic's value after each token of each row. Without a critic, None.
 
     Returns:
         Values (float64) by documented name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
@@ -157,9 +164,10 @@ def shape_advantages(
 
 
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
-    """Set the advantage of each trained token to its segment's shaped reward plus the GAE of the KL rewards, then normalize.
+    """Set the advantage of each trained token, and normalize the advantages.
 
-    Ignores the ``reward`` of the rows. Returns ``kl_rewards`` in the same form as :func:`shape_advantages`.
+    Before normalization, the advantage is the shaped reward of the token's segment plus the GAE of the KL rewards. The
+    ``reward`` of the rows is ignored. Returns ``kl_rewards`` in the same form as :func:`shape_advantages`.
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):
@@ -202,7 +210,7 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalize(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalize advantages over the trained tokens, and set the advantages of masked answers to zero."""
+    """Normalize advantages over the trained tokens. Set the advantages of masked answers to 0."""
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
@@ -243,7 +251,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return :func:`sizes`, and the numbers of sequences with and without a reward above 0."""
+    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of all other sequences."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),
@@ -271,7 +279,7 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
     """M2PO: set ``keep`` of each row; see :func:`second_moment_keep`.
 
     Args:
-        rows: the full batch, before the split into optimizer steps; rows have ``logprobs`` and ``prox_logprobs``.
+        rows: the full batch, before the split into optimizer steps. They need ``logprobs`` and ``prox_logprobs``.
         threshold: bound on the mean square of the log-ratio, above 0.
 
     Returns:

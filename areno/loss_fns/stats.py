@@ -1,7 +1,7 @@
 """Statistics that are aggregated exactly over microbatches.
 
 A loss reports objects of this module. The engine merges the parts of these objects (sums, counts, and bounds) over the
-optimizer step and all ranks, then converts the result to scalars. A plain number in the metrics is averaged with the
+optimizer step and all ranks. It then converts the result to scalars. A plain number in the metrics is averaged with the
 same weights as the loss.
 """
 
@@ -109,13 +109,13 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
 
 
 def masked_spread(values: Tensor, mask: Tensor) -> Spread:
-    """Mean and standard deviation of the values under the mask, summed in float64 to keep small deviations."""
+    """Mean and standard deviation of the values under the mask. Sums are in float64, so that small deviations are kept."""
     masked = torch.where(mask, values.detach().double(), 0.0)
     return Spread(masked.sum(), masked.square().sum(), mask.sum())
 
 
 def masked_range(values: Tensor, mask: Tensor) -> Range:
-    """Mean, minimum and maximum of the values under the mask; infinite bounds if the mask is empty."""
+    """Mean, minimum and maximum of the values under the mask. If the mask is empty, the bounds are infinite."""
     values = values.detach().double()
     bounds = [torch.where(mask, values, bound) for bound in (torch.inf, -torch.inf)]
     empty = torch.tensor([torch.inf], dtype=torch.float64, device=values.device)
@@ -128,7 +128,7 @@ def masked_range(values: Tensor, mask: Tensor) -> Range:
 
 
 def checked_output(output: Any, loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss and the statistics that a loss function returned. Raises UsageError if they are invalid."""
+    """Return the loss and the statistics that a loss function returned. Raise UsageError if they are invalid."""
     parts = output if isinstance(output, tuple) else (output, {})
     if len(parts) != 2 or not isinstance(parts[0], Tensor) or parts[0].numel() != 1 or not isinstance(parts[1], dict):
         raise UsageError(

@@ -35,9 +35,10 @@ CRITIC_NAMES: Names = {
 def value_loss_fn(
     data_pack: DataPack, values: Tensor, cliprange_value: float = 0.5, value_loss_coef: float = 0.5
 ) -> dict[str, Quantity]:
-    """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, -eta, eta).
+    """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2).
 
-    The maximum removes the gradient of a prediction that has already moved towards its target by more than eta.
+    V_clip is V_old + clip(V - V_old, -eta, eta). The maximum removes the gradient of a prediction that has already
+    moved towards its target by more than eta.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
@@ -47,8 +48,8 @@ def value_loss_fn(
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean and value_abs_error_mean. Quantities per token (see :mod:`areno.loss_fns.units`): loss, and all
-        of these statistics except value_loss.
+        old_value_mean and value_abs_error_mean. Quantities per token (see :mod:`areno.loss_fns.units`): loss, and
+        all of these statistics except value_loss.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.

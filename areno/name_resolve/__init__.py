@@ -24,7 +24,11 @@ class NameOptions:
     ray_actor_name: str = "ray_kv_store"
 
     def open(self) -> NameStore:
-        """Open the store. Raises UsageError if the type is unknown, or if the store cannot be used on this machine."""
+        """Open the store.
+
+        Raises:
+            UsageError: the type is unknown, or the store cannot be used on this machine.
+        """
         if self.type == "memory":
             return MemoryStore()
         if self.type == "nfs":

@@ -27,7 +27,8 @@ _RETRY_S, _PAUSE_S = 30.0, 0.2
 class EtcdStore:
     """See :class:`NameStore`.
 
-    Raises UsageError if ``address`` is not ``HOST:PORT``, the server does not answer, or the package ``etcd3gw`` is missing.
+    Raises:
+        UsageError: ``address`` is not ``HOST:PORT``, the server does not answer, or the package ``etcd3gw`` is missing.
     """
 
     def __init__(self, address: str) -> None:
@@ -85,7 +86,10 @@ class EtcdStore:
         return [name for name in names if is_under(name, root)]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`. Writes a value again if its lease has expired, for example while etcd was unreachable."""
+        """See :class:`NameStore`. If the lease of a value has expired, the value is written again.
+
+        A lease can expire while etcd is unreachable.
+        """
         lease, text = self._leases.get(name, (None, ""))
         if lease is None:
             return False
@@ -114,7 +118,7 @@ class EtcdStore:
         return _plain(stored[0]) if stored else None
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Retry a call until the server is reachable. Raises ArenoError on a timeout or a server error."""
+        """Make a call, and retry while the server is unreachable. Raises ArenoError on a timeout or a server error."""
         deadline = time.monotonic() + _RETRY_S
         while True:
             try:

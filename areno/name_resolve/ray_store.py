@@ -20,8 +20,11 @@ _CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
 def connect(setting: str) -> Any:
     """Connect this process to the cluster at ``RAY_ADDRESS``, or to the cluster of this machine.
 
-    Returns the module ``ray``. Raises a UsageError that mentions ``setting`` if there is no cluster, or if the
-    cluster refuses the token.
+    Returns the module ``ray``.
+
+    Raises:
+        UsageError: Ray is not installed, there is no cluster, or the cluster refuses the token. The message mentions
+            ``setting``.
     """
     try:
         import ray
@@ -102,7 +105,10 @@ class RayStore:
         return touched
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor. Retry while the actor restarts, which is safe because a restarted actor is empty."""
+        """Call a method of the actor. Retry while the actor restarts.
+
+        A retry is safe, because a restarted actor is empty.
+        """
         deadline = time.monotonic() + _CALL_S
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own

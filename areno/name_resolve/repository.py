@@ -44,8 +44,9 @@ class Repository:
 
         Args:
             delete_on_exit: whether :meth:`reset` deletes the value.
-            keepalive_ttl: seconds until the value expires after this process has died; None: the value does not expire.
-            replace: overwrite an existing value instead of raising NameEntryExists.
+            keepalive_ttl: seconds until the value expires after this process has died. If None, the value does not
+                expire.
+            replace: whether to overwrite an existing value. Otherwise an existing value raises NameEntryExists.
         """
         name = _normal(name)
         if keepalive_ttl is not None and keepalive_ttl <= 0:

@@ -26,13 +26,18 @@ class NameStore(Protocol):
     """
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value. Without ``replace``, return False if there is a value: of concurrent writers, only one succeeds."""
+        """Set a value. Without ``replace``, return False if the name has a value. Of concurrent writers, only one then
+        succeeds.
+        """
 
     def read(self, name: str) -> str | None:
         """Return the value of a name, or None if the name has no value."""
 
     def remove(self, name: str, own: bool = False) -> bool:
-        """Delete the value of a name; with ``own``, only a value that this process has written. Return whether it existed."""
+        """Delete the value of a name, and return whether a value was deleted.
+
+        With ``own``, delete only a value that this process has written.
+        """
 
     def under(self, root: str) -> list[str]:
         """Return the names with a value: ``root`` and all names below ``root``."""
@@ -50,7 +55,7 @@ def is_under(name: str, root: str) -> bool:
 
 
 class MemoryStore:
-    """Names in the memory of one process or of a Ray actor, whose callers identify themselves as ``owner``."""
+    """Names in the memory of one process or of a Ray actor. Callers of an actor identify themselves as ``owner``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,11 +112,14 @@ class MemoryStore:
 class FileStore:
     """Names as files ``{root}/{name}/ENTRY``. Folders are created when needed.
 
-    A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file, and
-    without ``replace`` only one of two concurrent writers succeeds. A lock excludes other writers, because one of two writers
-    that find an expired value would otherwise delete the new value of the other one. A file contains the value, the time to
-    live in seconds and a unique mark as JSON. The time to live starts at the file's modification time, which :meth:`touch`
-    renews.
+    A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file.
+    Without ``replace``, only one of two concurrent writers succeeds.
+
+    A lock excludes other writers of the same user. Without the lock, two writers could find the same expired value, and
+    one of them would delete the new value of the other.
+
+    A file contains the value, the time to live in seconds and a unique mark as JSON. The time to live starts at the
+    file's modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:

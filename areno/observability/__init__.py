@@ -12,6 +12,6 @@
 - ``step_memory``: the memory of a run, for its metrics; ``memory_profiler``: snapshots of GPU memory.
 - ``environment`` and ``data_size``: the machine, the versions and the size of the data, for ``environment.json``.
 
-Import only the submodules that you need, so that a command that only logs starts fast. Importing a submodule does not
+Import only the submodules that you need. A command that only logs then starts fast. Importing a submodule does not
 import torch.
 """

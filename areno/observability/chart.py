@@ -1,6 +1,7 @@
-"""Text charts (a line chart for the end of a run, a sparkline for the live display), and one-line previews of text.
+"""Text charts and one-line previews of text.
 
-The charts fall back to ASCII if the stream cannot encode Unicode. Control characters in texts are escaped or replaced.
+A line chart is for the end of a run, and a sparkline for the live display. If the stream cannot encode Unicode, the
+charts use ASCII. Control characters in texts are escaped or replaced.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import IO, NamedTuple, TextIO
 
 
 class _Glyphs(NamedTuple):
-    """Characters of a chart; ``down`` and ``up`` hold two each, for the start and the end of a segment."""
+    """Characters of a chart. ``down`` and ``up`` have two characters each, for the start and the end of a segment."""
 
     flat: str
     down: str
@@ -27,7 +28,7 @@ _SPARKS_ASCII = "_.-~=+*#"
 
 
 def supports_unicode(stream: IO[str]) -> bool:
-    """Whether the stream's encoding is a UTF encoding; a stream without an encoding counts as UTF-8."""
+    """Whether the stream's encoding is a UTF encoding. A stream without an encoding counts as UTF-8."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
@@ -37,7 +38,10 @@ def text_chart(
     """Draw a line chart of ``values`` over their index.
 
     A series of more than ``width`` values is averaged per column. A column without finite values is a gap. The encoding
-    of ``stream`` (default ``sys.stdout``) selects Unicode or ASCII. Raises ValueError if ``width`` or ``height`` is below 2.
+    of ``stream`` selects Unicode or ASCII. The default stream is ``sys.stdout``.
+
+    Raises:
+        ValueError: ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
         raise ValueError(f"a chart needs width >= 2 and height >= 2, got width={width} height={height}")
@@ -80,7 +84,7 @@ def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True)
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters as in Python literals, except line breaks and tabs."""
+    """Escape unprintable characters as in Python literals. Line breaks and tabs are kept."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
@@ -98,7 +102,7 @@ def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float | None]:
-    """Mean of the finite values of each column; None for a column without finite values."""
+    """Mean of the finite values of each column. A column without finite values is None."""
     columns: list[float | None] = []
     for i in range(width if values else 0):
         start = i * len(values) // width
@@ -109,7 +113,7 @@ def _columns(values: Sequence[float], width: int) -> list[float | None]:
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    """Row of ``value``, from 0 at the bottom; a constant series is drawn in the middle row."""
+    """Row of ``value``, counted from 0 at the bottom. A constant series is in the middle row."""
     return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
 
 

@@ -1,4 +1,7 @@
-"""Counts the examples and prompts of a run for ``environment.json``, to show how often training repeats a prompt."""
+"""Counts the examples and distinct prompts of a run for ``environment.json``.
+
+The counts show how often training repeats a prompt.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +13,11 @@ _MOST_ROWS = 100_000
 
 
 def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epoch: int) -> dict[str, int]:
-    """The sizes of the data sets as loaded, including rows that the run skips because they are too long.
+    """The sizes of the data sets as loaded, including rows that are too long and that the run skips.
 
     Returns:
-        ``examples``, ``prompts`` (distinct prompts), ``steps_per_epoch``, ``held_out_examples`` and
-        ``held_out_prompts``; unknown sizes are omitted.
+        ``examples``, ``prompts`` (number of distinct prompts), ``steps_per_epoch``, ``held_out_examples`` and
+        ``held_out_prompts``. Unknown sizes are omitted.
     """
     sizes = {"examples": len(rows), "prompts": _distinct_prompts(rows), "steps_per_epoch": steps_per_epoch}
     if held_out is not None:
@@ -23,7 +26,10 @@ def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epo
 
 
 def _distinct_prompts(rows: Any) -> int | None:
-    """The number of distinct prompts; None if a prompt is missing, or the rows are too many or of an unknown type."""
+    """The number of distinct prompts.
+
+    None if a prompt is missing, if there are too many rows, or if the type of the rows is unknown.
+    """
     if len(rows) > _MOST_ROWS:
         return None
     columns = getattr(rows, "column_names", None)
@@ -38,6 +44,6 @@ def _distinct_prompts(rows: Any) -> int | None:
 
 
 def _asked(prompt: Any) -> Any:
-    """The prompt, or for an SFT conversation the messages before the final answer."""
+    """The prompt. For an SFT conversation, only the messages before the final answer."""
     ends = isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
     return prompt[:-1] if ends and prompt[-1].get("role") == "assistant" else prompt

@@ -1,8 +1,8 @@
-"""Progress of a run: a live display on a terminal, or one log line per step elsewhere.
+"""Shows the progress of a run: a live display on a terminal, elsewhere one log line per step.
 
 A thread redraws the display, so that the clock of a phase advances during a step. Warnings scroll above the display.
-When the run ends, the ``with`` block or an exit handler restores the cursor. :mod:`areno.observability.screen` lays out
-the lines.
+The end of the ``with`` block restores the cursor. If the process exits inside the block, an exit handler restores it.
+:mod:`areno.observability.screen` lays out the lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEMORY_EVERY_S = 5.0
 
 
 class ProgressDisplay:
-    """Progress reports of a trainer. Use as a context manager, so that the display always stops.
+    """Reports the progress of a trainer. Use it in a ``with`` statement, so that the display always stops.
 
     The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``entropy``, ``grad_norm``, ``response_len``,
     ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``.
@@ -52,7 +52,7 @@ class ProgressDisplay:
         self._pace = _Pace(done_steps)
 
     def phase(self, name: str) -> None:
-        """Enter the phase ``name`` (such as ``rollout``, ``reward``, ``train`` or ``save``)."""
+        """Enter a phase, such as ``rollout``, ``reward``, ``train`` or ``save``."""
 
     def step_done(
         self,
@@ -61,10 +61,10 @@ class ProgressDisplay:
         sample: ShownSample | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a finished step: 0-based step 2 as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
+        """Log a finished step. Steps are numbered from 0 here, and from 1 in the log.
 
-        A terminal with a live display shows the ``stats``, the means of the reward's ``parts`` and a ``sample`` of the
-        step instead.
+        Step 2 is logged as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``. A live display shows
+        the ``stats``, the means of the reward's ``parts`` and a ``sample`` of the step.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
@@ -72,7 +72,7 @@ class ProgressDisplay:
         _log.info("step %d/%d%s %s", step + 1, self.total_steps, values, self._pace.describe(self.total_steps))
 
     def evaluated(self, text: str) -> None:
-        """Report an evaluation on held-out data; a live display shows ``text`` until the next evaluation."""
+        """Report an evaluation on held-out data. A live display shows ``text`` until the next evaluation."""
 
     def warn(self, text: str) -> None:
         """Show and log a warning."""
@@ -104,7 +104,7 @@ class PlainProgress(ProgressDisplay):
 
 
 class LiveProgress(ProgressDisplay):
-    """A live display at the bottom of the terminal, at most as high as the terminal."""
+    """A live display at the bottom of the terminal. It is never higher than the terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class LiveProgress(ProgressDisplay):
         self._live: Live | None = None
 
     def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
-        """Start drawing; arguments as in ``ProgressDisplay.start``."""
+        """Start drawing. The arguments are those of ``ProgressDisplay.start``."""
         super().start(total_steps, done_steps)
         self._state.heading = heading or RunHeading()
         self._began = time.monotonic()
@@ -165,7 +165,7 @@ class LiveProgress(ProgressDisplay):
             self._state.evaluation = text
 
     def warn(self, text: str) -> None:
-        """Show the warning until later warnings replace it, and log the warning above the display."""
+        """Log the warning above the display, and show it in the display until newer warnings replace it."""
         with self._lock:
             self._state.warning_count += 1
             self._state.warnings.append(text)
@@ -216,7 +216,10 @@ class Picture:
 
 
 def memory_use() -> MemoryUse:
-    """Memory use of the current GPU; before CUDA is initialized, memory use of this process tree and its machine."""
+    """Memory use of the current GPU.
+
+    Before CUDA is initialized: memory use of this process and its descendants, and free memory of the machine.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return MemoryUse(resident_bytes(os.getpid()), free_bytes(), total_bytes(), "used by this run")
@@ -225,8 +228,6 @@ def memory_use() -> MemoryUse:
 
 
 class _Pace:
-    """Average time of the last steps, and the estimated time left."""
-
     def __init__(self, done_steps: int = 0) -> None:
         self.done = done_steps
         # An immutable tuple, because the drawing thread reads it.
@@ -246,7 +247,7 @@ class _Pace:
 
     @property
     def rate(self) -> str:
-        """Pace of the last steps, such as ``1.43 s/step`` or ``20.0 steps/s``; empty before the first step is done."""
+        """Pace of the last steps, such as ``1.43 s/step`` or ``20.0 steps/s``. Empty before the first step is done."""
         mean = self._mean
         if mean is None:
             return ""

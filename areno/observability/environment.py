@@ -1,6 +1,6 @@
-"""The environment of a run, for ``environment.json``: package versions, processor, memory and devices.
+"""Describes the environment of a run for ``environment.json``: package versions, processor, memory and devices.
 
-Only cheap sources are read: package metadata, ``/proc``, and PyTorch if it is already imported.
+Only cheap sources are read: package metadata, ``/proc``, and PyTorch if another module has imported it.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine and the software of this process as JSON types; sizes are in bytes."""
+    """Describe the machine and the software of this process as JSON types. Sizes are in bytes."""
     return {
         "areno": __version__,
         "python": platform.python_version(),
@@ -61,7 +61,6 @@ def processor() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """Names of the GPUs and, if there are any, the memory size of the GPU with the least memory."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {"gpus": []}

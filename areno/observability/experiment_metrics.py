@@ -1,4 +1,4 @@
-"""The statistics of experiments with their meaning; ``docs/statistics.md`` is generated from this table.
+"""Lists the statistics of experiments with their meaning. ``docs/statistics.md`` is generated from this table.
 
 The logger also exports some statistics under shorter names, which ``SHORT_NAMES`` and ``MEANS`` list.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Exported = Literal["avg, min, max", "number"]
-"""The exported numbers of a statistic: ``name/avg``, ``name/min`` and ``name/max``, or one number under ``name``."""
+"""What a statistic exports: the numbers ``name/avg``, ``name/min`` and ``name/max``, or one number under its name."""
 
 MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name in ("reward", "num_turns"))
 """Statistics whose mean is also exported under the name without ``/avg``."""
@@ -255,7 +255,7 @@ def documented() -> Iterator[tuple[str, Statistic]]:
 
 
 def with_short_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Add the aliases of :data:`SHORT_NAMES` and :data:`MEANS` whose statistics are in ``numbers``."""
+    """Add copies of statistics under their shorter names (see :data:`SHORT_NAMES` and :data:`MEANS`)."""
     aliases = {
         f"{short}{end}": numbers[f"{full}{end}"]
         for short, full in SHORT_NAMES.items()

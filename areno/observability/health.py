@@ -1,9 +1,9 @@
-"""Early warnings when a run cannot learn, each with its cause and a remedy.
+"""Early warnings that a run cannot learn, each with its cause and a remedy.
 
-Equal rewards cause a warning after ``window`` consecutive steps, and most other conditions immediately. A warning is
-repeated only after ``window`` consecutive steps without its condition, so that an intermittent condition does not flood
-the log. Checkpoints store the state of the monitor as JSON, so that a resumed run issues the same warnings as an
-uninterrupted run.
+If rewards are equal, the warning comes after ``window`` consecutive steps. Most other conditions cause a warning at
+once. An intermittent condition must not flood the log, so a warning is repeated only after ``window`` consecutive steps
+without its condition. Checkpoints store the state of the monitor as JSON, so that a resumed run issues the same
+warnings as an uninterrupted run.
 """
 
 import math
@@ -30,9 +30,10 @@ _REWARD = ""  # key of the mean reward, next to the keys of its parts
 
 
 def gap_limit_of(*, fp32: bool, stale: bool) -> float:
-    """Return the limit of the log-prob gap of a run.
+    """Return the limit of a run's log-prob gap: the mean |rollout - train log-prob| above which the run warns.
 
-    The limit is infinite with stale samples, because their log-probs are expected to differ from those of the trained policy.
+    With stale samples, the limit is infinite: an earlier policy sampled the tokens, so its log-probs are expected to
+    differ.
     """
     if stale:
         return math.inf
@@ -40,7 +41,10 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
 
 
 def gap_remedy(limit: float) -> str:
-    """What to do about a log-prob gap above a run's limit. Fewer optimizer steps do not help: only the first is measured."""
+    """Return what to do about a log-prob gap above the limit of a run.
+
+    Fewer optimizer steps do not help, because the gap is measured only in the first optimizer step.
+    """
     first = (
         "Check that rollout and training have the same weights and --temperature"
         if limit <= LOGPROB_GAP_LIMIT_FP32
@@ -51,7 +55,7 @@ def gap_remedy(limit: float) -> str:
 
 @dataclass(slots=True)
 class _History:
-    """History of one condition: consecutive steps with it and without it, and whether a warning was issued."""
+    """Consecutive steps with a condition (``held``) and without it (``absent``), and whether a warning was issued."""
 
     held: int = 0
     absent: int = 0
@@ -59,13 +63,13 @@ class _History:
 
 
 class HealthMonitor:
-    """Watches the statistics of each step and issues warnings.
+    """Checks the statistics of each step and issues warnings.
 
     Args:
-        window: number of consecutive steps with equal rewards before a warning. Any warning is repeated only after
-            ``window`` steps without its condition.
-        logprob_gap_limit: tolerated mean absolute difference between rollout and train log-probs.
-        grouped: whether advantages are relative to the group, so that they sum to zero.
+        window: number of consecutive steps with equal rewards before a warning. Each kind of warning is repeated only
+            after ``window`` steps without its condition.
+        logprob_gap_limit: mean absolute difference between rollout and train log-probs above which there is a warning.
+        grouped: whether advantages are relative to the group. If so, they sum to zero and the loss is near 0.
         max_new_tokens: response length limit; None if unknown.
         settings: maps ``areno train`` options in the warnings to the names of this run's settings.
 
@@ -102,13 +106,15 @@ class HealthMonitor:
         groups: Sequence[int] = (),
         truncated: Sequence[bool] = (),
     ) -> list[str]:
-        """Process a finished step; return the warnings to show, usually none.
+        """Process a finished step and return the warnings to show, usually none.
 
         Args:
             step: step index, for the messages.
-            stats: ``loss``, ``grad_norm``, ``update_skipped``, ``loss_scale``, ``response_len``, ``logp_abs_diff_mean`` and
-                ``reward_errors`` (number of samples dropped because the reward function failed), if present.
-            rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty if the step has no rewards.
+            stats: statistics of the step. Used are ``loss``, ``grad_norm``, ``update_skipped``, ``loss_scale``,
+                ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (number of samples dropped because the
+                reward function failed). Any of them may be missing.
+            rewards: one per sample. A reward with parts is a :class:`~areno.types.WeightedReward`. Empty if the step
+                has no rewards.
             groups: prompt index of each sample, aligned with ``rewards``.
             truncated: whether each response was truncated.
 
@@ -129,7 +135,10 @@ class HealthMonitor:
         return [f"step {step}: {text}" for text in warnings]
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
-        """Return an explanation of a loss near 0, once per run, otherwise "". The arguments are those of :meth:`observe`."""
+        """Explain a loss near 0, once per run. Return "" if no explanation is due.
+
+        The arguments are those of :meth:`observe`.
+        """
         loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
         if self._loss_explained or not rewards or loss is None or grad_norm is None:
             return ""
@@ -161,7 +170,10 @@ class HealthMonitor:
         self._opposed = bool(state.get("opposed"))
 
     def _follow(self, name: str, holds: bool | None, message: str) -> list[str]:
-        """Record whether a condition held in a step; return its warning if it is due."""
+        """Record whether a condition held in a step, and return its warning if a warning is due.
+
+        If ``holds`` is None, the step does not count.
+        """
         if holds is None:
             return []
         history = self._histories.setdefault(name, _History())
@@ -180,7 +192,10 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """For each condition: whether it holds (None if unknown), and its warning with ``{n}`` for the number of steps."""
+        """Map the name of each condition to whether it holds, and to its warning.
+
+        None means that the condition is unknown. ``{n}`` in a warning stands for the number of steps.
+        """
         tied, cut = _all_tied(rewards, groups), all(truncated) if truncated else None
         opposed = _opposed(self._parts)
         self._opposed = self._opposed or bool(opposed[0])
@@ -223,14 +238,16 @@ class HealthMonitor:
 
     @property
     def _moved(self) -> int:
-        """1 if the mean reward exceeds that of each of the first ``window`` steps, -1 if it is below each of them, else 0."""
+        """Compare the mean reward with the mean rewards of the first ``window`` steps.
+
+        1 if it is above all of them, -1 if it is below all of them, else 0.
+        """
         if len(self._start) < self._window or _REWARD not in self._parts[-1]:
             return 0
         mean = self._parts[-1][_REWARD]
         return (mean > max(self._start)) - (mean < min(self._start))
 
     def _equal(self, rewards: Sequence[float], cut: bool, length: float | None) -> str:
-        """The warning that the rewards are equal, with an interpretation based on the run so far."""
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
         seen = f"{equal} for {{n}} steps: nothing can be learned from them. "
@@ -256,13 +273,12 @@ class HealthMonitor:
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """The limit at which responses of this mean length were truncated, and the option that raises this limit."""
+        """The limit that truncated responses of this mean length, and the option that raises this limit."""
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
             return "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"
 
     def _truncated(self, count: int, length: float | None) -> str:
-        """The warning that all responses were truncated, with an interpretation based on the run so far."""
         limit, remedy = self._limit(length)
         seen = f"every response ({count}) was truncated at {limit}"
         if self._moved > 0:
@@ -284,14 +300,14 @@ class HealthMonitor:
 def overflowed(stats: Mapping[str, float]) -> bool:
     """Whether an update was skipped because a gradient overflowed in fp16.
 
-    An occasional overflow is normal: the loss scale is lowered until gradients fit. If updates at the minimum scale
-    overflow as well, the engine stops the run.
+    An occasional overflow is normal: the loss scale is lowered until gradients fit. If updates overflow at the minimum
+    scale as well, the engine stops the run.
     """
     return "loss_scale" in stats and stats.get("update_skipped", 0.0) > 0 and math.isfinite(stats.get("loss", 0.0))
 
 
 def unusable(stats: Mapping[str, float]) -> bool:
-    """Whether an update was skipped, or its loss or gradient is not finite, except because of an fp16 overflow."""
+    """Whether an update was skipped, or its loss or gradient is not finite. An overflow in fp16 does not count."""
     if overflowed(stats):
         return False
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
@@ -299,7 +315,11 @@ def unusable(stats: Mapping[str, float]) -> bool:
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Whether the reward rises while its most steadily rising and falling parts are anticorrelated, and the warning."""
+    """Whether parts of the reward move in opposite directions while the reward rises, and the warning.
+
+    Compared are the part that rises most steadily and the part that falls most steadily. They must be anticorrelated.
+    None if the history is too short or has fewer than two parts.
+    """
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:
         return None, ""
@@ -322,7 +342,10 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
-    """Whether rewards are equal within every group, or in the whole batch if each group has one sample; None if unknown."""
+    """Whether rewards are equal within every group; None if unknown.
+
+    If each group has only one sample, whether rewards are equal in the whole batch.
+    """
     if len(rewards) != len(groups):
         raise ValueError(f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}")
     members: dict[int, list[float]] = {}

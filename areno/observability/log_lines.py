@@ -13,7 +13,6 @@ ScoreKind = Literal["logprob_score", "old_logprob_score", "value_score", "score"
 
 
 def _line(form: str) -> Callable[..., None]:
-    """Return a function that takes a logger and values, and logs a line of this format."""
 
     def write(logger: Logger, *values: object) -> None:
         logger.info(form, *values)
@@ -22,7 +21,10 @@ def _line(form: str) -> Callable[..., None]:
 
 
 def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
-    """Return a function that logs ``epoch=0 step=0 role=policy stage=...``, followed by ``rows=8`` or ``pairs=4`` if passed."""
+    """Return a function that logs ``epoch=0 step=0 role=policy stage=...``.
+
+    The line ends with ``rows=8`` or ``pairs=4`` if that number is passed.
+    """
 
     def write(
         logger: Logger,
@@ -72,7 +74,7 @@ def train_stats(logger: Logger, epoch: int, step: int, stats: Mapping[str, Any])
 
 
 def evaluation(logger: Logger, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-    """Log ``epoch=0 step=20 eval={'loss': 0.5, ...}``, like ``train_stats``; ``step`` is the number of completed steps."""
+    """Log ``epoch=0 step=20 eval={'loss': 0.5, ...}`` with rounded numbers. ``step`` is the number of completed steps."""
     logger.info("epoch=%d step=%d eval=%s", epoch, step, rounded(metrics))
 
 
@@ -89,7 +91,8 @@ def agentic_filtered(
 ) -> None:
     """Log ``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
 
-    ``lengths`` (not empty) has the token count of each filtered trajectory; ``top`` describes the longest trajectories.
+    ``lengths`` has the token count of each filtered trajectory and must not be empty. ``top`` describes the longest
+    trajectories.
     """
     ordered = sorted(lengths)
     percentiles = (ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 90))

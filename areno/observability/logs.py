@@ -1,9 +1,9 @@
 """Logging setup of the command line.
 
-Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Programs that use
-areno as a library keep their own logging setup. The log file of a run gets every record; the console gets the records
-of level ``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, console lines go through the display
-(``route_console``), because they would corrupt it otherwise.
+Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Programs that use areno
+as a library keep their own logging setup. The log file of a run gets every record. The console gets the records of
+level ``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, other output would corrupt it, so the
+display prints the console lines (``route_console``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the stream; while a live display is active, writes those of ``live_level`` and above to the display."""
+    """Writes records to the stream.
+
+    While a live display is active, records of ``live_level`` and above go to the display. Other records are dropped.
+    """
 
     writer: ClassVar[Callable[[str], None] | None] = None
 
@@ -33,7 +36,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         self.live_level = live_level
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; ``logging`` handles a failure of the stream, so nothing is raised."""
+        """Write one record. Raises nothing: ``logging`` handles a failure of the stream."""
         writer = ConsoleHandler.writer
         if writer is None:
             super().emit(record)
@@ -45,7 +48,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class LoggingSetup:
-    """The installed handlers of the logger ``areno``, created by ``setup_logging``. At most one setup is active.
+    """The handlers that ``setup_logging`` has installed on the logger ``areno``. At most one setup is active.
 
     ``shows_lines``: whether the console shows log lines of each step instead of a live display.
     """
@@ -70,7 +73,7 @@ class LoggingSetup:
         LoggingSetup.active = self
 
     def close(self) -> None:
-        """Remove and close the handlers, unless they are already closed or a later setup has replaced them."""
+        """Remove and close the handlers. Does nothing if they are closed already or a later setup has replaced them."""
         if LoggingSetup.active is not self:
             return
         LoggingSetup.active = None
@@ -90,7 +93,7 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by case-insensitive name; None means the value of ``ARENO_LOG_LEVEL`` (default INFO).
+    """Return the console level by its name in upper or lower case. None means ``ARENO_LOG_LEVEL`` (default INFO).
 
     Raises UsageError if the level is unknown.
     """
@@ -106,9 +109,9 @@ def setup_logging(
 ) -> LoggingSetup:
     """Install the command line's handlers on the logger ``areno``, replacing those of an earlier setup.
 
-    The log file of a run directory gets every record. With a run directory, a live display shows only warnings and
-    errors, unless ``level`` or ``ARENO_LOG_LEVEL`` sets a console level. Raises UsageError if the level is unknown, or
-    the run directory or its log file cannot be created.
+    With a run directory, the log file gets every record, and a live display shows only warnings and errors. If
+    ``level`` or ``ARENO_LOG_LEVEL`` is set, the display shows records of that level and above instead. Raises
+    UsageError if the level is unknown. Also raises UsageError if the run directory or its log file cannot be created.
     """
     console_level = log_level(level)
     explicit = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
@@ -130,10 +133,10 @@ def setup_logging(
 
 
 def shows_lines() -> bool:
-    """Whether the console level was set to INFO or lower, which replaces the live display by a line per step."""
+    """Whether the console shows a line per step instead of a live display: its level was set to INFO or lower."""
     return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:
-    """Send console lines to ``writer`` (a live display), or to the stream if ``writer`` is None."""
+    """Send console lines to ``writer`` (a live display). If ``writer`` is None, send them to the stream again."""
     ConsoleHandler.writer = writer

@@ -1,8 +1,8 @@
-"""CUDA memory snapshots: every allocation of selected steps on each rank, with its stack trace.
+"""Takes CUDA memory snapshots: every allocation of selected steps on each rank, with its stack trace.
 
     {logs}/memory_snapshots/step_{n}/r{rank}.pickle     open with https://docs.pytorch.org/memory_viz
 
-Only the CUDA allocator records this history, so profiling on a CPU is an error.
+Only the CUDA allocator records this history. Profiling on a CPU is an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,10 @@ from areno.errors import EngineError, UsageError
 
 
 class MemoryProfiler:
-    """Records selected steps (from 0) on each rank of the actor's engine, each with at most ``max_entries`` events.
+    """Records selected steps on each rank of the actor's engine.
 
-    Raises UsageError if a step is selected and the ranks have no GPU (``gpu`` is False).
+    Steps are numbered from 0. A snapshot holds at most ``max_entries`` events. Raises UsageError if a step is selected,
+    but the ranks have no GPU (``gpu`` is False).
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class MemoryProfiler:
 
     @contextmanager
     def step(self, global_step: int, on_all_ranks: Callable[..., object]) -> Iterator[None]:
-        """Record the block's memory if the step is selected, even if the block raises (for example, out of memory).
+        """If the step is selected, record the memory of the block and write the snapshots.
 
-        ``on_all_ranks`` is :meth:`Backend.run_on_all_ranks`.
+        Snapshots are also written if the block raises, for example out of memory. ``on_all_ranks`` is
+        :meth:`Backend.run_on_all_ranks`.
         """
         if global_step not in self._steps:
             yield

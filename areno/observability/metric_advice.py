@@ -1,7 +1,8 @@
-"""Normal values of metrics, with remedies for abnormal values; shown by ``areno explain`` and in ``docs/run-directory.md``.
+"""Normal values of metrics, and remedies for abnormal values.
 
-Ranges are guidance, not limits: a value outside its range is a reason to look closer. The texts mention options of
-``areno train``; :func:`advice_for` replaces them by the settings of an experiment.
+``areno explain`` and ``docs/run-directory.md`` show them. Ranges are guidance, not limits: a value outside its range is
+a reason to look closer. The texts mention options of ``areno train``; :func:`advice_for` replaces them by the settings
+of an experiment.
 """
 
 import math
@@ -17,7 +18,10 @@ ABOVE_ZERO = 5e-324
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The normal values of a metric, and a remedy; ``low`` and ``high`` bound its normal range, if it has a range."""
+    """The normal values of a metric, and a remedy.
+
+    ``low`` and ``high`` are the bounds of the normal range. A bound may be missing.
+    """
 
     normal: str
     remedy: str = ""
@@ -26,7 +30,7 @@ class Advice:
 
     @property
     def range(self) -> str:
-        """The normal range, such as ``0 to 0.2`` or ``at least 0``; empty if no range is set."""
+        """The normal range, such as ``0 to 0.2`` or ``at least 0``. Empty if no range is set."""
         if self.low == ABOVE_ZERO:
             return "above 0"
         if self.low is None or self.high is None:
@@ -298,7 +302,10 @@ _LIKE_OF = {name: source for source, names in _LIKE.items() for name in names}
 
 
 def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
-    """The advice for a metric by full name, or None; with ``experiment``, the texts mention settings instead of options."""
+    """The advice for a metric with this full name; None if there is none.
+
+    With ``experiment``, the texts mention settings of experiments instead of options of ``areno train``.
+    """
     source = _LIKE_OF.get(name, name)
     advice = ADVICE.get(source) or next((ADVICE[key] for key in ADVICE if matches(key, source)), None)
     if advice is None or not experiment:

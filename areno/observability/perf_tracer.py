@@ -1,11 +1,11 @@
-"""Performance traces as Chrome trace events: one file per role and rank. Perfetto opens the converted files.
+"""Performance traces as Chrome trace events, with one file per role and rank. Perfetto opens the converted files.
 
     {logs}/perf_tracer/{role}/traces-r{rank}.jsonl     one event per line
     python -m areno.tools.perf_trace_converter ... out.json
 
 All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards.
 Scopes of asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task inside a scope
-gets its own track, and later tasks reuse the free tracks.
+gets its own track. When the outermost scope of the task ends, another task can use the track.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from typing import Any
 from areno.errors import ArenoError
 
 _FIRST_TASK_TRACK = 1_000_000_000
-"""Tracks of asyncio tasks have numbers above this number, which exceeds every thread id of the operating system."""
+"""Tracks of asyncio tasks have numbers above this number. Thread ids of the operating system are smaller."""
 
 _MARKER = "areno: profile begins"
-"""Name of the event that marks a reading of areno's clock in the profile, to compute the offset of the profiler's clock."""
+"""Name of a profiler event that marks a known time of areno's clock. It gives the offset of the profiler's clock."""
 
 
 class Category(StrEnum):
@@ -44,7 +44,7 @@ Args = Mapping[str, Any] | None
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
-    """Append records as JSON lines; an empty list creates no file. Raises ArenoError if the file cannot be written."""
+    """Append records as JSON lines. An empty list creates no file. Raises ArenoError if the file cannot be written."""
     if not records:
         return
     try:
@@ -59,10 +59,10 @@ def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str)
 
 
 class PerfTracer:
-    """Collects events and appends them to a file; a disabled tracer does nothing.
+    """Collects events and appends them to a file. A disabled tracer does nothing.
 
-    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global steps
-    in which the torch profiler runs.
+    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global
+    steps in which the torch profiler runs.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PerfTracer:
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Tag the block's events with its global step, and run the torch profiler if the step is selected."""
+        """Tag the events of the block with ``global_step``. If the step is selected, run the torch profiler."""
         if not self.enabled:
             yield
             return
@@ -151,9 +151,9 @@ class PerfTracer:
                 self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
 
     def save(self, step: int | None = None, force: bool = False) -> None:
-        """Append the events to the file; with ``step``, only every ``save_interval`` steps, unless ``force``.
+        """Append the collected events to the file. Raises ArenoError on failure.
 
-        Raises ArenoError on failure.
+        With ``step``, the file is written only every ``save_interval`` steps. ``force`` writes it in any case.
         """
         if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
             return
@@ -195,7 +195,10 @@ class PerfTracer:
 
 @contextmanager
 def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int) -> Iterator[None]:
-    """Profile the block on CPU and GPU with torch; append the events, converted to the clock of ``now_us``, to ``events``."""
+    """Profile the block on CPU and GPU with torch, and append the profiler's events to ``events``.
+
+    Their times are converted to the clock of ``now_us``, in microseconds.
+    """
     from torch import profiler
 
     with profiler.profile() as profile:
@@ -210,7 +213,7 @@ def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int
 
 
 def _realigned(profile: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
-    """Convert profiler events to areno's clock and tracks; each track starts with a metadata event."""
+    """Convert profiler events to areno's clock and tracks. Each track starts with a metadata event that names it."""
     begin = next((event["ts"] for event in profile if event.get("name") == _MARKER), None)
     if begin is None:
         return

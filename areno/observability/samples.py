@@ -1,7 +1,7 @@
 """Selects samples of each step for ``samples.jsonl``, and logs completions for ``ARENO_LOG_COMPLETIONS``.
 
-Of each of the first eight prompts of a step, the best, the worst and the first sample are selected. So a step adds at
-most 24 records, with prompts and completions of at most 8,000 characters.
+For each of the first eight prompts of a step, the best, the worst and the first sample are selected. So a step adds at
+most 24 records. Prompts and completions are shortened to at most 8,000 characters.
 """
 
 import itertools
@@ -27,7 +27,7 @@ _TEXT.maxstring = _TEXT.maxother = _DATA_CHARS
 PICKED_PROMPTS = 8
 """Number of prompts of a step whose samples are recorded."""
 EVAL_PROMPTS = 8
-"""Number of evaluation prompts whose first answer is recorded, so that their answers can be compared over the run."""
+"""Number of evaluation prompts whose first answer is recorded, to compare the answers over the run."""
 MAX_TOKENS = 8192
 """Maximum number of tokens per step for which token details are recorded."""
 
@@ -51,16 +51,16 @@ def sample_records(
     """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
 
     Args:
-        records: all samples of the step; ``metadata`` has the prompt index, the sample index and the finish reason.
-        trajectories: a function per sample that returns its training rows. Only those of selected samples are called, and at
-            most `MAX_TOKENS` tokens are recorded per step.
+        records: all samples of the step. ``metadata`` has the prompt index, the sample index and the finish reason.
+        trajectories: for each sample, a function that returns its training rows. Only the functions of selected samples
+            are called. At most `MAX_TOKENS` tokens are recorded per step.
 
     Returns:
         One dictionary per selected sample, in the order of ``records``. All have ``step, prompt_index, sample_index``,
         ``picked`` (the reasons: ``first``, ``best``, ``worst``), ``reward``, ``advantage``, ``finish_reason``,
-        ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt`` and ``completion``.
-        Optional entries are ``reward_parts``, ``data`` (other fields of the data row as text), ``messages`` (of agents)
-        and ``rows`` (within the token limit).
+        ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt`` and
+        ``completion``. Optional entries are ``reward_parts``, ``data`` (other fields of the data row as text),
+        ``messages`` (of agents) and ``rows`` (within the token limit).
 
     Raises:
         ValueError: the sequences differ in length.
@@ -86,11 +86,14 @@ def sample_records(
 
 
 def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str]]:
-    """Pick the first, best and worst sample of each of the first prompts; return the reasons by position in ``prompts``.
+    """Pick the first, best and worst sample of each of the first prompts.
 
     Args:
         prompts: the prompt index of each sample.
         rewards: the reward of each sample.
+
+    Returns:
+        Maps the position of each picked sample in ``prompts`` to the reasons for picking it.
     """
     groups: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -104,12 +107,12 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Number each row whose tokens will be recorded: for numbered rows, the engine keeps the values that training computes.
+    """Number the rows whose tokens will be recorded. For these rows, the engine keeps values that training computes.
 
     Args:
         prompts: the prompt index of each sample.
         rewards: the reward of each sample.
-        rows: the training rows of each sample; ``observed`` is set on the rows that will be recorded.
+        rows: the training rows of each sample. The number is written to ``observed`` of a row.
     """
     picked = [rows[i] for i in sorted(pick(prompts, rewards))]
     sizes = (sum(len(row.tokens) for row in sample_rows) for sample_rows in picked)
@@ -127,11 +130,11 @@ def row_records(
     computed: Mapping[int, TokenRecord],
     data: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """:func:`sample_records` for training rows, where each row is one sample.
+    """Build the records of :func:`sample_records` from training rows, where each row is one sample.
 
     Args:
         prompts: prompt indices of the groups.
-        computed: values that training computed for observed rows, by number.
+        computed: maps the number of an observed row to the values that training computed for its tokens.
         data: data rows of the groups, if they are known.
     """
     advantages = []
@@ -181,14 +184,14 @@ def row_segments(
     """Split a row into segments of consecutive tokens with equal attributes, as in the ``rows`` of a sample.
 
     Args:
-        roles: role of each token; None distinguishes only sampled tokens (``text``) from others (``given``).
+        roles: role of each token. None means ``text`` for sampled tokens and ``given`` for other tokens.
         turns: turn of each token; None numbers the sampled spans.
         computed: values that training computed for the row.
 
     Returns:
         Segments with the shared attributes ``role, turn, trained, version`` and the lists ``tokens, texts, logprobs,
-        advantages``. With ``computed``, segments also have ``train_logprobs`` and, if the loss clips, ``clipped``; both lists
-        have None for tokens that are not trained.
+        advantages``. With ``computed``, segments also have the list ``train_logprobs``, and the list ``clipped`` if the
+        loss clips. In both lists, tokens that are not trained have None.
     """
     versions, advantages = row.versions or [-1] * len(row.tokens), row.advantages or [0.0] * len(row.tokens)
     sampled = [version >= 0 for version in versions]
@@ -255,7 +258,10 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Number of samples to log per step: ``ARENO_LOG_COMPLETIONS``, or 0. Raises UsageError for an invalid value."""
+    """Return the number of samples to log per step: ``ARENO_LOG_COMPLETIONS``, by default 0.
+
+    Raises UsageError if the value is invalid.
+    """
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(
@@ -341,7 +347,7 @@ def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:
-    """The entry ``data`` of a sample: the first fields of its data row (shortened) except the prompt."""
+    """The entry ``data`` of a sample: the first fields of its data row, shortened and without the prompt."""
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()
@@ -351,7 +357,10 @@ def _data(record: RewardRecord) -> dict[str, Any]:
 
 
 def bounded(text: Any, limit: int = MAX_CHARS - _MARK_CHARS) -> str:
-    """Shorten a text to its beginning and end, ``limit`` characters in total, separated by a mark of at most 40 characters."""
+    """Shorten a long text to its beginning and end, with a mark in between.
+
+    The two parts have ``limit`` characters in total, and the mark has at most 40.
+    """
     text, half = "" if text is None else str(text), limit // 2
     if len(text) <= limit:
         return text

@@ -1,12 +1,13 @@
 """The scalars of a step under their documented names: ``rollout/*``, ``train/*`` and ``time/*``.
 
-This module computes ``rollout/*``. ``train/*`` are the statistics of the step, passed as ``train_stats``. They come from the
-loss (``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK (``areno/api/trainer.py``) and the
-trainer (``areno/api/trainers``). ``time/*`` are the trainer's timings. docs/run-directory.md lists all scalars.
+This module computes ``rollout/*``. ``train/*`` are the statistics of the step, passed as ``train_stats``. They come
+from the loss (``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK
+(``areno/api/trainer.py``) and the trainer (``areno/api/trainers``). ``time/*`` are the trainer's timings.
+docs/run-directory.md lists all scalars.
 
-Statistics of advantages and log-probs cover the *trainable* response tokens (``TrainSequence.trainable``), so they respect
-the loss mask. Scalars that do not apply are absent: for example, SFT rows have no reward. Lists are flattened with ``array``
-and ``numpy``: 512 rows of 200 tokens take about 13 ms.
+Statistics of advantages and log-probs cover only the *trainable* response tokens (``TrainSequence.trainable``), which
+the loss mask selects. Scalars that do not apply are absent: for example, SFT rows have no reward. Lists are flattened
+with ``array`` and ``numpy`` for speed: 512 rows of 200 tokens take about 13 ms.
 """
 
 from array import array
@@ -28,13 +29,13 @@ def step_scalars(
     total_skipped_long: int = 0,
     rewards: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """All scalars of a step by tag.
+    """All scalars of a step by name.
 
     Args:
-        train_stats: statistics named without ``train/``; entries that are not scalars are ignored.
+        train_stats: statistics named without ``train/``. Entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
-        skipped_long: number of prompts skipped in this step because they are too long.
-        total_skipped_long: number of prompts skipped for this reason since the start of the run.
+        skipped_long: number of prompts that this step skipped because they are too long.
+        total_skipped_long: number of prompts that the run has skipped so far because they are too long.
         rewards: one per sample; None for an algorithm without rewards.
     """
     scalars = {
@@ -53,7 +54,7 @@ def step_scalars(
 
 
 def _number(value: Any) -> float | None:
-    """``value`` as a Python number; None if it is not a scalar."""
+    """Convert a scalar, such as a tensor with one element, to a Python number; None for other values."""
     if isinstance(value, int | float):
         return value
     if hasattr(value, "item") and (value.numel() if hasattr(value, "numel") else value.size) == 1:
@@ -82,7 +83,7 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
 
 
 def summary_statistics(name: str, values: ArrayLike) -> dict[str, float]:
-    """Return ``<name>_mean``, ``_std`` (population), ``_max`` and ``_min`` of one or more values."""
+    """Return ``<name>_mean``, ``_std`` (population), ``_max`` and ``_min`` of at least one value."""
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "max", "min")}
 
@@ -102,7 +103,7 @@ def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _masked(pairs: Sequence[tuple[list[float], bytes]]) -> NDArray[np.float64]:
-    """The values of all tokens whose mask (one byte per token) is set, as a flat array."""
+    """Return the values of all tokens whose mask is set, as a flat array. A mask has one byte per token."""
     if not pairs:
         return np.empty(0)
     flat = array("d")

@@ -1,8 +1,9 @@
-"""The contents of the live display, laid out as lines of styled text for any terminal size.
+"""Lays out the contents of the live display as lines of styled text for any terminal size.
 
-:func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines are
-omitted. If a line is too long, its last pieces are omitted and its first piece is shortened. All texts of a run (answers,
-prompts, names and warnings) are reduced to printable characters, so that no text can control the terminal.
+:func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines
+are omitted. If a line is too long, its last pieces are omitted. If its first piece alone is too long, this piece is
+shortened. All texts of a run (answers, prompts, names and warnings) are reduced to printable characters, so that no
+text can control the terminal.
 """
 
 import math
@@ -64,7 +65,8 @@ class RunHeading:
     """Description of the run, shown in the first line.
 
     Attributes:
-        gap_limit: difference between rollout and train log-probs above which a run warns; infinite if it never warns.
+        gap_limit: difference between rollout and train log-probs above which a run warns. Infinite if the run never
+            warns.
     """
 
     algorithm: str = ""
@@ -84,7 +86,10 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes used by the run (``what`` describes what is counted), and free and total bytes of the machine or device."""
+    """Bytes of memory: used by the run, and free and total on the machine or GPU.
+
+    ``what`` describes what ``used`` counts.
+    """
 
     used: int
     free: int
@@ -94,7 +99,10 @@ class MemoryUse:
 
 @dataclass(slots=True)
 class ScreenState:
-    """The contents of the display; ``trends`` has the keys ``reward`` and ``loss``; ``parts`` has the reward parts by name."""
+    """The contents of the display.
+
+    ``trends`` has the keys ``reward`` and ``loss``. ``parts`` maps the parts of the reward to their trends.
+    """
 
     heading: RunHeading = field(default_factory=RunHeading)
     done: int = 0
@@ -117,7 +125,10 @@ class ScreenState:
 
 @dataclass(slots=True)
 class _Block:
-    """Lines that belong together. In a small terminal, blocks of the highest ``rank`` lose lines first, or are omitted."""
+    """Lines that belong together. If the terminal is small, blocks with the highest ``rank`` lose lines first.
+
+    A block that would have fewer than ``least`` lines is omitted.
+    """
 
     rank: int
     lines: list[Line]
@@ -125,7 +136,7 @@ class _Block:
 
 
 def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) -> list[Line]:
-    """Lay out at most ``height`` lines of at most ``width`` cells, in ASCII unless ``unicode``."""
+    """Lay out at most ``height`` lines of at most ``width`` cells. Without ``unicode``, the lines are ASCII."""
     blocks = list(_Layout(state, width, unicode).blocks())
     if sum(len(block.lines) for block in blocks) > height:
         blocks = list(_Layout(state, width, unicode, is_tight=True).blocks())
@@ -144,7 +155,7 @@ def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) 
 
 
 class _Layout:
-    """Creates the blocks of a frame in display order; a tight layout shortens warnings."""
+    """Creates the blocks of a frame in display order. A tight layout shortens warnings."""
 
     def __init__(self, state: ScreenState, width: int, unicode: bool, *, is_tight: bool = False) -> None:
         self.state, self.width, self.unicode, self.is_tight = state, width, unicode, is_tight
@@ -237,7 +248,7 @@ class _Layout:
         return self._line("update", *((piece, "") for piece in pieces)) if pieces else None
 
     def _gap(self, gap: float) -> Line:
-        """The difference between the log-probs of rollout and training, compared with the limit of the health warnings."""
+        """The log-prob gap between rollout and training, and whether it exceeds the limit of the health warnings."""
         limit = self.state.heading.gap_limit
         if math.isinf(limit):
             return self._line("log-probs", (f"gap {gap:.1e}", ""))
@@ -262,7 +273,7 @@ class _Layout:
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:
-        """A warning on a few lines: first the problem (the first sentence), then the remedy (the other sentences)."""
+        """Lay out a warning: first its first sentence (the problem), then the other sentences (the remedy)."""
         problem, *remedy = _SENTENCE_END.split(self._clean(text), maxsplit=1)
         first, second = (1 if remedy else 2, 2) if self.is_tight else (4, 8)
         lines = [(line, "yellow") for line in self._wrap(problem, first)]
@@ -270,7 +281,7 @@ class _Layout:
         return [self._line("" if position else "warning", line) for position, line in enumerate(lines)]
 
     def _sample(self, sample: ShownSample) -> list[Line]:
-        """The reward and the end of the prompt on one line, and the answer on the following lines."""
+        """Lay out the reward and the end of the prompt on one line, and the answer on the following lines."""
         room = self.width - _LABEL_WIDTH
         reward = "" if sample.reward is None else f"reward {sample.reward:.3g}"
         prompt = self._end(sample.prompt, room - len(reward) - 3 * bool(reward))
@@ -279,7 +290,7 @@ class _Layout:
         return lines + [self._line("", (part, "")) for part in answer]
 
     def _line(self, label: str, *pieces: Piece) -> Line:
-        """A label and as many pieces as fit; the first piece is shortened if necessary."""
+        """A label and the pieces that fit on the line. A first piece that is too long is shortened."""
         line: Line = [self._label(label)]
         room = self.width - cell_len(line[0][0])
         for position, (text, style) in enumerate(piece for piece in pieces if piece[0]):
@@ -294,7 +305,6 @@ class _Layout:
         return set_cell_size(label, min(_LABEL_WIDTH - 1, self.width - 1)) + " ", "bold"
 
     def _clean(self, text: str) -> str:
-        """The text on one line, without control characters."""
         return one_line(text, _SAMPLE_CHARS, unicode=self.unicode)
 
     def _shorten(self, text: str, width: int) -> str:
@@ -303,7 +313,7 @@ class _Layout:
         return set_cell_size(text, max(width - len(self.more), 0)).rstrip() + self.more[: max(width, 0)]
 
     def _end(self, text: str, width: int) -> str:
-        """The last part of a text on one line."""
+        """The end of a text on one line of at most ``width`` cells. A mark shows that the beginning was omitted."""
         tail = self._clean(text.rstrip()[-max(width, 1) :])
         if len(text.rstrip()) <= width and cell_len(tail) <= width:
             return tail
@@ -312,14 +322,14 @@ class _Layout:
         return self.more[: max(width, 0)] + tail
 
     def _limited(self, lines: list[str], limit: int) -> list[str]:
-        """At most ``limit`` lines next to the labels; a mark on the last line shows that lines were omitted."""
+        """Return at most ``limit`` lines. If lines are omitted, the last line ends with a mark."""
         room = self.width - _LABEL_WIDTH
         if len(lines) <= limit:
             return lines
         return [*lines[: limit - 1], self._shorten(set_cell_size(lines[limit - 1], room + 1), room)]
 
     def _wrap(self, text: str, limit: int) -> list[str]:
-        """Wrap a text into at most ``limit`` lines next to the labels, at spaces or within words longer than a line."""
+        """Wrap a text into at most ``limit`` lines next to the labels. Words longer than a line are broken."""
         width, lines, line = self.width - _LABEL_WIDTH, [], ""
         for word in text.split(" "):
             for part in chop_cells(word, max(width, 2)) or [""]:

@@ -1,9 +1,9 @@
-"""Traces the lifecycle of rollout sessions, from submission through generation, tool calls and reward to the outcome.
+"""Traces rollout sessions from submission to outcome, with the time of generation, tool calls and reward.
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after the session ends
 
-A task (a prompt group) may have several sessions. The current session is a context variable, so that code in a session
-and its child tasks can access the session without a parameter.
+A task (a prompt group) may have several sessions. A context variable holds the current session. So code in a session
+and in its child tasks can access the session without a parameter.
 """
 
 import itertools
@@ -20,12 +20,12 @@ from areno.observability.perf_tracer import append_lines
 
 Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
 PHASES = ("generate", "reward", "toolcall")
-"""Phases whose durations in seconds are reported as ``{phase}_s``; other phases may be recorded as well."""
+"""Phases whose durations in seconds are reported as ``{phase}_s``. Other phases may be recorded as well."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """One session; times are Unix seconds."""
+    """A session of a task. Times are Unix seconds."""
 
     task_id: int
     session_id: int
@@ -67,7 +67,10 @@ def in_session(handle: SessionHandle) -> Iterator[None]:
 
 
 class SessionTracer:
-    """Collects sessions and appends finished sessions to a file in batches of ``flush_threshold`` (values below 1 mean 1)."""
+    """Collects sessions, and appends finished sessions to a file in batches.
+
+    ``flush_threshold`` is the number of finished sessions that are written together. Values below 1 mean 1.
+    """
 
     def __init__(
         self,
@@ -90,9 +93,9 @@ class SessionTracer:
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
-        """Open a session of a task for the block and the asyncio tasks started in the block.
+        """Open a session of a task, for the block and for the asyncio tasks started in the block.
 
-        If the block raises, the session counts as failed, regardless of the outcome of its task.
+        If the block raises, the session has failed, whatever the outcome of its task is.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:
@@ -110,7 +113,7 @@ class SessionTracer:
 
     @contextmanager
     def trace_session_phase(self, phase: str) -> Iterator[None]:
-        """Record the block as a phase of the current session, if any."""
+        """Record the block as a phase of the current session. Without a current session, only run the block."""
         session = self._session()
         if session is None:
             yield
@@ -130,9 +133,10 @@ class SessionTracer:
                 session.counters[name] = session.counters.get(name, 0) + count
 
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
-        """Set the outcome of a task's sessions, except those that failed; flush if due. Unknown tasks are ignored.
+        """Set the outcome of the sessions of a task, and write finished sessions if a batch is full.
 
-        Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.
+        A session whose block raised keeps the outcome ``failed``. Unknown tasks are ignored. Raises ValueError if the
+        status is unknown, and ArenoError if the file cannot be written.
         """
         if status not in get_args(Status):
             raise ValueError(f"unknown status {status!r}; use one of {', '.join(get_args(Status))}")
@@ -145,7 +149,10 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write finished sessions if ``flush_threshold`` is reached, or with ``force``. Raises ArenoError on failure."""
+        """Write the finished sessions if there are ``flush_threshold`` of them. With ``force``, write any number.
+
+        Raises ArenoError if the file cannot be written.
+        """
         with self._lock:
             if not self._ended or not (force or len(self._ended) >= self._threshold):
                 return
@@ -154,7 +161,7 @@ class SessionTracer:
         append_lines(self.path, records, "perf_tracer.session_tracer.enabled")
 
     def close(self) -> None:
-        """Write all sessions; unfinished sessions are written as ``pending``."""
+        """Write all sessions. Sessions without an outcome have the status ``pending``."""
         with self._lock:
             self._ended += [session for sessions in self._open.values() for session in sessions]
             self._open.clear()

@@ -1,8 +1,8 @@
 """Collects the statistics of a step and aggregates them exactly across calls and processes.
 
 A tensor is reduced to its sum, count, minimum and maximum in float64. So a step may record a statistic any number of
-times, and statistics of several processes merge exactly, with equal weight for every value. A scope applies only to
-the thread or asyncio task that opened it, and to tasks started inside it. Importing this module does not import torch.
+times. Statistics of several processes merge exactly, with equal weight for every value. A scope applies only to the
+thread or asyncio task that opened it, and to tasks started inside it. Importing this module does not import torch.
 """
 
 import math
@@ -20,7 +20,7 @@ COUNT_SUFFIX = "__count"
 
 
 class ReduceType(StrEnum):
-    """How to reduce a statistic. Each type except ``AVG_MIN_MAX`` exports a number under the statistic's name."""
+    """How to reduce a statistic. All types but ``AVG_MIN_MAX`` export one number under the statistic's name."""
 
     AVG_MIN_MAX = "avg_min_max"
     """``name/avg``, ``name/min`` and ``name/max``."""
@@ -31,19 +31,17 @@ class ReduceType(StrEnum):
     SCALAR = "scalar"
     """Mean of plain numbers; their count is also exported, under ``name__count``."""
     TIMING = "timing"
-    """Seconds: their sum within a process, and the maximum of these sums across processes."""
+    """Seconds. They are summed within a process; across processes, the largest of these sums counts."""
 
 
 Part = tuple[str, float, float, float, float]
 """One process's part of a statistic: reduce type, sum, count, minimum and maximum."""
 Parts = dict[str, Part]
-"""All statistics of a process by name, as plain data that can be sent as JSON."""
+"""All statistics of a process by name. Plain data that can be sent as JSON."""
 
 
 @dataclass(slots=True)
 class _Accumulator:
-    """Running sum, count and extremes of one statistic."""
-
     reduce_type: ReduceType
     total: float = 0.0
     count: float = 0.0
@@ -63,7 +61,10 @@ class _Accumulator:
 
 
 class StatsTracker:
-    """Collects the statistics of one step; ``name`` is the prefix of all names, such as ``rollout`` in ``rollout/reward``."""
+    """Collects the statistics of one step.
+
+    ``name`` is the prefix of all statistics, such as ``rollout`` in ``rollout/reward``.
+    """
 
     def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -90,7 +91,10 @@ class StatsTracker:
                 self._accumulator(self._full_name(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record bool masks for :meth:`stat`, and their True counts as statistics. Raises TypeError if a mask is not bool."""
+        """Record bool masks, which select elements in :meth:`stat`. The number of True elements becomes a statistic.
+
+        Raises TypeError if a mask is not bool.
+        """
         import torch
 
         for key, mask in masks.items():
@@ -105,12 +109,14 @@ class StatsTracker:
         """Record the elements of tensors that a denominator (a mask) selects.
 
         Args:
-            denominator: a name recorded by :meth:`denominator` in this or an enclosing scope; its latest mask applies.
+            denominator: name of a mask recorded by :meth:`denominator` in this scope or an enclosing scope. If several
+                masks have this name, the innermost scope counts, and there the latest mask.
             reduce_type: None means ``AVG_MIN_MAX``.
             tensors: values by name, each with the shape of the mask.
 
         Raises:
-            ValueError: the denominator is unknown, a shape is wrong, or a name was recorded with a different reduce type.
+            ValueError: the denominator is unknown, a shape is wrong, or a name was recorded with a different reduce
+                type.
         """
         import torch
 
@@ -139,7 +145,11 @@ class StatsTracker:
                 self._accumulator(name, ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
 
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
-        """This process's parts of the statistics, for :func:`merge`; ``key`` is the full name of a statistic or scope."""
+        """Return this process's parts of the statistics, for :func:`merge`.
+
+        ``key`` is the full name of a statistic or of a scope; None selects all. With ``reset``, the returned statistics
+        are cleared.
+        """
         with self._lock:
             names = [name for name in self._accumulators if key is None or name == key or name.startswith(f"{key}/")]
             parts = {name: self._accumulators[name].part() for name in names}
@@ -150,7 +160,7 @@ class StatsTracker:
         return parts
 
     def export(self, key: str | None = None, reset: bool = True) -> dict[str, float]:
-        """The statistics by full name; arguments as in :meth:`parts`."""
+        """The statistics of this process by full name. The arguments are those of :meth:`parts`."""
         return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:

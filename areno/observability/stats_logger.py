@@ -1,8 +1,9 @@
-"""Writes the statistics of a step of ``areno run`` to ``metrics.jsonl``, to tracking services and, as a table, to the log.
+"""Writes the statistics of each step of ``areno run`` to ``metrics.jsonl``, tracking services and the log.
 
-The heading of a step's table (``Epoch 1/5 step 6/19 global step 6``) counts from 1; files count steps from 0. The heading
-also has the duration of the step and the time since the start of the run, including the time before a recovery. A
-service that fails is disabled, because training must not depend on an external server.
+The log has a table per step. The heading of the table (``Epoch 1/5 step 6/19 global step 6``) counts steps from 1;
+files count them from 0. The heading also has the duration of the step and the time since the start of the run. This
+time includes the time before a recovery. A service that fails is disabled, because training must not depend on an
+external server.
 """
 
 import logging
@@ -42,9 +43,10 @@ class StatsLogger:
         self._unsent: dict[str, float] = {}
 
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
-        """Report statistics measured before a step, usually the first step, as a line of that step in ``metrics.jsonl``.
+        """Report statistics measured before a step, usually the first, as a line of this step in ``metrics.jsonl``.
 
-        Services receive these statistics together with those of the step. Raises ArenoError if the file cannot be written.
+        Services receive these statistics together with the statistics of the step. Raises ArenoError if the file cannot
+        be written.
         """
         self._unsent = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))

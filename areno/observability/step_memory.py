@@ -1,4 +1,4 @@
-"""The memory that a run uses and the memory that its machine has left, recorded with each step."""
+"""Records with each step how much memory the run uses and how much its machine has left."""
 
 import os
 import time
@@ -14,9 +14,11 @@ _SHARE = 0.01  # fraction of the time that readings may take: finding all descen
 
 
 class StepMemory:
-    """Reads the memory figures of a run. If steps are short, most steps repeat the last figures, because readings take time.
+    """Reads the memory figures of a run.
 
-    The kernel and PyTorch record peaks, so no peak between two readings is missed, except that of a process that has exited.
+    A reading takes time, so readings take at most 1 % of the time. If steps are short, most steps repeat the last
+    figures. The kernel and PyTorch record peaks, so a peak between two readings is not missed. Only the peak of a
+    process that has exited between readings can be lost.
 
     Args:
         gpu_bytes: returns the peak number of bytes of tensors on a GPU; 0 without a GPU.

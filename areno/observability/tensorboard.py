@@ -1,9 +1,10 @@
 """Writes TensorBoard event files in a background thread.
 
-Importing ``tensorboard`` takes half a second, so the thread imports the package at the first write; the training loop only
-fills a queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon: when the main thread
-ends, the queue is still written, so that no event is lost if ``close`` is not called. PyTorch's ``SummaryWriter`` is not used,
-because it starts another thread: from Python 3.12 on, no thread can start once the main thread has ended.
+Importing ``tensorboard`` takes half a second, so the thread imports the package at the first write, and the training
+loop only fills a queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon:
+when the main thread ends, it still writes the queue, so no event is lost if ``close`` is not called. PyTorch's
+``SummaryWriter`` is not used, because it starts another thread. From Python 3.12 on, no thread can start once the main
+thread has ended.
 """
 
 import concurrent.futures.thread  # noqa: F401  imported here because its exit handler cannot be registered at exit
@@ -31,8 +32,8 @@ _FORMAT = "brain.Event:2"  # TensorBoard's only format of event files
 class EventWriter:
     """Writes the scalars of a run as TensorBoard events.
 
-    ``purge_step`` is the first step of a resumed run; TensorBoard hides older events of this and later steps.
-    ``option`` is the option that sets the folder, for error messages.
+    ``purge_step`` is the first step of a resumed run. TensorBoard hides older events of this step and of later steps.
+    Error messages name ``option``, which sets the folder.
     """
 
     name = "TensorBoard"
@@ -47,7 +48,10 @@ class EventWriter:
         self._closed = False
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue one step. Raises ArenoError if an earlier write failed, no thread can start, or the writer is closed."""
+        """Queue the scalars of one step.
+
+        Raises ArenoError if an earlier write failed, no thread can start, or the writer is closed.
+        """
         if self._closed:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; create a new one to record step {step}")
         self._raise_failure()
@@ -64,7 +68,10 @@ class EventWriter:
         self._queue.put((step, dict(numbers), time.time()))
 
     def close(self) -> None:
-        """Write the queued events and close the file; idempotent. Raises ArenoError if a write failed or hangs."""
+        """Write the queued events and close the file. Further calls do nothing.
+
+        Raises ArenoError if a write failed or does not finish in time.
+        """
         if self._closed:
             return
         self._closed = True
@@ -118,15 +125,18 @@ class EventWriter:
     def _new_path(self) -> Path:
         """Return the path of a new file that sorts after the existing files of the folder.
 
-        TensorBoard reads files in the order of their names, which begin with the creation time in seconds. ``purge_step``
-        hides only events that were read before, so the file of a resumed run must be read last.
+        TensorBoard reads files in the order of their names, which begin with the creation time in seconds.
+        ``purge_step`` hides only events that were read before. So TensorBoard must read the file of a resumed run last.
         """
         names = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in self._log_dir.glob(f"{_PREFIX}*")]
         second = max([int(time.time()), *(int(name) + 1 for name in names if name.isdecimal())])
         return self._log_dir / f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}"
 
     def _next(self) -> tuple[int, dict[str, float], float] | None:
-        """The next step to write; None after ``close``, or when the main thread has ended and the queue is empty."""
+        """Wait for the next step to write.
+
+        None after ``close``. Also None if the queue is empty after the main thread has ended.
+        """
         while True:
             try:
                 return self._queue.get(timeout=_POLL_S)

@@ -19,10 +19,11 @@ _sessions = SessionTracer(".", enabled=False)
 
 
 def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, session: Args = None) -> None:
-    """Replace the process's tracers after flushing the previous tracers.
+    """Flush the tracers of the process, and replace them.
 
     Args:
-        perf: ``enabled``, ``save_interval`` and ``profile_steps`` of the ``perf_tracer`` section; None disables the tracer.
+        perf: ``enabled``, ``save_interval`` and ``profile_steps`` of the ``perf_tracer`` section; None disables the
+            tracer.
         session: ``enabled`` and ``flush_threshold`` of ``perf_tracer.session_tracer``; None disables the tracer.
     """
     global _perf, _sessions
@@ -108,6 +109,6 @@ def trace_session_event(name: str, count: int = 1) -> None:
 
 
 def save(step: int | None = None, force: bool = False) -> None:
-    """Write the events of both tracers if a write is due."""
+    """Write the events of each tracer if its write is due. With ``force``, write them in any case."""
     _perf.save(step, force)
     _sessions.flush(force)

@@ -1,8 +1,8 @@
 """Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
-A service's package is imported only if a run uses the service; if the package is missing, an error shows the install
-command. A resumed run continues its history if the service supports resuming. Repeated steps are appended, because
-these services cannot delete points; MLflow keeps several values of a step.
+The package of a service is imported only if a run uses the service. If the package is missing, an error shows the
+install command. A resumed run continues its history if the service supports resuming. These services cannot delete
+points, so steps that a resumed run repeats are appended. MLflow keeps several values of a step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ def open_services(
 
 
 class ServiceGroup:
-    """Sends the same numbers to several services and drops a service that fails; the file ``metrics_path`` has all values."""
+    """Sends the same numbers to several services.
+
+    A service that fails gets no more numbers. The file ``metrics_path`` has all values.
+    """
 
     def __init__(self, services: Iterable[TrackingService], metrics_path: Path) -> None:
         self._services, self._metrics_path = list(services), metrics_path
@@ -145,7 +148,7 @@ def _package(section: str, package: str, pip_name: str) -> Any:
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """Open a service or log in. Raises UsageError on failure."""
+    """Call a function that opens a service or logs in. Raises UsageError if the function fails."""
     try:
         return opening()
     except Exception as error:
@@ -156,7 +159,10 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
 
 
 class _TrackedRun:
-    """A run of a service's client library; ``next_step`` returns the smallest step that the service still accepts."""
+    """A run of a service's client library.
+
+    ``next_step`` maps the last step that was sent (-1 before the first) to the smallest step that the service accepts.
+    """
 
     def __init__(
         self,
@@ -180,7 +186,7 @@ class _TrackedRun:
 
 
 class _SharedRun:
-    """A W&B run that other processes may write to. W&B ignores the steps of such a run, so the step is an ordinary metric."""
+    """A W&B run that several processes write to. W&B ignores the steps of such a run, so the step is a metric of its own."""
 
     name = "W&B"
 
@@ -195,7 +201,10 @@ class _SharedRun:
 
 
 def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
-    """Open a W&B run; a restart resumes the run, except offline. Without an API key, W&B handles the login."""
+    """Open a W&B run. A restart resumes the run, but an offline run cannot be resumed.
+
+    Without an API key, W&B handles the login.
+    """
     wandb = _package("wandb", "wandb", "wandb")
     settings = {"console": "off", "silent": True}  # do not capture the terminal output
     settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}
@@ -228,7 +237,10 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
 
 
 def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> TrackingService:
-    """Open a SwanLab run; SwanLab accepts only finite numbers. Without an API key, SwanLab handles the login."""
+    """Open a SwanLab run. Values that are not finite are not sent, because SwanLab does not accept them.
+
+    Without an API key, SwanLab handles the login.
+    """
     swanlab = _package("swanlab", "swanlab", "swanlab")
     if mode == "local":
         _package("swanlab", "swanboard", "swanlab[dashboard]")
@@ -291,7 +303,10 @@ class _MLflowRun:
 
 
 def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> TrackingService:
-    """Open an MLflow run on a server or in a database such as ``sqlite:///mlflow.db``; a restart resumes the run by its tag."""
+    """Open an MLflow run on a server or in a database such as ``sqlite:///mlflow.db``.
+
+    A restart finds the run by its tag ``areno.run_id`` and resumes it.
+    """
     # By default MLflow retries an unreachable server for four minutes, while the training waits.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

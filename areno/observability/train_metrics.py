@@ -1,10 +1,11 @@
-"""The metrics of ``areno train`` with unit and meaning; the tables of ``docs/run-directory.md`` are generated from them.
+"""Lists the metrics of ``areno train`` with unit and meaning.
 
-This module only describes the metrics; :mod:`areno.observability.scalars` says where ``rollout/``, ``train/`` and
-``time/`` metrics are computed.
+The tables of ``docs/run-directory.md`` are generated from this list. :mod:`areno.observability.scalars` says where
+``rollout/``, ``train/`` and ``time/`` metrics are computed. :mod:`areno.observability.metric_advice` has normal values
+and remedies.
 
-A row may describe several metrics: ``rewards_{mean,std}`` describes two. ``NAME`` matches any name, and the ``K`` of
-``pass@K`` any number. :mod:`areno.observability.metric_advice` has normal values and remedies.
+A row may describe several metrics: ``rewards_{mean,std}`` describes two. ``NAME`` stands for any name, and the ``K`` of
+``pass@K`` for any number.
 """
 
 import re
@@ -19,7 +20,7 @@ _GRADIENT = "grad_{zero,nonzero,total}"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A documented metric; ``unit`` is empty if the metric has no unit or the meaning states it."""
+    """A documented metric. ``unit`` is empty if the metric has no unit or the meaning states it."""
 
     name: str
     unit: str
@@ -292,6 +293,6 @@ def documented() -> Iterator[tuple[str, Metric]]:
 
 
 def matches(documented_name: str, name: str) -> bool:
-    """Whether a metric's name matches a documented name, in which ``NAME`` stands for any name and ``K`` for any number."""
+    """Whether a metric has a documented name. In this name, ``NAME`` stands for any name and ``K`` for any number."""
     pattern = re.escape(documented_name).replace("NAME", "[^/]+").replace("@K", "@[0-9]+")
     return re.fullmatch(pattern, name) is not None

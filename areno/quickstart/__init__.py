@@ -1,4 +1,7 @@
-"""The runs of ``areno quickstart``: a tiny model that learns to add, without network access, and a pretrained model."""
+"""The runs of ``areno quickstart``.
+
+By default, a tiny model learns to add, without network access. With ``--real``, a pretrained model is trained.
+"""
 
 REAL_STEPS = 40
 """Default training steps of ``areno quickstart --real``."""

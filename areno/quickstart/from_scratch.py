@@ -1,6 +1,6 @@
-"""``areno quickstart``: creates data and a model, trains with SFT and then GSPO, and evaluates on held-out problems.
+"""``areno quickstart``: creates data and a model, trains with SFT, then with GSPO, and evaluates on held-out problems.
 
-Both training runs use the code of ``areno train``; the equivalent commands are printed.
+Both training runs use the code of ``areno train``. The equivalent commands are printed.
 """
 
 import json
@@ -117,7 +117,7 @@ def accuracy(problems: Sequence[Problem], completions: Sequence[str]) -> float:
 
 
 def _write_inputs(root: Path, seed: int) -> int:
-    """Write data, hook files and the random model; returns the number of parameters."""
+    """Write data, hook files and the random model. Return the number of parameters."""
     data = root / "data"
     data.mkdir(parents=True)
     demonstrations = draw_problems(seed, SFT_STEPS * SFT_BATCH, held_out=False, weights=_SFT_WORDINGS)

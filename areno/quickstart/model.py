@@ -14,7 +14,7 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """Train the quickstart's tokenizer: words of the task are merged into tokens, and every digit is a token."""
+    """Train the tokenizer of the quickstart. Each word of the task and each digit is one token."""
     corpus = [wording.format(a=347, b=182) for wording in WORDINGS] + [worked_answer(347, 182)]
     words = r"\d| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s"
     return train_tokenizer(corpus * 2, words=words, vocab_size=400, special_tokens=_SPECIAL, template=_CHAT_TEMPLATE)
@@ -26,8 +26,8 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer, which encodes any text.
 
     Args:
-        words: regular expression for pre-tokenization; no token spans two matches.
-        special_tokens: starts with the padding and the end-of-turn token.
+        words: regular expression that splits a text into words. No token spans two words.
+        special_tokens: the first two are the padding token and the end-of-turn token.
         template: chat template.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -68,10 +68,10 @@ def save_random_model(
     context: int = 256,
     rope_theta: float = 100.0,
 ) -> int:
-    """Save a randomly initialized Llama model with its tokenizer; returns the number of parameters.
+    """Save a randomly initialized Llama model with its tokenizer. Return the number of parameters.
 
-    ``width`` must be a multiple of 24. Large initial weights, many small heads and a small RoPE base make the model learn
-    to copy and add three times faster.
+    ``width`` must be a multiple of 24. Large initial weights, many small heads and a small RoPE base let the model
+    learn to copy and add three times faster.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

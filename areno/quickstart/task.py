@@ -1,8 +1,9 @@
 """The toy task of the quickstart: sums of three-digit numbers with a verifiable reward.
 
-For "Step by step, what is 347 + 182?" the demonstrations always show the work; for the plain wordings most state only the
-answer. After SFT the model can show the work for a plain wording, but rarely does so. The reward of GSPO checks only the
-answer, and the model learns to show the work for every wording. A hash of the two numbers decides whether a sum is held out.
+Demonstrations of "Step by step, what is 347 + 182?" always show the work. Demonstrations of the plain wordings mostly
+state only the answer. After SFT the model can show the work for a plain wording, but rarely does. GSPO rewards only the
+correct answer, and the model learns to show the work for every wording. A hash of the two numbers decides whether a sum
+is held out.
 """
 
 import hashlib
@@ -51,12 +52,12 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out; depends on the two numbers only."""
+        """Whether the sum is held out. This depends only on the two numbers."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def row(self, rng: random.Random) -> dict[str, Any]:
-        """Return a data row whose demonstration shows the work or states only the answer."""
+        """Return a data row. Its demonstration shows the work or states only the answer."""
         shows_work = rng.random() < WORDINGS[self.wording]
         response = worked_answer(self.a, self.b) if shows_work else f"Answer: {self.a + self.b}"
         return {"prompt": self.question, "response": response, "solutions": [str(self.a + self.b)]}
@@ -68,7 +69,10 @@ def problem_count() -> int:
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """Draw ``count`` distinct sums (held-out or training), each in a wording drawn with ``weights``."""
+    """Draw ``count`` distinct sums, either held-out sums or training sums.
+
+    Each sum gets a wording, drawn with ``weights``.
+    """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]
     seen: set[tuple[int, int]] = set()

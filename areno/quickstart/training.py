@@ -1,4 +1,4 @@
-"""Code shared by both quickstarts: chooses the run folder, prints the equivalent command, and trains."""
+"""Code of both quickstarts: chooses the run folder, prints the equivalent command, and trains."""
 
 import logging
 import shlex
@@ -45,7 +45,7 @@ class BriefLines(PlainProgress):
 def run_folder(run_dir: str | None) -> Path:
     """Print and return the run's folder (default ``runs/quickstart-<time>``).
 
-    Raises UsageError unless the folder is new or empty, and writable.
+    Raises UsageError if the folder is not empty or not writable.
     """
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
     if problem := unwritable(root, "--run-dir"):
@@ -57,7 +57,10 @@ def run_folder(run_dir: str | None) -> Path:
 
 
 def train(settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command and run it in this process; returns the checkpoint. Exits if the training fails."""
+    """Print the equivalent command, run it in this process, and return the checkpoint.
+
+    If the training fails, the process exits.
+    """
     from areno.api.run_training import run_training
 
     argv = [str(part) for pair in settings.items() for part in pair]

@@ -11,13 +11,13 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Takes options by their ``areno train`` names and writes them in the syntax of the command that started the run."""
+    """Writes options in the syntax of the command that started the run. Callers pass their ``areno train`` names."""
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
 
     def value(self, option: str) -> Any:
-        """The value of an option in the run; None if the run did not record one."""
+        """The value of an option in the run. None if the run did not record it."""
         if not self._is_experiment:
             return self._config.get(option.removeprefix("--").replace("-", "_"))
         value: Any = self._config
@@ -26,7 +26,7 @@ class OptionAdvice:
         return value
 
     def number(self, option: str) -> float | None:
-        """The value of an option if it is a number, otherwise None."""
+        """The value of an option. None if the value is not a number."""
         value = self.value(option)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -39,7 +39,10 @@ class OptionAdvice:
         return f"{self.text(option)}{'=' if self._is_experiment else ' '}{value}"
 
     def scaled(self, option: str, factor: float) -> str:
-        """Write an option with its value times ``factor``: ``--lr 0.0003 (now 0.001)``; without a known value, ``--lr``."""
+        """Write an option with ``factor`` times its value, such as ``--lr 0.0003 (now 0.001)``.
+
+        If the value is 0 or unknown, write only the option.
+        """
         value = self.number(option)
         if not value:
             return self.text(option)
@@ -59,7 +62,10 @@ class OptionAdvice:
 
     @property
     def kl(self) -> str:
-        """Option and value for a KL penalty relative to the initial model; ``a KL term`` if the run has no such option."""
+        """The option that adds a KL penalty relative to the initial model, with a value.
+
+        ``a KL term`` if the run has no such option.
+        """
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"
         options = ("--kl-coef", "--kl-loss-coef", "--kl-reward-coef")

@@ -1,4 +1,4 @@
-"""The saved models and checkpoints of a run that still exist, for advice on continuing the run."""
+"""Finds the saved models and checkpoints of a run that still exist, for advice on how to continue the run."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +14,14 @@ _UNREADABLE = (ArenoError, OSError, LookupError, TypeError, ValueError, Attribut
 
 
 def saved(run: RunData) -> SavedModels | None:
-    """The models that the run has saved; None if they cannot be determined."""
+    """The models that the run has saved. None if its folders cannot be read."""
     with suppress(*_UNREADABLE):
         return saved_models(run.path, "areno report")
     return None
 
 
 def resumable_step(run: RunData) -> int | None:
-    """Number of completed steps of the newest checkpoint from which the run can be resumed; None without such a checkpoint."""
+    """The number of completed steps in the newest checkpoint that can be resumed. None if there is no such checkpoint."""
     if (models := saved(run)) is None:
         return None
     best = [] if models.best is None else [models.best]
@@ -29,7 +29,7 @@ def resumable_step(run: RunData) -> int | None:
 
 
 def saved_model(run: RunData) -> str:
-    """Path of the newest saved model, relative to the run directory if possible; ``""`` without a saved model."""
+    """Path of the newest saved model, relative to the run directory if possible. ``""`` if there is no model."""
     with suppress(*_UNREADABLE):
         model = Path(newest_model(run.path, "areno report"))
         return "" if model == run.path else _shown(run, model)  # a folder without config.yaml may be returned unchanged

@@ -1,6 +1,7 @@
 """Compares two runs: settings, environment, curves, and the first step that differs, with possible causes.
 
-A run of ``areno train`` can be compared with a run of ``areno run`` by the metrics in ``KEYS`` and the shared settings.
+If ``areno train`` started one run and ``areno run`` the other, only the metrics in ``KEYS`` and the reward parts are
+compared. Of the settings, only those in ``COUNTERPARTS`` are compared.
 """
 
 import os
@@ -74,7 +75,10 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting or a property of the environment whose values differ; ``same`` counts other sections with these values."""
+    """A setting or a property of the environment whose values differ.
+
+    ``same`` is the number of other sections that have a setting of this name with the same two values.
+    """
 
     name: str
     values: tuple[Any, Any]
@@ -84,7 +88,10 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:
-    """A curve at the steps that both runs recorded: first, last and mean value per run, and the difference of the means."""
+    """A curve at the steps that both runs recorded.
+
+    ``first``, ``last`` and ``mean`` have a value of each run. ``difference`` is the second mean minus the first.
+    """
 
     key: str
     names: tuple[str | None, str | None]
@@ -109,7 +116,11 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether steps, values (within the tolerance) and settings that may change results are the same so far."""
+        """Whether the two runs agree so far.
+
+        They agree if they have the same number of steps, equal metrics and samples within the tolerance, and equal
+        values of all settings that may change results.
+        """
         decisive = any(setting.changes_results for setting in self.settings)
         lengths = {run["last_step"] for run in self.runs}
         return not decisive and len(lengths) == 1 and self.divergence.different is None
@@ -145,7 +156,10 @@ def _described(run: RunData) -> dict[str, Any]:
 
 
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    """Settings whose values differ; settings with equal names and values in several sections are listed once."""
+    """Yield the settings whose values differ.
+
+    If several sections have a setting of the same name with the same two values, the setting is listed once.
+    """
     first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:
         options, experiment = (second, first) if a.is_experiment else (first, second)
@@ -165,7 +179,6 @@ def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
 
 
 def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
-    """Whether a setting may change the results of a run."""
     option = next((entry for entry in options_of(TrainOptions) if entry.name == name), None)
     if option is not None:
         return option.info.changes_results
@@ -176,7 +189,10 @@ def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
 
 
 def _same_content(a: RunData, b: RunData, x: Any, y: Any) -> bool:
-    """Whether two values are paths of files with equal content; False if the files are large or may not be opened."""
+    """Whether two values are paths of files with equal content.
+
+    Files that are large or cannot be opened count as different.
+    """
     paths = [Path(re.sub(r"(\.py):\w+$", r"\1", value)) for value in (x, y) if isinstance(value, str)]
     if len(paths) < 2 or not all(path.is_absolute() for path in paths):
         return False
@@ -189,7 +205,7 @@ def _same_content(a: RunData, b: RunData, x: Any, y: Any) -> bool:
 
 
 def _shortened(x: Any, y: Any) -> tuple[Any, Any]:
-    """Two absolute paths, relative to the deepest folder that contains both paths; other values are returned unchanged."""
+    """Make two absolute paths relative to the deepest folder that contains both. Return other values unchanged."""
     if not all(isinstance(value, str) and os.path.isabs(value) for value in (x, y)):
         return x, y
     root = os.path.commonpath([os.path.dirname(x), os.path.dirname(y)])
@@ -216,7 +232,7 @@ def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Mean of the finite values; NaN without finite values."""
+    """Mean of the finite values. NaN if there are none."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else float("nan")
 
@@ -224,10 +240,11 @@ def _mean(values: np.ndarray) -> float:
 def _causes(
     result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
 ) -> list[SettingDifference]:
-    """Differences that can affect the first phase that differs.
+    """Differences between the runs that can affect the first phase that differs.
 
-    If no differing setting affects that phase directly, but an earlier step is not bit-equal, all differing settings that
-    change results are possible causes, because they act through the weights.
+    If no differing setting affects this phase directly, an earlier step may explain it. So if an earlier step is not
+    bit-equal, all differing settings that change results count: they act through the weights. The environment can
+    affect sampled tokens, log-probs and the update.
     """
     if result.different is None:
         return []

@@ -1,8 +1,8 @@
-"""Finds the first step at which two runs differ, and the first phase of that step that differs (see ``PHASES``).
+"""Finds the first step at which two runs differ, and the first phase of this step that differs (see ``PHASES``).
 
-The metrics and the sample index show which step differs first. The recorded samples of that step show which phase differs
-first: their prompts, the log-probs of their common tokens, their tokens, rewards and advantages are compared in this order. If
-the samples agree, the metrics show the phase. Differences in later phases follow from the first difference.
+The metrics and the sample index show which step differs first. The recorded samples of this step show the phase.
+Compared are, in this order: their prompts, the log-probs of their common tokens, their tokens, rewards and advantages.
+If the samples agree, the metrics show the phase. Differences in later phases follow from the first difference.
 """
 
 import re
@@ -18,9 +18,12 @@ from areno.storage.metric_columns import Series
 from areno.storage.sample_index import Entries
 
 RELATIVE = 1e-6
-"""Two values of a metric agree if they differ by at most this fraction of the larger value."""
+"""Two values of a metric agree if their difference is at most this fraction of the larger value."""
 ABSOLUTE = 1e-6
-"""Values other than learning rates also agree if they differ by at most this number, the rounding of fp32 log-probs."""
+"""Two values of a metric also agree if their difference is at most this number, the rounding of fp32 log-probs.
+
+This does not apply to learning rates.
+"""
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 
@@ -42,7 +45,7 @@ _UNCOMPARED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A metric whose values differ: the values of both runs, and the difference relative to the larger value."""
+    """A metric whose values differ. ``relative`` is the difference as a fraction of the larger absolute value."""
 
     name: str
     values: tuple[float, float]
@@ -52,7 +55,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """The first step at which two runs differ, the first phase that differs, and a description of the difference."""
+    """A step at which two runs differ, the first phase that differs, and a description of the difference."""
 
     step: int
     phase: str
@@ -67,8 +70,8 @@ class Divergence:
     Attributes:
         steps: number of steps that both runs recorded.
         last_step: the last of these steps.
-        unequal: the first step that is not bit-equal.
-        different: the first step that differs by more than the tolerance, or in its samples.
+        unequal: the first step whose metrics are not bit-equal.
+        different: the first step whose metrics differ by more than the tolerance, or whose samples differ.
     """
 
     steps: int
@@ -78,7 +81,7 @@ class Divergence:
 
 
 class _Pair(NamedTuple):
-    """Values of a metric at the steps that both runs recorded."""
+    """The values of a metric in both runs, at the steps that both recorded."""
 
     steps: np.ndarray
     first: np.ndarray
@@ -86,7 +89,10 @@ class _Pair(NamedTuple):
 
 
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of the metrics that both runs have, by name; if their commands differ, only ``KEYS`` and the reward parts."""
+    """The series of the metrics that both runs have, by name.
+
+    If ``areno train`` started one run and ``areno run`` the other, only ``KEYS`` and the reward parts are compared.
+    """
     if a.is_experiment == b.is_experiment:
         return {name: (a.metrics[name], b.metrics[name]) for name in a.metrics.names if name in b.metrics}
     pairs = {key: (a.series(key), b.series(key)) for key in KEYS}
@@ -95,13 +101,16 @@ def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
 
 
 def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of each part of the first run's reward; the second series is empty if the second run lacks the part."""
+    """The series of each part of the first run's reward, in both runs.
+
+    If the second run does not have the part, its series is empty.
+    """
     parts = b.reward_parts()
     return {f"reward_parts/{name}": (series, parts.get(name, Series())) for name, series in a.reward_parts().items()}
 
 
 def common_steps(first: Series, second: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The steps that both series have, and the values of each series at these steps."""
+    """The steps that both series have, and the values of both series at these steps."""
     (steps_a, values_a), (steps_b, values_b) = first.arrays(), second.arrays()
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
     return steps, values_a[at_a], values_b[at_b]
@@ -142,14 +151,14 @@ _Test = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 
 def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
-    """The first step at which a metric differs according to the test."""
+    """The first step at which the test finds a difference in some metric. None if there is no such step."""
     steps = [pair.steps[test(name, pair.first, pair.second)] for name, pair in pairs.items()]
     firsts = [int(each[0]) for each in steps if len(each)]
     return min(firsts) if firsts else None
 
 
 def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> StepDifference:
-    """Describe a step by the metrics that differ according to the test, in the order of ``PHASES``."""
+    """Describe a step by the metrics in which the test finds a difference. The metrics are sorted by phase."""
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (
@@ -176,7 +185,10 @@ def phase_of(metric: str) -> str:
 
 
 def _first_sample_step(a: Entries, b: Entries) -> int | None:
-    """The first step whose recorded samples differ in the sample index, which contains no tokens."""
+    """The first step whose samples differ in the sample index. None if all agree.
+
+    The index has the number of tokens, the reward and the advantage of each sample, but no tokens.
+    """
     size = min(len(a), len(b))
     if not size:
         return None
@@ -194,7 +206,7 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 
 
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
-    """Describe the first phase in which a step differs, based on the samples, or on the metrics if the samples agree."""
+    """Describe the first phase in which a step differs. If its samples agree, the metrics show the phase."""
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)
     by_samples = _sample_difference(*samples, same_order=a.is_experiment == b.is_experiment)
@@ -213,7 +225,7 @@ def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) ->
 
 
 class _Flat(NamedTuple):
-    """The tokens of all rows of a sample, their log-probs, and whether the model sampled them."""
+    """The tokens of all rows of a sample, with their log-probs. ``sampled`` marks the tokens that the model sampled."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -240,20 +252,22 @@ _Samples = dict[tuple[int, int], dict[str, Any]]
 
 
 def _samples(run: RunData, step: int) -> _Samples:
-    """The recorded samples of a step by prompt and sample."""
     entries = run.entries
     chosen = entries[entries["step"] == step]
     return {(int(entry["prompt"]), int(entry["sample"])): run.sample(entry) for entry in chosen}
 
 
 def _ranked(samples: _Samples) -> _Samples:
-    """Renumber the prompts of a step from 0, because an experiment numbers prompts over the whole run."""
+    """Renumber the prompts of a step from 0. An experiment numbers its prompts over the whole run."""
     ranks = {prompt: rank for rank, prompt in enumerate(sorted({prompt for prompt, _ in samples}))}
     return {(ranks[prompt], sample): record for (prompt, sample), record in samples.items()}
 
 
 def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str, str] | None:
-    """The first phase in which the samples of a step differ, with a description; None if they agree or are not recorded."""
+    """The first phase in which the samples of a step differ, with a description.
+
+    None if the samples agree, or if a run has recorded no samples of the step.
+    """
     if not a or not b:
         return None
     if not same_order:
@@ -271,7 +285,7 @@ def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str,
 
 
 def _prompts_differ(a: _Samples, b: _Samples) -> str:
-    """Describe how the prompts of a step differ; return an empty string if they agree."""
+    """Describe how the prompts of a step differ. Return "" if they agree."""
     with_tokens = {key for key in a.keys() & b.keys() if "rows" in a[key] and "rows" in b[key]}
     first, second = _prompts(a, with_tokens), _prompts(b, with_tokens)
     if first == second:
@@ -290,7 +304,10 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """The prompts of a step by number: their tokens from the first sample in ``with_tokens``, or else their text."""
+    """The prompts of a step by number.
+
+    A prompt is the token list of its first sample in ``with_tokens``. Without such a sample, the prompt is a text.
+    """
     prompts: dict[int, Any] = {}
     for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):
         flat = _flat(samples[key]) if key in with_tokens else None
@@ -304,7 +321,10 @@ def _text(samples: _Samples, prompt: int) -> str:
 
 
 def _agreement(x: _Flat, y: _Flat) -> tuple[int, float]:
-    """Length of the common beginning of two samples, and the largest log-prob difference of its sampled tokens."""
+    """Compare two samples up to the first token that differs.
+
+    Return the number of common tokens, and the largest difference between log-probs of common sampled tokens.
+    """
     pairs = zip(x.tokens, y.tokens, strict=False)
     length = next((i for i, (p, q) in enumerate(pairs) if p != q), min(len(x.tokens), len(y.tokens)))
     gaps = [abs(x.logprobs[i] - y.logprobs[i]) for i in range(length) if x.sampled[i] and y.sampled[i]]

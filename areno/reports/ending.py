@@ -27,7 +27,7 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        state: a state of :mod:`areno.storage.run_status`; ``""`` if unknown.
+        state: a state of :mod:`areno.storage.run_status`. ``""`` if unknown.
         text: why the run ended.
         remedy: what to do if the run did not finish.
     """
@@ -44,7 +44,7 @@ def steps_done(run: RunData) -> int:
 
 
 def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
-    """Describe why a run ended, or that it is still running."""
+    """Describe why a run ended. If the run is still in progress, say so."""
     status, done = run.status, steps_done(run)
     state = status.get("state", FINISHED if run.summary else "")
     at = f"after {_steps(done)}{_of_planned(run, advice)}" if done else "before the end of its first step"
@@ -80,7 +80,10 @@ def _steps(count: int) -> str:
 
 
 def _of_planned(run: RunData, advice: OptionAdvice) -> str:
-    """``" of N"`` with the option that sets N, if the configuration or the log has the number N of planned steps."""
+    """``" of N"`` with the number N of planned steps and the option that sets N.
+
+    The number comes from the configuration or the log. ``""`` if neither has it.
+    """
     planned = [match for line in run.log_tail() if (match := _PLANNED.search(line))]
     # An experiment logs the steps of an epoch, `areno train` those of the run.
     steps = int(planned[-1]["steps"]) * int(planned[-1]["epochs"] or 1) if planned else math.inf
@@ -104,7 +107,7 @@ def _since_last_step(run: RunData) -> str:
 
 
 def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
-    """Describe how to continue the run."""
+    """Describe how to continue the run, or to start it again."""
     if not done:
         return "Start it again."
     command = f"areno {'run' if run.is_experiment else 'train'} --resume {run.path}"

@@ -17,7 +17,7 @@ from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
-"""Fraction of prompts (or steps) with equal rewards above which there is little left to learn from."""
+"""Fraction of prompts (or steps) with equal rewards from which on a run has little left to learn."""
 SHOWN = 3
 """Maximum number of samples listed for a problem."""
 
@@ -53,7 +53,7 @@ class Evidence:
         return self._trends[key]
 
     def late(self, key: str) -> float:
-        """Mean of a metric over the last steps; NaN if the metric was not recorded."""
+        """Mean over the last steps of one of ``areno.reports.run_data.KEYS``. NaN if the run did not record it."""
         return late_mean(self.run.series(key))
 
     @cached_property
@@ -63,7 +63,10 @@ class Evidence:
 
     @cached_property
     def at_highest(self) -> bool:
-        """Whether the last rewards are close to the highest reward of the run, and not all rewards are equal."""
+        """Whether the last rewards are close to the highest reward of the run.
+
+        False if all rewards of the run are equal.
+        """
         highs, lows = finite(self.run.series("reward_max"))[1], finite(self.run.series("reward_min"))[1]
         if not len(highs) or not len(lows):
             return False
@@ -72,9 +75,10 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """The reward part whose late mean is lowest in the part's range; ``""`` if all late means are in the upper half.
+        """Name of the reward part whose mean over the last steps is lowest within the range of the part.
 
-        Parts that are never above 0 (penalties) do not count.
+        ``""`` if these means are in the upper half of the range for all parts. Recorded samples give the range. Parts
+        that are never above 0 (penalties) do not count.
         """
         parts_of_run, samples, lowest = self.run.reward_parts(), self.samples, 0.5
         chosen = [*samples.spread(samples.early), *samples.spread(samples.late)] if parts_of_run else []
@@ -90,12 +94,16 @@ class Evidence:
 
     @property
     def solved(self) -> bool:
-        """Whether the last rewards are close to the highest reward of the run, and no part of the reward is neglected."""
+        """Whether the last rewards are close to the highest reward of the run, and no reward part is neglected."""
         return self.at_highest and not self.neglected
 
     @cached_property
     def broke(self) -> int | None:
-        """First step from which the reward stays below the midpoint between its highest value and its late mean."""
+        """The step at which the reward broke down. None if there is no such step.
+
+        From this step on, the reward stays below the midpoint between its highest value and its mean over the last
+        steps.
+        """
         steps, values = finite(self.run.series("reward"))
         if not len(values):
             return None
@@ -103,18 +111,24 @@ class Evidence:
         return int(steps[above[-1] + 1]) if len(above) and above[-1] + 1 < len(steps) else None
 
     def rate_at(self, step: int | None) -> float | None:
-        """The learning rate in a step; None if the step or the rates are unknown."""
+        """The learning rate in a step. None if the step is None or no rates were recorded."""
         steps, rates = finite(self.run.series("learning_rate"))
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """``--lr`` with ``factor`` times the lower of its value and the rate in a step; without a value if both are unknown."""
+        """Advise ``factor`` times the lower of two rates: the learning rate in ``step`` and the value of ``--lr``.
+
+        If neither is known, return only ``--lr``.
+        """
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 
     @cached_property
     def tied(self) -> tuple[float, Indices]:
-        """Fraction of the last steps' prompts whose answers all have the same reward, and samples of such prompts."""
+        """Fraction of the last steps' prompts whose answers all have the same reward, and samples of such prompts.
+
+        0 and no samples if each prompt has only one answer.
+        """
         if not (self.advice.number("--n-samples") or 1) > 1:
             return 0.0, np.zeros(0, np.int64)
         share, indices = self.samples.tied(self.samples.late)
@@ -137,5 +151,5 @@ def late_mean(series: Series) -> float:
 
 
 def number(value: object) -> float:
-    """Return the value as a float; 0.0 if it is not a number."""
+    """Return the value as a float. A value that is not a number counts as 0.0."""
     return float(value) if isinstance(value, int | float) else 0.0

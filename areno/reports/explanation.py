@@ -1,7 +1,7 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
-The metrics of ``areno train`` and the statistics of experiments are covered. Losses use the same short names in
-``areno train`` and in experiments, so ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
+Covers the metrics of ``areno train`` and the statistics of experiments. The losses have the same short names in both.
+So ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
 """
 
 import re
@@ -15,7 +15,7 @@ from areno.reports.run_data import KEYS
 
 _PREFIXES = ("rollout/", "train/", "eval/", "time/")
 _SCOPES = ("train/", "ppo_actor/update/", "ppo_critic/update/", "sft/", "dpo/", "rw/")
-"""Prefixes of the metrics of an update; a metric has the same meaning under each of these prefixes."""
+"""Prefixes of the metrics of an update. A metric has the same meaning under each prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Explanation:
     """The explanation of a metric.
 
     Attributes:
-        name: full name; for a statistic, without ``/avg``, ``/min`` or ``/max``.
-        unit: empty if the meaning states the unit.
+        name: full name. The name of a statistic has no ``/avg``, ``/min`` or ``/max``.
+        unit: empty if the metric has no unit or the meaning states it.
         section: title of the section that lists the metric.
-        advice: normal values and a remedy; None for a metric that is only informative.
+        advice: normal values and a remedy. None if the metric has no normal values.
     """
 
     name: str
@@ -44,12 +44,15 @@ class Explanation:
 
 @cache
 def explanations() -> tuple[Explanation, ...]:
-    """All documented metrics: first the metrics of ``areno train``, then the statistics of experiments."""
+    """All documented metrics: first those of ``areno train``, then the statistics of experiments."""
     return tuple(_documented())
 
 
 def explain(query: str) -> list[Explanation]:
-    """The metrics to which a full name, a short name or one of :data:`~areno.reports.run_data.KEYS` refers; [] if unknown."""
+    """The metrics that a query names; [] if there are none.
+
+    The query is a full name, a short name, or one of :data:`~areno.reports.run_data.KEYS`.
+    """
     exact = _by_full_name(query)
     if exact is not None:
         return [exact]
@@ -62,7 +65,7 @@ def explain(query: str) -> list[Explanation]:
 
 
 def known_names() -> list[str]:
-    """Names that :func:`explain` accepts, short names first."""
+    """The names that :func:`explain` accepts. Short names come first."""
     names = [one.name for one in explanations()]
     return list(
         dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES])
@@ -82,7 +85,7 @@ def _documented() -> Iterator[Explanation]:
 
 
 def _by_full_name(query: str) -> Explanation | None:
-    """The metric with this name, or the metric of the same name in another update."""
+    """The metric with this full name. If it is not documented, the metric of this name in another update."""
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):
         for one in explanations() if name else ():
@@ -105,5 +108,5 @@ def _without_number(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A table's text without Markdown."""
+    """Remove the Markdown from a text of a table."""
     return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text).replace("`", "")

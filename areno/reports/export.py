@@ -1,4 +1,4 @@
-"""Metrics and samples of several runs as one table in a CSV or Parquet file."""
+"""Writes the metrics or the samples of several runs as one table, in a CSV or Parquet file."""
 
 import csv
 import json
@@ -29,12 +29,12 @@ Row = Mapping[str, Any]
 
 
 def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: Path) -> int:
-    """Write a row ``run, step, metric, value, time`` (Unix seconds) per value; return the number of rows.
+    """Write a row ``run, step, metric, value, time`` (Unix seconds) per value, and return the number of rows.
 
     Args:
         runs: the runs by their names in the table.
-        metrics: names of metrics; a name in ``KEYS`` selects the corresponding metric of each run.
-        path: a ``.csv`` or ``.parquet`` file, which is replaced.
+        metrics: names of metrics. A name in ``KEYS`` selects the corresponding metric of each run.
+        path: a ``.csv`` or ``.parquet`` file. An existing file is replaced.
 
     Raises:
         UsageError: the file cannot be written.
@@ -74,7 +74,7 @@ def write_samples(runs: Mapping[str, RunData], path: Path) -> int:
 
 @contextmanager
 def _table(path: Path, schema: Mapping[str, str]) -> Iterator[Callable[[Sequence[Any]], None]]:
-    """Open a table; yield a function that adds a row."""
+    """Open a table for the block. Yields a function that adds a row."""
     converters = [_CONVERTERS.get(kind, _text) for kind in schema.values()]
     rows: list[list[Any]] = []
     opener = _parquet if path.suffix == ".parquet" else _csv

@@ -1,7 +1,8 @@
-"""Detects signs that a policy exploits its reward: opposed reward parts, and answers that are repetitive or all alike.
+"""Detects signs that a policy exploits its reward.
 
-Late answers count only if their rewards exceed the mean reward at the start of the run. Several signs are reported as one
-problem.
+The signs are reward parts that move in opposite directions, repetitive answers, and equal answers to different prompts.
+Late answers count only if their rewards exceed the mean reward at the start of the run. Several signs are reported as
+one problem.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 AT_COST = 0.2
 """A falling reward part counts only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""Minimum fraction of the best answers that must be repetitive or identical to count as a sign."""
+"""If at least this fraction of the best late answers is repetitive, or is one text, this counts as a sign."""
 MORE = 0.3
-"""Minimum growth of the fraction of repetitive or identical answers: initial repetition is due to the model or the task."""
+"""Minimum growth of the fraction of repetitive or equal answers. Early repetition is due to the model or the task."""
 SHORT_ANSWER = 20
-"""Maximum length in characters of short answers such as yes or no, which count as a sign only if nearly all are equal."""
+"""Maximum length, in characters, of short answers such as yes or no.
+
+Equal short answers count as a sign only if nearly all are equal (``NEARLY_ALL``).
+"""
 NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """A sign of an exploited reward: the observation, its meaning, the remedy, and samples that show it."""
+    """A sign of an exploited reward: the observation (``seen``), its meaning, the remedy, and samples that show it."""
 
     key: str
     seen: str
@@ -40,7 +44,10 @@ class _Sign:
 
 
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
-    """The signs of an exploited reward as one problem, with key and remedy of the most specific sign; [] without signs."""
+    """The signs of an exploited reward, as one problem; [] without signs.
+
+    The problem has the key and the remedy of the most specific sign.
+    """
     repetitive = _repetitive(evidence)
     candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
     signs = [sign for sign in candidates if sign is not None]
@@ -65,7 +72,10 @@ class _Part:
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
-    """A part of the reward falls while another part and the total reward rise. Falling parts must start above 0."""
+    """A sign that a part of the reward falls while another part and the total reward rise.
+
+    A falling part counts only if it starts above 0.
+    """
     parts = [
         _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
         for name, series in evidence.run.reward_parts().items()
@@ -98,7 +108,7 @@ def _unrewarded(up: _Part, down: _Part) -> str:
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
-    """Late samples with the largest difference between two reward parts."""
+    """IDs of the late samples in which one reward part exceeds another most."""
     samples = evidence.samples
 
     def difference(index: int) -> float:
@@ -109,9 +119,11 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 
 
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
-    """The best answer to each early or late prompt, if its reward is at least the median reward of these answers.
+    """Select the best-rewarded answers of the first or the last steps, with their texts.
 
-    Late answers must also have a reward above the mean reward at the start. Of many answers, evenly spaced ones are returned.
+    The best answer to each prompt is a candidate. Its reward must be at least the median of the candidates. Late
+    answers must also exceed the mean reward at the start of the run. If many answers remain, evenly spaced ones are
+    returned.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)

@@ -1,4 +1,4 @@
-"""Determines whether a run learned, from its evaluations (if any) and its training metrics."""
+"""Determines whether a run learned, from its training metrics and, if there are any, its evaluations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from areno.reports.trends import CLEAR, SeriesTrend, finite, trend_of
 from areno.storage.metric_columns import Series
 
 MIN_STEPS = 8
-"""With fewer steps, the verdict is "unknown" instead of "no": the compared means cover fewer than four steps."""
+"""Minimum number of steps for the verdict "no". With fewer steps, the verdict is "unknown".
+
+The reason is that the compared means would cover fewer than four steps.
+"""
 LOST = 0.5
-"""Fraction of a gain above which a later decline counts as a loss of the gain."""
+"""A gain counts as lost if the run later loses more than this fraction of it."""
 FOLLOWS = 0.5
-"""A held-out change of at least this fraction of the training change confirms the latter, even within noise."""
+"""Minimum ratio of the held-out change to the training change, for held-out data to confirm the training change.
+
+The held-out change may be within noise.
+"""
 LOSS_NOISE = 0.002
-"""Relative noise of a held-out loss; the noise is small, because all evaluations use the same rows."""
+"""Noise of a held-out loss, as a fraction of the loss. It is small, because all evaluations use the same rows."""
 
 State = Literal["yes", "exploited", "memorized", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {
@@ -43,7 +49,7 @@ class Learned:
 
 
 class Progress:
-    """The trends by which a run is judged: trends of its reward or, without rewards, of its loss."""
+    """The trends by which a run is judged: those of its reward. If there are no rewards, those of its loss."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -93,7 +99,10 @@ class Progress:
 
     @cached_property
     def fell_at_start(self) -> bool:
-        """Whether the reward fell right after the first step, so that the first mean of the trend already includes the fall."""
+        """Whether the reward fell right after the first step.
+
+        Such a fall is not visible in the trend, because the first mean of the trend already includes it.
+        """
         train, values = self.train, finite(self.run.series("reward"))[1]
         deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
         if train is None or not deviation or not samples or len(values) < MIN_STEPS:
@@ -103,9 +112,10 @@ class Progress:
 
     @cached_property
     def _fell_and_stayed(self) -> bool:
-        """Whether all later evaluations are below the first evaluation, and their mean is clearly below it.
+        """Whether the later evaluations stay clearly below the first.
 
-        Later evaluations are the second half of all evaluations. Their mean has less noise than a single evaluation.
+        Later evaluations are the second half of all evaluations. All of them must be below the first. Their mean must
+        be clearly below it; the mean has less noise than a single evaluation.
         """
         trend, values = self.held_out, finite(self.run.series("eval_reward"))[1]
         later = values[len(values) // 2 :]
@@ -115,7 +125,11 @@ class Progress:
 
     @cached_property
     def flat_since(self) -> int | None:
-        """First step whose evaluation differs from all later ones only by noise; None if this step is late or unknown."""
+        """First step whose evaluation differs from all later evaluations by no more than noise.
+
+        None if this step is in the second half of the run, or if fewer than three evaluations follow. Also None if
+        there are too few evaluations or no rewards.
+        """
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
             return None
@@ -123,7 +137,10 @@ class Progress:
         return int(steps[first]) if first < len(values) - 3 and steps[first] <= steps[-1] / 2 else None
 
     def _evaluation_noise(self, series: Series) -> float:
-        """Standard error of the difference of two evaluations; for rewards, an upper bound: equal prompts reduce the error."""
+        """Standard error of the difference of two evaluations.
+
+        For rewards, this is an upper bound: evaluations use the same prompts, which reduces the actual error.
+        """
         values = finite(series)[1]
         if not self.by_reward:
             return LOSS_NOISE * abs(float(values[0])) if len(values) else math.inf
@@ -156,7 +173,7 @@ def learned(progress: Progress) -> Learned:
 
 
 def confirmed(progress: Progress) -> bool:
-    """Whether held-out data confirms the change in training (see :data:`FOLLOWS`); true without held-out data."""
+    """Whether held-out data confirms the change in training (see :data:`FOLLOWS`). True without held-out data."""
     train, held_out = progress.train, progress.held_out
     if held_out is None or progress.up(held_out):
         return True
@@ -187,7 +204,7 @@ def _sentences(progress: Progress) -> list[str]:
 
 
 def _preferences(run: RunData) -> list[str]:
-    """Describe how often the model prefers the chosen answer of a pair, for DPO and reward models."""
+    """For DPO and reward models, describe how often the model prefers the chosen answer of a pair."""
     parts = [
         f"{where} {values[0]:.0%} at the start and {values[-1]:.0%} at the end"
         for key, where in (("accuracy", "in training"), ("eval_accuracy", "on held-out data"))

@@ -1,4 +1,4 @@
-"""Detects signs that a model memorized its training data: metrics improve in training, but not on held-out data."""
+"""Detects signs that a model memorized its training data: metrics improve in training, not on held-out data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""Multiple of the lowest held-out loss above which the loss counts as risen; 2 % is ten times its noise."""
+"""The held-out loss has risen if it exceeds this multiple of its minimum. The margin is ten times its noise."""
 LOST = 0.2
-"""Fraction of its gain on held-out data that a model must lose again to count as having memorized its data."""
+"""A model has memorized its data if it later loses more than this fraction of its gain on held-out data."""
 OVERLAP = 0.1
-"""The overlap is reported if at least this fraction of the recorded held-out prompts are also training prompts."""
+"""Minimum fraction of the recorded held-out prompts that must be training prompts for the overlap to be reported."""
 PASSES = 3.0
-"""A policy counts as having memorized its prompts only if it was trained on each prompt at least this often on average."""
+"""Minimum mean number of times that each prompt was trained on, for the verdict that a policy memorized its prompts."""
 
 
 def overfitted(evidence: Evidence) -> RunProblem | None:
@@ -71,14 +71,14 @@ def contaminated(evidence: Evidence) -> RunProblem | None:
 
 
 def _stopping(evidence: Evidence) -> str:
-    """Recommend those of --keep-best and --early-stop-patience that the run has not set."""
+    """Recommend --keep-best and --early-stop-patience. Omit an option that the run has set."""
     options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
     missing = [text for option, text in options.items() if not evidence.advice.value(option)]
     return f", with {' and '.join(missing)}" if missing else ""
 
 
 def _passes(evidence: Evidence) -> float:
-    """Lower bound of the mean number of times that each prompt was trained on."""
+    """Lower bound of how often each prompt was trained on, on average."""
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)

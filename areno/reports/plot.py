@@ -1,6 +1,7 @@
-"""Curves of several runs as SVG, for papers and web pages.
+"""Draws curves of several runs as SVG, for papers and web pages.
 
-A curve shows one run, or the mean over runs with different seeds, with a band from the lowest to the highest run.
+A curve shows one run, or the mean over runs with different seeds. A curve of several runs has a band from the lowest to
+the highest run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,10 @@ Runs = Mapping[str, Sequence[RunData]]
 
 @dataclass(frozen=True, slots=True)
 class PlotLayout:
-    """The layout of a plot: x axis, number of values in the moving mean, title, and size of a chart in px."""
+    """The layout of a plot.
+
+    ``smooth`` is the number of values in the moving mean. ``width`` and ``height`` are the size of one chart in px.
+    """
 
     x: str = "step"
     smooth: int = 1
@@ -39,7 +43,7 @@ class PlotLayout:
 
 
 def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
-    """Metrics that a pattern selects; the pattern is one of ``KEYS``, a metric's name or a glob.
+    """The metrics that a pattern selects. The pattern is one of ``KEYS``, the name of a metric, or a glob.
 
     Raises UsageError if no run recorded such a metric.
     """
@@ -59,8 +63,9 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
     """Draw one chart per metric, one below the other, as an SVG document.
 
     Args:
-        runs: the curves; a curve of several runs is their mean.
-        metrics: names of metrics, or names in ``KEYS``; a curve is omitted if its runs share no step of the metric.
+        runs: the runs of each curve. A curve of several runs is their mean.
+        metrics: names of metrics, or names in ``KEYS``. If the runs of a curve have no common step of a metric, the
+            chart omits the curve.
         layout: x axis, smoothing, title and size.
         size: width and height of the document with units; None uses the size of the layout in px.
 
@@ -100,7 +105,7 @@ def _series(run: RunData, metric: str) -> Series:
 
 
 def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, unit: float) -> Line:
-    """The curve of a group of runs, at the steps that all these runs have."""
+    """The curve of a group of runs, at the steps that all of them have."""
     curves = [_curve(run, metric, layout) for run in group]
     steps = reduce(np.intersect1d, [steps for steps, _, _ in curves])
     rows = [np.searchsorted(own, steps) for own, _, _ in curves]
@@ -115,7 +120,10 @@ def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, 
 
 
 def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Steps, x and y of a metric; the last value of a step counts, and steps without an x value are omitted."""
+    """Steps, x values and y values of a metric.
+
+    If a step has several records, the last counts. Steps without an x value are omitted.
+    """
     steps, y = _series(run, metric).arrays()
     steps, last = _last_of_each(steps)
     y = y[last]
@@ -131,13 +139,13 @@ def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.in
 
 
 def _last_of_each(steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct steps in order, and the position of the last record of each step."""
+    """The distinct steps in order, and the position of the last record of each step."""
     unique, first = np.unique(steps[::-1], return_index=True)
     return unique, len(steps) - 1 - first
 
 
 def _times(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and seconds from the first record to the last record of each step."""
+    """Steps, and the seconds from the first record of the run to the last record of each step."""
     steps, times = run.metrics.times.arrays()
     if not np.isfinite(times).all():
         raise UsageError(f"--x time: {run.path} has records without a time; use --x step")
@@ -151,7 +159,10 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 
 
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and cumulative tokens generated (SFT and experiments: trained on) until the end of each step."""
+    """Steps, and the total number of tokens up to the end of each step.
+
+    Generated tokens count. In SFT and in experiments, the tokens that were trained on count.
+    """
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:
         steps, counts = run.metrics[name].arrays()
@@ -166,7 +177,10 @@ def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
 
 
 def moving(values: Floats, size: int) -> tuple[Floats, Floats, Floats]:
-    """Mean, minimum and maximum of the finite values in a window of ``size``, which is smaller at the ends."""
+    """Mean, minimum and maximum of the finite values in a moving window of ``size`` values.
+
+    At both ends, the window has fewer values.
+    """
     if not len(values):
         return values, values, values
     before, after = (size - 1) // 2, size // 2

@@ -1,7 +1,7 @@
-"""Detects problems of a run from its metrics; each problem has one remedy and, if possible, samples that show the problem.
+"""Detects problems of a run from its metrics.
 
-A problem is reported when it explains why a run does not learn, not as soon as it is noticeable.
-:mod:`areno.observability.health` checks each step and warns earlier.
+Each problem has one remedy and, if possible, samples that show the problem. A problem is reported only if it explains
+why a run does not learn. :mod:`areno.observability.health` checks each step and warns earlier.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ GROWTH = 10.0
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 """Changes of the answers' length, as factors, that a task rarely requires."""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
-"""Changes of the entropy, as factors, that make a policy almost deterministic, or much less certain than at the start."""
+"""Multiples of the initial entropy: below the first, the entropy has collapsed; above the second, it has exploded.
+
+A collapsed policy is almost deterministic. An exploded policy is much less certain than at the start.
+"""
 CLIPPED = 0.3
-"""Fraction of clipped tokens above which an update loses much of its gradient; usual fractions are below 0.1."""
+"""Fraction of clipped tokens above which an update loses much of its gradient. It is usually below 0.1."""
 STALE = 4.0
 """Mean staleness, in updates, above which samples come from a clearly different policy."""
 FAILED = 0.05
 """Fraction of failed rewards above which the failures bias the selection of training answers."""
 EPISODES_FAILED = 0.2
-"""Fraction of failed episodes above which they are reported: higher than ``FAILED``, as agents usually fail on some prompts."""
+"""Failed episodes are reported above this fraction. It exceeds ``FAILED``: agents usually fail on some prompts."""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
 """The health warning about the log-prob gap, with the limit of the run."""
 
@@ -155,7 +158,7 @@ def _length_explosion(evidence: Evidence) -> RunProblem | None:
 
 
 def _late_by_length(evidence: Evidence) -> Indices:
-    """The samples of the last steps, the shortest first."""
+    """The samples of the last steps, sorted by length. The shortest comes first."""
     late = evidence.samples.late
     return late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
 
@@ -251,4 +254,4 @@ CHECKS: tuple[Callable[[Evidence], RunProblem | None], ...] = (
     *(_length_collapse, _length_explosion, _entropy, _logprob_gap, _staleness, _clipped),
     *(_diverged, overfitted, memorized, against_evaluation, _displaced, tied_groups),
 )
-"""The checks; those for causes precede those for their effects."""
+"""The checks. Checks for causes precede checks for their effects."""

@@ -1,7 +1,7 @@
 """Writes ``report.html``: a single file with the verdict, curves, samples and configuration of a run.
 
-The page requires neither network nor JavaScript, and stays below 3 MB. The template engine escapes all text of a run;
-control characters and marks that change the direction of text are made visible.
+The page requires neither network nor JavaScript, and stays below 3 MB. The template engine escapes all text of a run.
+It also makes control characters visible, and marks that change the direction of text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def report_html(run: RunData, evidence: Evidence | None = None) -> str:
-    """The report of a run as a page of less than ``MAX_BYTES`` bytes."""
+    """The report of a run as an HTML page. If it would reach ``MAX_BYTES``, large sections are omitted."""
     template, content = _environment().get_template("report.html.jinja"), _content(run, evidence or Evidence(run))
     html = template.render(content)
     for name, title in _LARGEST.items():  # texts are bounded, but escaping can make the page too large
@@ -103,7 +103,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
 
 
 def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
-    """Write the report of a run into its directory, or to the file ``out``; return the path of the file.
+    """Write the report of a run into its directory, or to the file ``out``. Return the path of the file.
 
     Pass ``evidence`` if it was already collected; None collects it. Raises ArenoError if the file cannot be written.
     """
@@ -120,7 +120,7 @@ def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence
 
 @contextmanager
 def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
-    """Write the report when the block ends, even after an error; a failure to write the report is only logged."""
+    """Write the report when the block ends, even after an error. If the report cannot be written, only log the failure."""
     try:
         yield
     finally:
@@ -136,7 +136,7 @@ class ReportRefresher:
         self._due = time.monotonic() + REFRESH_S
 
     def refresh(self) -> None:
-        """Rewrite the report if the last report is old enough; a failure is only logged."""
+        """Rewrite the report if the last report is old enough. If the report cannot be written, only log the failure."""
         start = time.monotonic()
         if start >= self._due:
             _written(self._run_dir)
@@ -168,12 +168,12 @@ def _environment() -> jinja2.Environment:
 
 
 def _advice(text: str) -> Markup:
-    """Text in which option names are marked as code, so that a name is not broken across lines."""
+    """Mark the names of options in a text as code, so that the page does not break a name across lines."""
     return Markup(_OPTION.sub(r"<code>\1</code>", str(escape(_visible(text)))))
 
 
 def _visible(value: Any) -> Any:
-    """Text with control characters and bidirectional marks in visible form; markup is returned unchanged."""
+    """Make control characters and bidirectional marks of a text visible. Return markup unchanged."""
     if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
         return value
     return printable(value)

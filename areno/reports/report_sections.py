@@ -87,7 +87,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class ShownSamples:
-    """Samples shown under one heading; samples that are shown under an earlier heading are only linked."""
+    """Samples shown under one heading. If an earlier heading shows a sample, there is only a link to it."""
 
     title: str
     note: str
@@ -118,7 +118,7 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _reward(run: RunData) -> Line:
-    """The mean reward with a band."""
+    """The mean reward, with a band of one standard deviation, or from the lowest to the highest reward."""
     series, bounds = run.series("reward"), [run.series(key) for key in ("reward_std", "reward_min", "reward_max")]
     steps, mean = series.arrays()
     deviation, low, high = (bound.arrays()[1] if len(bound.steps) == len(steps) else None for bound in bounds)
@@ -145,9 +145,10 @@ class Times:
 
     Attributes:
         bar: the phases of a typical step.
-        phases: name, seconds in a typical step, seconds in total, and the fraction of the run's time.
+        phases: for each phase, the name, seconds in a typical step, seconds in total, and the fraction of the run's
+            time.
         charts: time, throughput and memory over the run.
-        since: the step from which totals and fractions count: the first step after the last resume.
+        since: the first step that totals and fractions count. It is the first step after the last resume, or 0.
     """
 
     bar: Markup | None
@@ -157,7 +158,7 @@ class Times:
 
 
 def times(run: RunData) -> Times:
-    """The time that each phase of a run took, and the memory use if it was recorded."""
+    """The time that each phase of a run took. If memory use was recorded, the charts show it too."""
     phases = {name: series for name, series in run.phases().items() if name not in _OVERLAPPING}
     typical = {
         name: float(np.median(values[-_TYPICAL:]))
@@ -186,9 +187,10 @@ def times(run: RunData) -> Times:
 
 
 def span(run: RunData) -> tuple[int, float]:
-    """First step recorded by the last process of a run, and the seconds from the process's start to its end or last record.
+    """The first step that the last process of a run recorded, and the run time of this process in seconds.
 
-    The step is 0 for a run that was not resumed. The seconds are 0 if they are unknown.
+    If the run was not resumed, the step is 0. The run time ends with the process; if this is unknown, with its last
+    record. If the start is unknown, the run time is 0.
     """
     status, (steps, recorded) = run.status, run.metrics.times.arrays()
     started, ended = (as_float(status.get(name, math.nan)) for name in ("started", "ended"))
@@ -245,7 +247,7 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparis
 
 
 def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
-    """The samples of a report: the samples that problems list, the best, the worst, and those that changed most."""
+    """The samples of a report, in groups: those that problems list, the best, the worst, and those that changed most."""
     names = dict.fromkeys(name for problem in problems for name in problem.samples)
     named = [index for name in names if (index := samples.position(name)) is not None]
     changed = [index for pair in samples.changes(CHANGES) for index in pair]
@@ -266,7 +268,7 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
 
 
 def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
-    """The best and the worst samples, with title and note; if all rewards are equal, the latest samples."""
+    """Yield the best and the worst samples, with title and note. If all rewards are equal, yield the latest samples."""
     best, worst = (samples.extremes(EXTREMES, highest=highest) for highest in (True, False))
     if best and samples.rewards[best[0]] == samples.rewards[worst[0]]:
         yield "Latest", f"All recorded samples have the reward {short(samples.rewards[best[0]])}.", best
@@ -277,7 +279,10 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a run that have a value: changed settings, default settings, and the number of omitted settings."""
+    """The settings of a run that have a value: changed settings (``chosen``) and settings with their default.
+
+    ``left_out`` is the number of omitted settings.
+    """
 
     chosen: list[tuple[str, str]]
     defaults: list[tuple[str, str]]
@@ -302,7 +307,7 @@ def warnings(run: RunData) -> list[tuple[str, str]]:
 
 
 def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the facts in ``environment.json`` (versions, hardware, data sizes) as names and values."""
+    """Yield the facts in ``environment.json`` (versions, hardware, data sizes) as pairs of name and value."""
     for name, value in environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())

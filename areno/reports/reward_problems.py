@@ -1,4 +1,7 @@
-"""Detects problems of the rewards: equal rewards, rewards of unfinished answers, a collapse, and a neglected reward part."""
+"""Detects problems of the rewards.
+
+These are equal rewards, rewards of unfinished answers, a collapse, and a neglected reward part.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from areno.reports.trends import CLEAR, window
 TRUNCATED = 0.3
 """Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
-"""A text is repetitive if less than this fraction of its four-character sequences is distinct; prose has about 0.8."""
+"""A text is repetitive if the fraction of distinct sequences of four characters is below this. Prose has about 0.8."""
 BELOW_BREAK = 0.1
-"""Learning rate to try, as a fraction of the learning rate at which a run collapsed."""
+"""Factor for the learning rate at which a run collapsed. The product is the learning rate to try."""
 
 
 def equal_rewards(evidence: Evidence) -> RunProblem | None:
@@ -51,7 +54,7 @@ def _solved(evidence: Evidence, value: str) -> RunProblem:
 
 
 def _neglected(evidence: Evidence, seen: str) -> RunProblem:
-    """The reward is close to its maximum, but one of its parts is not."""
+    """The problem that the rewards are high, but one of their parts is not."""
     part, weight = evidence.neglected, evidence.advice.weight(evidence.neglected)
     late = short(late_mean(evidence.run.reward_parts()[part]))
     return RunProblem(
@@ -147,7 +150,11 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 
 
 def _costs_reward(evidence: Evidence) -> bool:
-    """Whether truncated answers get lower rewards than complete ones; with too few of either, whether rewards do not rise."""
+    """Whether truncated answers get clearly lower rewards than complete answers.
+
+    If there are fewer than two answers of either kind, whether the reward does not rise. False if the rewards are close
+    to the highest reward of the run.
+    """
     if evidence.at_highest:
         return False
     samples, late = evidence.samples, evidence.samples.late
@@ -162,7 +169,7 @@ def _costs_reward(evidence: Evidence) -> bool:
 
 
 def _raise_limit(evidence: Evidence) -> str:
-    """The remedy for unfinished answers; for repetitive answers, it also covers a model that never stops."""
+    """The remedy for unfinished answers. If most of them are repetitive, also the remedy for a model that never stops."""
     samples = evidence.samples
     texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2

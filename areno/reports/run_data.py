@@ -1,7 +1,7 @@
-"""The files of a run as data, for the report, the viewer and the commands that compare runs.
+"""Reads the files of a run as data, for the report, the viewer and the commands that compare runs.
 
-Runs of ``areno train`` and ``areno run`` are read in the same way: ``KEYS`` maps quantities of a run (reward, loss, ...) to the
-metric names of both commands.
+Runs of ``areno train`` and ``areno run`` are read in the same way. ``KEYS`` maps quantities of a run (reward, loss,
+...) to the metric names of both commands.
 """
 
 import os
@@ -63,11 +63,14 @@ MAX_RUNS = 1000
 """Number of run directories after which a search stops."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if libyaml is installed
 _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
-"""Limits of a configuration: bytes, opening brackets (to bound the nesting), and values (YAML aliases multiply values)."""
+"""Limits of a configuration: number of bytes, of opening brackets, and of values.
+
+The brackets limit the nesting. The values are limited because YAML aliases multiply them.
+"""
 
 
 class RunData:
-    """A run directory; reads the metrics immediately, and other files when they are needed.
+    """A run directory. The metrics are read immediately, other files when they are needed.
 
     Args:
         opened: function that opens the files of the run.
@@ -138,12 +141,12 @@ class RunData:
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
-        """The series of one of ``KEYS``; empty if the quantity was not recorded."""
+        """The series of one of ``KEYS``. Empty if the run did not record this quantity."""
         name = self.metric_of(key)
         return Series() if name is None else self.metrics[name]
 
     def metric_of(self, key: str) -> str | None:
-        """The metric name of one of ``KEYS`` in this run; None if the quantity was not recorded."""
+        """The metric name of one of ``KEYS`` in this run. None if the run did not record this quantity."""
         return next((name for name in KEYS[key] if name in self.metrics), None)
 
     def reward_parts(self) -> dict[str, Series]:
@@ -170,7 +173,7 @@ class RunData:
 
 
 def describe(config: dict[str, Any]) -> dict[str, str | None]:
-    """The kind of a run (``train`` or ``experiment``), its algorithm and its model, from its configuration."""
+    """Describe a run by its configuration: its kind (``train`` or ``experiment``), algorithm and model."""
     if "experiment_name" not in config:
         return {"kind": "train", "algo": _text(config.get("algo")), "model": _text(config.get("ckpt"))}
     actor, rows = (value if isinstance(value := config.get(name), dict) else {} for name in ("actor", "train_dataset"))
@@ -183,7 +186,10 @@ def _text(value: Any) -> str | None:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """The configuration of a run, without secrets; {} if the file is missing or unreadable, or exceeds a limit."""
+    """The configuration of a run, without secrets.
+
+    {} if the file is missing, cannot be read, or exceeds a limit.
+    """
     try:
         with run.open(run.config_path) as file:
             content = file.read(_CONFIG_BYTES + 1)
@@ -197,7 +203,10 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 
 
 def _count(value: Any, counts: dict[int, int]) -> int:
-    """Number of values in a nested value; each use of an alias counts, and a value that contains itself exceeds the limit."""
+    """Number of values in a nested value. Each use of a YAML alias counts.
+
+    A value that contains itself has more values than the limit.
+    """
     if not isinstance(value, dict | list | tuple):
         return 1
     if id(value) not in counts:
@@ -208,9 +217,10 @@ def _count(value: Any, counts: dict[int, int]) -> int:
 
 
 def find_runs(folder: Path, limit: int = MAX_RUNS) -> Iterator[Path]:
-    """Yield the run directories at or below ``folder``, up to four folders down.
+    """Yield the run directories at or below ``folder``, at most four levels deep.
 
-    A run may be a symbolic link. Links to other folders are not followed, because they may lead anywhere or form a cycle.
+    A run may be a symbolic link. Other links to folders are not followed, because they may lead anywhere or form a
+    cycle.
     """
     pending = [(folder, 0)]
     while pending and limit:

@@ -1,4 +1,4 @@
-"""Sentences of a report about the data, the memory use, and the saved models of a run."""
+"""Writes the sentences of a report about the data, the memory use and the saved models of a run."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Maximum number of steps that are listed; of a longer list, only the first and the last step are mentioned."""
+"""Maximum length of a list of steps. If it is longer, the text has only its first and its last step."""
 
 
 def data_sentence(run: RunData, steps: int) -> str:
-    """The number of examples of a run, and how often they were seen in ``steps`` steps; empty if not recorded."""
+    """Tell how many examples a run has, and how often they were seen in ``steps`` steps. Empty if not recorded."""
     data = run.environment.get("data")
     if not isinstance(data, dict) or not data.get("examples"):
         return ""
@@ -34,7 +34,7 @@ def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -
 
 
 def memory_sentence(run: RunData) -> str:
-    """The run's peak memory, compared with the machine's memory; empty if memory was not recorded."""
+    """Compare the peak memory of the run with the memory of its machine. Empty if memory was not recorded."""
     peak, left, gpu = (finite(run.metrics[name])[1].tolist() for name in (PEAK, AVAILABLE, PEAK_GPU))
     parts = []
     if peak:
@@ -53,7 +53,7 @@ def memory_sentence(run: RunData) -> str:
 
 
 def saved_sentence(run: RunData) -> str:
-    """The existing checkpoints and models of the run; empty if they cannot be determined."""
+    """Tell which checkpoints and models of the run exist. Empty if they cannot be determined."""
     folder = run.path / "checkpoints"
     if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
         return ""

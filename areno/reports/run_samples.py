@@ -1,4 +1,4 @@
-"""Selects samples of a run to show or to check; uses the index, so that only the selected samples are read."""
+"""Selects samples of a run to show or to check. With the sample index, only the selected samples are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 
 
 def sample_id(sample: Any) -> str:
-    """``STEP/PROMPT/SAMPLE`` of a record or of an index entry, as accepted by `areno inspect`."""
+    """The ID ``STEP/PROMPT/SAMPLE`` of a record or of an index entry. `areno inspect` accepts it."""
     names = ("step", "prompt_index", "sample_index") if isinstance(sample, dict) else ("step", "prompt", "sample")
     return "/".join(str(sample[name]) for name in names)
 
@@ -64,11 +64,14 @@ class RunSamples:
         return max(window(int(self.steps[-1] - self.steps[0]) + 1), 1)
 
     def flagged(self, flag: str, among: Indices) -> Indices:
-        """The samples in ``among`` that have a flag of ``FLAGS`` (the reason for recording a sample, or an attribute)."""
+        """The samples in ``among`` that have a flag of ``FLAGS``."""
         return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
 
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
-        """Samples with the highest or lowest reward; for equal rewards, first those with recorded tokens, then the latest."""
+        """Samples with the highest or the lowest reward.
+
+        Among equal rewards, samples with recorded tokens come first. Among these, the latest come first.
+        """
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
         keys = self.rewards[among] * (1 if highest else -1)
@@ -103,7 +106,7 @@ class RunSamples:
         return tuple(sample_id(self.entries[index]) for index in indices)
 
     def position(self, name: str) -> int | None:
-        """Position of the sample with this ID; None if there is no such sample."""
+        """Position of the sample with this ID. None if there is no such sample."""
         step, prompt, sample = map(int, name.split("/"))
         first, end = np.searchsorted(self.steps, [step, step + 1])
         entries = self.entries[first:end]
@@ -113,7 +116,8 @@ class RunSamples:
     def tied(self, among: Indices) -> tuple[float, Indices]:
         """Fraction of groups whose answers all have the same reward, and the first sample of each of these groups.
 
-        Only the recorded answers are compared, which include the best and the worst. A group of one answer counts as tied.
+        Only recorded answers are compared. They include the best and the worst answer of each group. A group with one
+        recorded answer counts as tied.
         """
         if not len(among):
             return 0.0, among
@@ -126,7 +130,10 @@ class RunSamples:
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[int]]:
-        """Maps prompt texts to their first answer in each step; covers the first and the last ``COMPARED`` of these answers."""
+        """Map each prompt text to its first answer in each step.
+
+        Only the first ``COMPARED`` and the last ``COMPARED`` of these answers are read.
+        """
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
@@ -134,7 +141,7 @@ class RunSamples:
         return prompts
 
     def includes_prompt(self, text: object) -> bool:
-        """Whether one of the first or the last samples has this prompt."""
+        """Whether one of the first or last samples of the run has this prompt."""
         return str(text) in self._by_prompt
 
     @property
@@ -144,17 +151,17 @@ class RunSamples:
 
     @cached_property
     def recurring(self) -> list[tuple[int, int]]:
-        """Pairs of first answers to one prompt, from the first and the last step in which the prompt was sampled."""
+        """For each prompt sampled in several steps: its first answer in the first step, and in the last step."""
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
-        """The pairs of :attr:`recurring` with the largest difference between their rewards."""
+        """The pairs of :attr:`recurring` whose rewards differ most."""
         sizes = {(a, b): abs(self.rewards[b] - self.rewards[a]) for a, b in self.recurring}
         return sorted((pair for pair, size in sizes.items() if size > 0), key=lambda pair: -sizes[pair])[:count]
 
 
 def distinct_share(text: str) -> float:
-    """Fraction of distinct four-character sequences at the end of a text; 1 for a text that is too short."""
+    """Fraction of distinct sequences of four characters at the end of a text. 1 if the text is too short."""
     text = re.sub(r"\s+", " ", text)[-1000:]
     pieces = [text[start : start + 4] for start in range(len(text) - 3)]
     return len(set(pieces)) / len(pieces) if len(text) >= 40 else 1.0

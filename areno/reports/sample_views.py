@@ -1,4 +1,4 @@
-"""Samples as a report shows them: texts of bounded length, and tokens with the values that training computed."""
+"""Prepares samples for a report: texts of bounded length, and tokens with the values that training computed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from areno.storage.json_lines import as_float
 MAX_TOKENS = 6000
 """Maximum number of tokens that a report shows individually, over all samples."""
 SAMPLE_TOKENS = 400
-"""Maximum number of tokens of a row that are shown individually, half from its start and half from its end."""
+"""Maximum number of tokens of a row that are shown one by one. Half are from its start, and half from its end."""
 CONTEXT_CHARS = 600
-"""Maximum number of characters of a segment whose tokens are not shown individually, such as a prompt."""
+"""Maximum number of characters of a segment shown as text, such as a prompt. Its tokens are not shown one by one."""
 MAX_SEGMENTS = 60
 """Maximum number of segments of a row that are shown."""
 TEXT_CHARS = 2000
@@ -39,7 +39,10 @@ class TokenView:
 
 @dataclass(slots=True)
 class SegmentView:
-    """Consecutive tokens with equal attributes; ``label`` describes them. Has either ``tokens`` or only their ``text``."""
+    """Consecutive tokens with equal attributes, which ``label`` describes.
+
+    A segment has either ``tokens`` or only the ``text`` of its tokens.
+    """
 
     label: str
     tokens: list[TokenView] = field(default_factory=list)
@@ -49,7 +52,10 @@ class SegmentView:
 
 @dataclass(slots=True)
 class SampleView:
-    """A sample with formatted numbers; ``rows`` is empty if no tokens were recorded or the page already shows enough tokens."""
+    """A sample with formatted numbers.
+
+    ``rows`` is empty if no tokens were recorded, or if the page already shows enough tokens.
+    """
 
     id: str
     numbers: list[tuple[str, str]]
@@ -89,7 +95,7 @@ class SampleViews:
         )
 
     def _row(self, row: Sequence[Mapping[str, Any]]) -> list[SegmentView]:
-        """A training row with sampled and trained tokens shown individually, and other segments as text."""
+        """Show sampled and trained tokens of a row one by one, and other segments as text."""
         left_out, row = len(row) - MAX_SEGMENTS, row[:MAX_SEGMENTS]
         shown = sum(len(segment["tokens"]) for segment in row if _is_detailed(segment))
         most = min(SAMPLE_TOKENS, self._left)
@@ -114,7 +120,6 @@ def _is_detailed(segment: Mapping[str, Any]) -> bool:
 
 
 def _label(segment: Mapping[str, Any]) -> str:
-    """Describe the shared attributes of a segment."""
     parts = [bounded(segment["role"], NAME_CHARS)]
     parts += [f"turn {segment['turn']}"] if segment["turn"] >= 0 else []
     parts.append("trained" if segment["trained"] else "not trained")
@@ -129,7 +134,7 @@ def _label(segment: Mapping[str, Any]) -> str:
 
 
 def _token(segment: Mapping[str, Any], place: int) -> TokenView:
-    """A token of a segment; ``train_logprobs`` and ``clipped`` exist if the run recorded them."""
+    """Describe a token of a segment. ``train_logprobs`` and ``clipped`` are missing if the run did not record them."""
     sampled, trained = (
         as_float((segment.get(name) or {place: None})[place]) for name in ("logprobs", "train_logprobs")
     )
@@ -174,7 +179,10 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def data_text(record: Mapping[str, Any]) -> str:
-    """The fields of a sample's data row except its prompt, such as the expected answer, one per line; empty if unknown."""
+    """The data row of a sample without its prompt, for example the expected answer. One field per line.
+
+    Empty if the data row was not recorded.
+    """
     data = record.get("data")
     fields = data.items() if isinstance(data, dict) else ()
     return bounded("\n".join(f"{name}: {value}" for name, value in fields), CONTEXT_CHARS)

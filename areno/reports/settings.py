@@ -18,10 +18,10 @@ _INDEX = re.compile(r"\.\d+\.")
 
 
 def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Names and values of the settings that have a value: first those that differ from their defaults, then the others.
+    """Return the settings that have a value: first those that differ from their defaults, then the others.
 
-    A setting without a known default, such as a setting of a user's algorithm, counts as different. A setting with the same
-    value as the setting from which it inherits does not count as different.
+    Each list has names and values. A setting without a known default counts as different, for example a setting of a user's
+    algorithm. A setting that inherits from another setting, and has the same value, does not count as different.
     """
     values = dict(flat(config, indexed=True))
     differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options
@@ -66,5 +66,4 @@ def _is_chosen(
 
 
 def _plain(default: Any) -> Any:
-    """A default value as it is written in ``config.yaml``."""
     return list(default) if isinstance(default, tuple) else default

@@ -1,7 +1,7 @@
 """Line charts and stacked bars as SVG, for pages and for files.
 
-A chart has explicit colors and fonts, so that it can be used as an ``.svg`` file. In a page, CSS rules for its classes
-(such as ``axis``, ``s0`` to ``s7`` and ``f0`` to ``f7``) override the colors, for example for a dark scheme.
+A chart has its own colors and fonts, which an ``.svg`` file needs. A page can override the colors with CSS rules, for example
+for a dark scheme. The classes for these rules are, for example, ``axis``, ``s0`` to ``s7``, and ``f0`` to ``f7``.
 """
 
 import math
@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from areno.observability.chart import printable
 
 MAX_POINTS = 500
-"""Maximum number of points of a drawn line; a longer line is reduced to the minimum and the maximum of intervals."""
+"""Maximum number of points of a drawn line. A longer line is divided into intervals, and only the extremes of each are drawn.
+"""
 COLORS = ("#0072b2", "#d55e00", "#00805d", "#b0508c", "#a66f00", "#3b7dd8", "#5c5c5c", "#8a4fbf")
 """Colors of the lines, which are distinguishable for color-blind readers and readable on white."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
@@ -29,7 +30,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series to draw; ``low`` and ``high`` bound a band around it. Non-finite values leave a gap and are marked."""
+    """A series to draw. ``low`` and ``high`` are the bounds of a band around the line. Non-finite values leave a gap and are
+    marked.
+    """
 
     name: str
     x: ArrayLike
@@ -70,14 +73,14 @@ def line_chart(
     """Draw lines as one ``<svg>`` element.
 
     Args:
-        lines: series of equal or different lengths; an empty series appears only in the legend.
-        width: canvas width in px; the element scales to the width of its container.
+        lines: series, whose lengths may differ. An empty series appears only in the legend.
+        width: canvas width in px. The element scales to the width of its container.
         height: canvas height in px.
-        title: title of the chart, also for screen readers; drawn only with ``heading``.
+        title: title of the chart for screen readers. With ``heading``, the title is also drawn.
         x_label: label of the horizontal axis.
         y_label: label of the vertical axis.
         heading: whether the title is drawn.
-        background: color of the canvas; transparent if empty.
+        background: color of the canvas; empty: transparent.
     """
     curves = [_thinned(line) for line in lines]
     top = 10.0 + (20 if heading and title else 0)
@@ -99,7 +102,7 @@ def line_chart(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], *, width: int = 640, unit: str = "s", title: str = "") -> str:
-    """Draw positive amounts as one stacked horizontal bar with a legend, as an ``<svg>`` element."""
+    """Draw amounts as one stacked horizontal bar with a legend, as an ``<svg>`` element. Only positive amounts are drawn."""
     parts = [(name, amount) for name, amount in parts if amount > 0 and math.isfinite(amount)]
     total = sum(amount for _, amount in parts) or 1.0
     labels = [f"{name} {short(amount)} {unit} ({amount / total:.0%})" for name, amount in parts]
@@ -116,7 +119,7 @@ def stacked_bar(parts: Sequence[tuple[str, float]], *, width: int = 640, unit: s
 
 
 def short(value: float) -> str:
-    """Format a number with at most three significant digits; whole numbers below a million are written in full."""
+    """Format a number with at most three significant digits. A whole number below a million is written in full."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.3g}"
@@ -135,7 +138,7 @@ def _safe(text: str) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Color and dash attribute of the series with this index; a repeated color has different dashes."""
+    """Color and dash attribute of a series. If a color is used again, its dashes differ."""
     dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 
@@ -150,7 +153,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = 
 
 
 def _legend(names: Sequence[str], width: int, top: float, filled: bool = False) -> tuple[list[str], float]:
-    """Draw a legend in rows below ``top``; return the legend and its bottom."""
+    """Draw a legend in rows below ``top``. Return the legend and its bottom."""
     parts, x, y = [], 8.0, top + 8
     for index, name in enumerate(names):
         size = 34 + _CHAR * len(name)
@@ -178,7 +181,7 @@ def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _thinned(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """Points to draw; a long line is reduced to the first point, the last point, and the extremes of intervals."""
+    """Points to draw. Of a long line, these are the first point, the last point, and the extremes of intervals."""
     x, y, low, high = _arrays(line)
     count = len(x)
     if count <= MAX_POINTS:
@@ -248,7 +251,7 @@ def _axes(frame: _Frame, y_ticks: Sequence[float], x_label: str, y_label: str) -
 
 
 def _curve(frame: _Frame, index: int, x: Floats, y: Floats, low: Floats, high: Floats) -> Iterator[str]:
-    """Draw the band and the line of a series, and its points if they are few or isolated."""
+    """Draw the band and the line of a series. Few points, and isolated points, are also drawn as circles."""
     color, dash = _style(index)
     name, at_x, at_y = index % len(COLORS), frame.at_x(x), frame.at_y(y)
     finite = np.isfinite(x) & np.isfinite(y)

@@ -1,4 +1,4 @@
-"""Determines whether a metric changed over a run by more than its noise."""
+"""Determines whether a metric changed over a run, or only varied within its noise."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,13 @@ from areno.reports.svg import short
 from areno.storage.metric_columns import Series
 
 CLEAR = 3.0
-"""A change is clear above this number of standard errors; noise alone causes a clear rise in one of 700 runs."""
+"""Number of standard errors above which a change is clear. Noise alone causes a clear rise in one of 700 runs."""
 SHARE = 10
-"""The compared start and end of a long run each have 1 / SHARE of its steps."""
+"""The start and the end of a long run are compared. Each of the two has 1 / SHARE of the steps."""
 AT_LEAST = 5
-"""Minimum number of compared steps at each end (fewer in a short run); single batches dominate a mean of fewer steps."""
+"""Minimum number of compared steps at each end. A mean of fewer steps depends too much on single batches. A short run has
+fewer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class SeriesTrend:
         first: mean over the first ``width`` finite values.
         last: mean over the last ``width`` finite values.
         noise: standard error of ``last - first``.
-        peak: highest mean over ``width`` successive values, which end at ``peak_step``.
-        low: lowest such mean; its values end at ``low_step``.
+        peak: highest mean over ``width`` successive values. The last of these values is at ``peak_step``.
+        low: lowest mean over ``width`` successive values. The last of these values is at ``low_step``.
     """
 
     first: float
@@ -64,17 +66,17 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Number of values to compare at each end of ``count`` values; 0 for fewer than two values."""
+    """Number of values to compare at each end of a series of ``count`` values. If ``count`` is below 2, the number is 0."""
     return max(count // SHARE, min(AT_LEAST, count // 2))
 
 
 def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> SeriesTrend | None:
-    """The trend of a series; None with fewer than two finite values.
+    """The trend of a series, or None if the series has fewer than two finite values.
 
     Args:
-        noise: standard error of the difference of two means; None estimates the error from the values (infinite
-            for fewer than four values).
-        width: number of values at each end; None uses :func:`window`.
+        noise: standard error of the difference of two means. None: the error is estimated from the values. The estimate from
+            fewer than four values is infinite.
+        width: number of values at each end; None: the result of :func:`window`.
     """
     steps, values = finite(series)
     width = min(width or window(len(values)), len(values) // 2)
@@ -97,11 +99,11 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 
 
 def _noise(values: NDArray[np.float64], width: int) -> float:
-    """Standard error of the difference of the means of two windows; infinite with fewer than four values.
+    """Standard error of the difference between the means of two windows. It is infinite for fewer than four values.
 
-    The standard deviation of a value is estimated from successive differences, which a trend hardly changes, and from
-    the spread within the two windows. The larger estimate is used, because an estimate from few values may be too
-    small. For the same reason, the last factor increases the estimate for few values.
+    The standard deviation of a value is estimated twice: from the differences of successive values, which a trend hardly
+    changes, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may be
+    too small. For the same reason, the last factor increases the estimate for few values.
     """
     if len(values) < 4:
         return math.inf
@@ -119,9 +121,10 @@ def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def falls_at_start(series: Series) -> bool:
-    """Whether the first values are clearly higher than the values of the second half (Wilcoxon's rank-sum test with ties).
+    """Whether the first values are clearly higher than the values of the second half.
 
-    This test detects a fall within the first few steps, which makes the mean of these steps seem noisy.
+    Uses Wilcoxon's rank-sum test with ties. The test detects a fall within the first few steps. Such a fall makes the mean of
+    the first steps seem noisy.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

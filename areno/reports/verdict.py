@@ -1,4 +1,7 @@
-"""Says in plain words whether a run learned, why it ended, what is wrong, what to change, and which samples show this."""
+"""The verdict on a run in plain words: whether the run learned, why it ended, what is wrong, and what to change.
+
+A problem also names the samples that show it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ _CAUSES = (
     *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
     *("equal_rewards", "zero_gradient", "length_collapse"),
 )
-"""Problems that are listed first. Signs of exploitation follow, because they may explain longer or identical answers."""
+"""Problems that are listed first. Signs of exploitation are listed next, because exploitation may explain the other problems,
+such as longer or identical answers.
+"""
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
@@ -30,7 +35,7 @@ _EXPLAINED = {
     "memorized": ("against_evaluation", "tied_groups", "solved"),
     **dict.fromkeys(_EXPLOITED, _BY_EXPLOITATION),
 }
-"""Maps a problem to other problems that follow from it and are therefore not listed with it."""
+"""Maps a problem to the problems that follow from it. The problems that follow are not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
 
 
 def _decided(state: State, keys: set[str]) -> State:
-    """The state, adjusted to the problems: a problem may contradict the metric by which the run is judged."""
+    """Adjust the state to the problems. A problem may contradict the metric by which the run is judged."""
     if state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
         return "exploited"
     if state in ("yes", "partly", "worse", "lost") and "memorized" in keys:
@@ -103,7 +108,7 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]
 
 
 def _collapse(evidence: Evidence) -> RunProblem | None:
-    """The metric by which the run is judged was better before."""
+    """Report that the metric by which the run is judged was better before."""
     progress = evidence.progress
     got_worse = progress.lost(progress.held_out) or progress.down(progress.held_out)
     trend = progress.held_out if got_worse else progress.train
@@ -121,7 +126,7 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
 
 
 def _no_progress(evidence: Evidence) -> RunProblem:
-    """The metric by which the run is judged stayed within its noise."""
+    """Report that the metric by which the run is judged stayed within its noise."""
     entropy, advice = evidence.trend("entropy"), evidence.advice
     moved = entropy is not None and (entropy.rises or entropy.falls)
     what = "The policy changes, but not in the direction of the reward" if moved else "The model hardly changes"

@@ -1,9 +1,8 @@
 """Runs reward functions in parallel, with deadlines. Does not import torch.
 
-- ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute
-  rewards.
+- ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute rewards.
 - ``worker``: the loop of a worker; ``supervisor``: kills all processes that a worker process has started.
-- ``math`` and ``judge``: ready-made reward functions, which verify math answers or use an LLM as a judge.
+- ``math``: a reward function that verifies math answers; ``judge``: a reward function that asks an LLM for grades.
 """
 
 from areno.rewards.runner import RewardOutcome, RewardRunner

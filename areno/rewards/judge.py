@@ -1,6 +1,6 @@
-"""LLM as a judge: a reward function that asks an OpenAI-compatible server to grade completions.
+"""A reward function that uses an LLM as a judge. It asks an OpenAI-compatible server to grade completions.
 
-The file of ``--reward-fn-path`` or ``reward.fn`` may contain::
+A reward file (``--reward-fn-path``, ``reward.fn``) may contain::
 
     from areno.rewards.judge import Judge
 
@@ -24,14 +24,14 @@ _TIMEOUT_S = 60.0
 
 
 class Judge:
-    """Asks a model for a grade and reads the last number of its response; "8/10" and "8 on a scale of 0-10" are read as 8.
+    """Asks a model for a grade, which is the last number of its response. "8/10" and "8 on a scale of 0-10" are read as 8.
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
-        question: the judge's prompt. ``{prompt}``, ``{completion}`` and columns of the row are filled in; other braces
-            remain.
+        question: the judge's prompt. ``{prompt}``, ``{completion}`` and names of columns in braces are replaced by the values
+            of the row. Other braces remain.
         most: the maximum grade. Grades are divided by this maximum and clipped to [0, 1].
-        model: model name on the server; None uses the first model that the server lists.
+        model: model name on the server; None: the first model that the server lists.
         options: additional request fields, such as ``max_tokens``.
 
     Reads the API key from ``OPENAI_API_KEY``.
@@ -44,9 +44,9 @@ class Judge:
         self._client, self._options = OpenAIClient(url, _TIMEOUT_S, model), {"temperature": 0, **options}
 
     def __call__(self, prompt: Any, completions: str = "", *_: Any, **data: Any) -> float:
-        """Grade one completion, passed as a record (``areno train``) or as text (an experiment).
+        """Grade one completion. ``areno train`` passes a record, and an experiment passes texts.
 
-        Raises RewardError: the request failed, or the response has no number.
+        Raises RewardError if the request fails, or if the response has no number.
         """
         if hasattr(prompt, "completion"):  # a RewardRecord
             data = {**(prompt.source_record or {}), "answer": prompt.answer}

@@ -1,11 +1,11 @@
 """Math reward: 1 if ``math-verify`` accepts the answer, otherwise 0.
 
-Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The last ``\\boxed{...}`` of a completion is its answer;
-without a box, math-verify searches the text. In a worker process, an answer that takes more than a few seconds to verify,
-such as a tower of powers, counts as wrong, so that it cannot stall a run.
+Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The answer of a completion is its last ``\\boxed{...}``. Without a
+box, math-verify searches the text. Some answers take long to verify, such as a tower of powers. In a worker process, such an
+answer counts as wrong after a few seconds, because it must not stall a run.
 
-math-verify parses the content of a box as one expression, and ``72 dollars`` as 72 times seven letters. If words
-surround exactly one expression, the words are therefore removed. Answers of words only are compared as text.
+math-verify parses the content of a box as one expression. It parses ``72 dollars`` as 72 times seven letters. Words around a
+single expression are therefore removed. If both answers consist of words, they are compared as text.
 """
 
 import logging
@@ -46,10 +46,14 @@ _text_warning_logged = threading.Event()
 
 
 def math_verify_reward(completion: str, answer: Any) -> float:
-    """Compare a completion with the reference answer, which is text, a number, or the first element of a list.
+    """Compare a completion with the reference answer.
+
+    Args:
+        completion: text of the completion.
+        answer: the reference answer as text or as a number. Of a list, the first element is used.
 
     Returns:
-        1.0 or 0.0.
+        1.0 if the answers are equal, otherwise 0.0.
 
     Raises:
         RewardError: the reference answer is missing or cannot be parsed.
@@ -74,7 +78,7 @@ def math_verify_reward(completion: str, answer: Any) -> float:
 
 
 def _final(reference: str) -> str:
-    """The final answer of a reference: its last box, the text after ``####`` or ``answer is``, or the entire text."""
+    """The final answer of a reference: its last box, else the text after ``####`` or ``answer is``, else the entire text."""
     if (box := reference.rfind("\\boxed")) >= 0:
         return reference[box:]
     if _FINAL_MARK in reference:
@@ -83,7 +87,7 @@ def _final(reference: str) -> str:
 
 
 def _boxed(text: str, warn: bool = False) -> str:
-    """Put ``text``, or the content of its leading box, in a box that math-verify can parse."""
+    """Put a text in a box that math-verify can parse. If the text starts with a box, only the content of this box is used."""
     content = text
     if text.startswith("\\boxed"):
         if (inner := _box_content(text)) is None:
@@ -96,7 +100,7 @@ def _boxed(text: str, warn: bool = False) -> str:
 
 
 def _box_content(text: str) -> str | None:
-    """The content of the leading box of ``text``; None if its braces do not close."""
+    """The content of the box with which ``text`` starts. None if the braces of the box do not close."""
     depth = 0
     start = len("\\boxed")
     for index, character in enumerate(text[start:], start):
@@ -107,7 +111,7 @@ def _box_content(text: str) -> str | None:
 
 
 def _words(answer: str) -> str | None:
-    """The words of an answer in lower case, if it consists of words; None for numbers and for expressions such as ``xy``."""
+    """The words of an answer that consists of words, in lower case. None for numbers, and for expressions such as ``xy``."""
     content = _box_content(answer) if answer.startswith("\\boxed") else answer
     text = _PLAIN_TEXT.sub(r"\1", content or "").replace("$", "").strip(" \n.,;:?!")
     words = re.findall(r"[^\W\d_]+", text.lower())
@@ -117,7 +121,7 @@ def _words(answer: str) -> str | None:
 
 
 def _expression(text: str) -> str | None:
-    """The single expression in a text, such as ``72`` in ``72 dollars.``; None for zero or several expressions."""
+    """The expression in a text, such as ``72`` in ``72 dollars.``. None unless the text has exactly one expression."""
     words = [match["word"].lower() for match in _TOKEN.finditer(text) if match["word"]]
     prose = [word for word in words if word in _UNITS or (len(word) > 2 and word not in _MATH_WORDS)]
     pieces = [text]

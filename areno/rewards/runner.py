@@ -1,10 +1,12 @@
 """Runs reward functions in parallel, with a deadline per record. A failed record never gets a reward.
 
-Functions from a file run in worker processes, which import the file once, before the first rollout. A worker runs a
-plain function on one record at a time, and its process is killed when the record exceeds its deadline. A worker runs a
-coroutine function on many records at once, in an event loop, and cancels a call at its deadline. If a call blocks the event
-loop past the deadline, the worker is replaced. The records that were running in this worker are retried one at a time, so
-that only the blocking record fails.
+Functions from a file run in worker processes. Each process imports the file once, before the first rollout.
+
+A worker runs a plain function on one record at a time. When a record exceeds its deadline, the worker's process is killed.
+
+A worker runs a coroutine function on many records at once, in an event loop. The worker cancels each call at its deadline. If a
+call blocks the event loop past the deadline, the worker is replaced. The records that were running in this worker are then
+retried one at a time, so that only the blocking record fails.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ OnError = Literal["stop", "drop"]
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """The result of one record: a finite ``value``, or None and the ``error``."""
+    """The result of one record. ``value`` is finite, or None if the record failed. ``error`` is the reason of the failure."""
 
     value: float | None
     error: str | None
@@ -51,16 +53,16 @@ class RewardRunner:
     """Runs one reward function on batches of records.
 
     Args:
-        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in an event loop. A call
-            that hangs in a thread is abandoned at its deadline, because the thread cannot be killed.
-        path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``. This function runs in processes, which can
-            be killed.
+        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in the event loop of one thread.
+            A thread cannot be killed. If a plain function hangs, its thread is abandoned at the deadline.
+        path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``. The function runs in processes, which can be
+            killed.
         timeout_s: deadline per record, in seconds from the start of the call.
-        workers: number of processes or threads; by default one per CPU core, at most 8.
-        on_error: ``stop`` raises if a record fails; ``drop`` returns an outcome without a value.
-        retries: how often a record is retried if its worker died, or did not start to score the record in time.
-        memory_gb: memory limit (``RLIMIT_DATA``) of each worker process of a reward file, in GiB; None is unlimited.
-        parts: weights of reward parts, shared by all runners of one function; None gives each part weight 1.
+        workers: number of processes or threads; None: one per CPU core, at most 8.
+        on_error: what happens if a record fails: ``stop`` raises an error, and ``drop`` returns an outcome without a value.
+        retries: maximum number of retries of a record whose worker died, or did not start to score the record in time.
+        memory_gb: memory limit of each worker process of a reward file in GiB (``RLIMIT_DATA``); None: unlimited.
+        parts: weights of reward parts. All runners of one function share this object. None: each part has the weight 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
@@ -113,11 +115,11 @@ class RewardRunner:
                 self._step(batch)
 
     def run(self, records: list[RewardRecord]) -> list[RewardOutcome]:
-        """Score records. Returns the outcomes in the order of the records.
+        """Score records, and return the outcomes in the order of the records.
 
         Raises:
-            RewardError: the function cannot be imported, or a record failed with ``on_error="stop"``. The message
-                contains the function, the record and the cause.
+            RewardError: the function cannot be imported. With ``on_error="stop"``, also: a record failed. The message contains
+                the function, the record and the cause.
         """
         with self._lock:
             batch = self._open(records)
@@ -235,7 +237,7 @@ class RewardRunner:
         raise RewardError(f"reward function {self.name} cannot be imported: {reason}")
 
     def _handle_loss(self, batch: _RewardBatch, slot: WorkerSlot, reason: str, late: bool = False) -> None:
-        """Replace a worker that hangs or died. Fails or retries its running records, and requeues its waiting records."""
+        """Replace a worker that hangs or died. Its running records fail or are retried. Its waiting records are requeued."""
         if not slot.ready:
             self._fail_import(slot, reason)
         self._pool.replace(slot.position)
@@ -278,14 +280,14 @@ class RewardRunner:
 
 
 def describe_record(record: RewardRecord) -> str:
-    """``prompt_index P, sample_index S`` of a record, for messages; empty if the indices are unknown."""
+    """Describe a record in messages, as ``prompt_index P, sample_index S``. Empty if the indices are unknown."""
     return ", ".join(
         f"{key} {record.metadata[key]}" for key in ("prompt_index", "sample_index") if key in record.metadata
     )
 
 
 class _RewardBatch:
-    """The records of one call: queued, to be retried alone, or finished."""
+    """The records of one call, their queues, and their outcomes."""
 
     def __init__(self, records: list[RewardRecord]) -> None:
         self.records = records
@@ -302,7 +304,11 @@ class _RewardBatch:
         self.unfinished -= 1
 
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
-        """Return the next records for an idle worker: an equal share for an event loop, or a few for a plain function."""
+        """Return the next records for an idle worker.
+
+        A record that must run alone is returned first. Otherwise, an event loop gets an equal share of the records, and a plain
+        function gets a few records.
+        """
         if self.alone:
             return [self.alone.popleft()]
         if slot.is_async:

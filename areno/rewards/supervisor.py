@@ -1,8 +1,9 @@
 """The supervisor kills all descendants of a worker process when the worker or the trainer exits.
 
-:func:`supervised` forks. The child process is the worker, and the parent process is the supervisor. The supervisor is a
-child subreaper: orphaned descendants of the worker become its children, even after ``setsid`` or a double fork. Without
-``/proc`` (outside Linux), only the worker's process group is killed.
+:func:`supervised` forks. The child process is the worker, and the parent process is the supervisor. The supervisor is a child
+subreaper: when a process between the supervisor and a descendant exits, the descendant becomes a child of the supervisor.
+``setsid`` and a double fork do not prevent this. Without ``/proc``, on systems other than Linux, only the worker's process
+group is killed.
 """
 
 import contextlib
@@ -25,12 +26,12 @@ _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork the worker, and return only in the worker, with its connection to the trainer. The worker's stdout goes to stderr.
+    """Fork the worker, and return its connection to the trainer. Only the worker returns. The worker's stdout goes to stderr.
 
     Args:
-        lifeline: socket to the trainer. The worker is killed when the trainer's end closes.
-        connection: the worker's connection. The supervisor closes its own copy, so that the trainer gets EOF as soon as
-            the worker exits.
+        lifeline: socket to the trainer. The worker is killed when the trainer closes its end.
+        connection: the worker's connection. The supervisor closes its own copy. The trainer therefore gets EOF as soon as the
+            worker exits.
     """
     fork_supervised(lifeline, connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -104,7 +105,9 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap all descendants. Each descendant is stopped first, so that it cannot fork before it is killed."""
+    """Kill and reap all descendants. All descendants are stopped first, because a running process could fork before it is
+    killed.
+    """
     if not os.path.isdir("/proc/self"):
         os.killpg(0, signal.SIGKILL)
     while True:

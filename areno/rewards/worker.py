@@ -1,8 +1,8 @@
-"""The loop of a reward worker: receives records, runs the user's function, and reports rewards or errors.
+"""The loop of a reward worker. The worker receives records, runs the user's function, and reports rewards or errors.
 
-The loop runs in a separate process for reward files (:func:`main`), and in a thread for callables. In a process, the
-function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON instead of pickle, so
-that untrusted code cannot use the connection to execute code in the trainer. Does not import torch.
+For a reward file, the loop runs in a separate process (:func:`main`). For a callable, it runs in a thread. In a process, the
+function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON, because a pickle from
+untrusted code could execute code in the trainer. Does not import torch.
 """
 
 import asyncio
@@ -33,8 +33,14 @@ _MAX_ERROR_CHARS = 2000
 
 RewardJob = tuple[int, Any]
 Message = list[Any]
-"""``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` (the reward
-is a number or parts) or ``["error", index, text, seconds]``."""
+"""A report of a worker, which is one of:
+
+- ``["ready", is_async]``: the function was imported.
+- ``["broken", text]``: the import failed.
+- ``["start", index]``: the worker begins to score a record.
+- ``["value", index, reward, seconds]``: the reward of a record, which is a number or a dictionary of parts.
+- ``["error", index, text, seconds]``: the record failed.
+"""
 
 _MESSAGE_TYPES: dict[Any, set[tuple[type, ...]]] = {
     "ready": {(bool,)},
@@ -73,7 +79,7 @@ def source_file(function: Callable[..., Any]) -> str:
 
 
 def describe_error(error: BaseException, source: str) -> str:
-    """``Type: message (file:line)`` with the innermost line in the user's file ``source``."""
+    """Describe an error as ``Type: message (file:line)``. The line is the innermost line in the user's file ``source``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if frame.filename == source] or frames
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -81,7 +87,10 @@ def describe_error(error: BaseException, source: str) -> str:
 
 
 def as_reward(value: Any) -> PartValues:
-    """Validate the result of a reward function: a number or a dictionary of numbers. Raises RewardError."""
+    """Convert the result of a reward function, which must be a number or a dictionary of numbers, to floats.
+
+    Raises RewardError if the result is invalid.
+    """
     if not isinstance(value, Mapping):
         return _as_number(value)
     if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
@@ -93,7 +102,7 @@ def as_reward(value: Any) -> PartValues:
 
 
 def _as_number(value: Any, place: str = "") -> float:
-    """Return a finite float from a bool, int, float, or zero-dimensional array or tensor."""
+    """Convert a number, or a zero-dimensional array or tensor, to a finite float. Raises RewardError if this fails."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -178,8 +187,8 @@ def main(settings: dict[str, Any]) -> None:
     """Run a worker process.
 
     Args:
-        settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
-            ``timeout_s``, and ``memory_bytes`` (data limit of the process; None is unlimited).
+        settings: ``path`` is ``file.py`` or ``file.py:function``. ``connection`` and ``lifeline`` are file descriptors.
+            ``timeout_s`` is the deadline per record. ``memory_bytes`` is the data limit of the process; None: unlimited.
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     if settings["memory_bytes"] is not None:

@@ -1,7 +1,7 @@
-"""Workers that run reward functions. Processes can be killed; threads can only be abandoned.
+"""Workers that run reward functions. A worker process can be killed. A worker thread can only be abandoned.
 
-A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker`. Its slot adds ``["died", text]`` when
-the worker ends. The runner handles deadlines and retries.
+A worker receives jobs. It replies with the messages of :mod:`areno.rewards.worker`. When a worker ends, its slot adds the
+message ``["died", text]``. The runner handles deadlines and retries.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process with a connection.
 
-    When the process or its parent exits for any reason, all descendants of the process are killed. ``main`` of the
+    When the process or its parent exits for any reason, all descendants of the process are killed. For this, ``main`` of the
     module must first call :func:`areno.rewards.supervisor.supervised`.
 
     Args:
         module: module whose ``main(settings)`` runs in the process.
-        settings: settings that can be converted to JSON. ``connection`` and ``lifeline`` are added as file descriptors.
+        settings: settings that can be converted to JSON. The file descriptors ``connection`` and ``lifeline`` are added.
         limit: maximum message size in bytes.
     """
 
@@ -129,10 +129,10 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread for a callable, which need not be importable or picklable.
+    """A daemon thread that runs a callable. The callable need not be importable or picklable.
 
-    It has the methods of `RewardProcess` that the pool and the runner use. A hanging function cannot be stopped, but does
-    not keep the program from exiting.
+    The thread has the methods of `RewardProcess` that the pool and the runner use. A hanging function cannot be stopped, but
+    the program can exit.
     """
 
     def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
@@ -165,7 +165,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Reason why the thread stopped; empty if :meth:`request_exit` stopped the thread."""
+        """Reason why the thread ended with an error. Empty after :meth:`request_exit`."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:

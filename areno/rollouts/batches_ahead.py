@@ -1,7 +1,7 @@
 """Generates batches of ``areno train`` up to ``--max-staleness`` steps before they are trained on.
 
-Generation of the batch of step s starts as soon as the weights have version s - ``max_staleness``. This bounds the staleness of
-all tokens of the batch, even those of long answers. Batches are trained on in data order.
+The batch of step s is generated as soon as the weights have version s - ``max_staleness``. No token of the batch, even in a
+long answer, is therefore more than ``max_staleness`` versions old. Batches are trained on in data order.
 """
 
 from collections import deque
@@ -18,8 +18,9 @@ class BatchesAhead:
     """Starts generating batches before training needs them.
 
     Args:
-        begin: starts the generation of a step's batch. Called with the step, and a dictionary from indices to items of the
-            batch, without the items whose results were restored from a checkpoint. Returns one future per item.
+        begin: starts the generation of a step's batch, and returns one future per item. The arguments are the step, and a
+            dictionary from indices to items of the batch. Items whose results were restored from a checkpoint are not in the
+            dictionary.
         max_staleness: maximum number of steps that generation may be ahead of training.
     """
 
@@ -41,7 +42,7 @@ class BatchesAhead:
             yield ahead.popleft()
 
     def begin(self, step: int, parts: Sequence[Any]) -> None:
-        """Start generating the batch of a step, except for the results that were restored from a checkpoint."""
+        """Start generating the batch of a step. Results that were restored from a checkpoint are not generated again."""
         begun: dict[int, Future[Any]] = {}
         for index, result in self._restored.pop(step, {}).items():
             begun[index] = Future()
@@ -68,12 +69,12 @@ class BatchesAhead:
         return {step: parts for step, parts in done.items() if parts}
 
     def load_state(self, state: dict[int, dict[int, Any]]) -> None:
-        """Restore the results of :meth:`export_state`, so that they are not generated again."""
+        """Restore the results that :meth:`export_state` returned. These results are not generated again."""
         self._restored = dict(state)
 
 
 def _succeeded(future: Future[Any]) -> bool:
-    """Whether a future has a complete result. The samples of an aborted request are cut off, so they do not count."""
+    """Whether a future has a complete result. An aborted request does not count, because its samples are cut off."""
     if not future.done() or future.cancelled() or future.exception() is not None:
         return False
     result = future.result()

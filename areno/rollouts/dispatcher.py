@@ -1,9 +1,10 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
 Rows wait in a queue. While there is capacity (:mod:`staleness`), the episode of the first row starts in the event loop of
-:mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, shuffled. Preferring early
-episodes reduces the bias towards short answers. If nothing makes progress, a waiting method logs what it is waiting for. If no
-more results can arrive, the method raises an error at once. Too many consecutive failed or rejected episodes stop the run.
+:mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, in random order. Preferring
+early episodes reduces the bias towards short answers. If nothing makes progress, a waiting method logs what it is waiting for.
+If no more results can arrive, the method raises an error at once. Too many consecutive failed or rejected episodes stop the
+run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Listener = Callable[[int, str, str], None]
-"""Called with a task's id, its status (``running, accepted, rejected, failed, dropped``) and the reason for this status."""
+"""Called with a task's id, its status, and a reason. The status is one of ``running, accepted, rejected, failed, dropped``."""
 
 _COUNTERS: dict[Rejection, str] = {
     "raised": "failed",
@@ -51,21 +52,21 @@ class BatchDispatcher:
 
     Args:
         client: gives episodes access to the engine.
-        staleness: limits the running episodes; its ``batch_size`` is the number of episodes in a batch.
+        staleness: limits the number of running episodes. Its ``batch_size`` is the number of episodes in a batch.
         seed: seed of the shuffling.
-        dynamic_bs: count rejected episodes towards the batch size, so that a batch may have fewer trajectories.
-            ``staleness`` must then have ``replaces_rejected=False``.
+        dynamic_bs: count rejected episodes towards the batch size. A batch may then have fewer trajectories, and ``staleness``
+            must have ``replaces_rejected=False``.
         queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness`` may set a lower limit.
-        max_staleness: how many versions old a token may be when it is trained on; None: no limit besides that of ``staleness``.
+        max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits the age.
         on_stale: ``regenerate`` runs the row of a stale trajectory again, and ``drop`` discards the trajectory.
         max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: consecutive failures or rejections that end the run; None: 16 batch sizes, at least 128.
+        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 times the batch size, at least 128.
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: called with the status of every episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
-        on_wait: called repeatedly while a method waits; an exception of ``on_wait`` ends the wait, and no work is lost.
+        on_wait: called repeatedly while a method waits. An error of ``on_wait`` ends the wait, but no work is lost.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -144,7 +145,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Rejections by reason, ``restarted`` rows, and the counters of :class:`RolloutStat` except ``claimed``."""
+        """The counters of :class:`RolloutStat` without ``claimed``, the rejections by reason, and the ``restarted`` rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -154,14 +155,14 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch, and read rows ahead for the following batches.
 
-        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows whose episodes
-        started with another workflow or filter run again, and count as ``restarted``. ``rows`` is read in the caller's thread.
+        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows that started
+        with another workflow or filter run again, and count as ``restarted``. The caller's thread reads ``rows``.
 
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for too long, no episode may start, or the dispatcher is closed.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error
-                listed in ``stops_on``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error listed in
+                ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -178,8 +179,8 @@ class BatchDispatcher:
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run all rows, and return the accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
-        With ``repeats``, task ids are row indices, and therefore seeds are the same in each call. Raises UsageError if
-        rows that :meth:`prepare_batch` has read ahead, or restored rows, still wait.
+        With ``repeats``, the task ids are row indices. Seeds are derived from task ids, so the seeds are the same in each call.
+        Raises UsageError if other rows still wait. These are rows that :meth:`prepare_batch` has read ahead, or restored rows.
         """
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
@@ -277,7 +278,7 @@ class BatchDispatcher:
         return task
 
     def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
-        """Fill the queue, and return whether more rows may follow. The caller's iterator runs without the lock."""
+        """Fill the queue. Return whether more rows may follow. The caller's iterator runs without the lock."""
         while self.staleness.stat.enqueued < self._ahead:
             try:
                 data = next(rows)
@@ -417,7 +418,6 @@ class BatchDispatcher:
         return Batch.of(taken, self._version)
 
     def _drop_stale(self) -> None:
-        """Remove finished trajectories that exceed ``max_staleness``."""
         if self._max_staleness is None:
             return
         again = []
@@ -467,7 +467,7 @@ class BatchDispatcher:
                 raise EngineError(f"waiting for {name}: no progress for {self._timeout_s:g} s; {self.describe()}")
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
-        """Raise an error if no episode is running and none can start, unless the dispatcher is paused."""
+        """Raise an error if no episode is running and none can start. A paused dispatcher raises no error."""
         if self._running or self._paused:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:

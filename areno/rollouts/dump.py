@@ -17,10 +17,13 @@ class TrajectoryDump:
     def write(self, task_id: int, trajectory: Trajectory) -> Path:
         """Write one group of samples, and return the path of the file.
 
-        Each line has ``task_id``, ``sample_idx``, ``seqlen``, ``prompt_len`` (number of tokens before the first sampled
-        token), ``head_version`` and ``tail_version`` (weight versions of the first and the last sampled token), ``reward``,
-        ``prompt`` and ``completion``. If the reward has parts, a line also has ``reward_parts``. The folder is named after the
-        newest ``tail_version`` of the group.
+        A line has the keys ``task_id``, ``sample_idx``, ``seqlen``, ``reward``, ``prompt`` and ``completion``, and these keys:
+
+        - ``prompt_len``: number of tokens before the first sampled token.
+        - ``head_version`` and ``tail_version``: weight versions of the first and the last sampled token.
+        - ``reward_parts``: the parts of the reward, if there are any.
+
+        The folder is named after the newest ``tail_version`` of the group.
         """
         lines = [self._line(task_id, index, row) for index, row in enumerate(samples_of(trajectory))]
         path = self.folder / str(max(line["tail_version"] for line in lines)) / f"{task_id}.jsonl"

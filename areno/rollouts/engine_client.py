@@ -1,7 +1,7 @@
-"""The client through which workflows use an engine. It is asynchronous, and works with any :class:`RolloutEngine`.
+"""The asynchronous client through which workflows use an engine, which is any :class:`RolloutEngine`.
 
-Every sampled token comes with its log-prob and the version of the weights that sampled the token. If the weights are updated
-while an answer is generated, the tokens of the answer can have different versions.
+The client returns every sampled token with its log-prob, and with the version of the weights that sampled the token. The
+weights may be updated while an answer is generated. The tokens of the answer then have different versions.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class RolloutEngine(Generator, Protocol):
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
     """Convert generation settings to sampling parameters for a prompt of ``prompt_len`` tokens.
 
-    ``max_new_tokens``, ``max_tokens`` and the model's context length limit the answer. A ``top_k`` above the vocabulary size
-    keeps all tokens.
+    ``max_new_tokens`` limits the answer. ``max_tokens`` and the model's context length limit the prompt and the answer
+    together. A ``top_k`` above the vocabulary size keeps all tokens.
 
     Raises:
         DataError: the prompt leaves no room for an answer.
@@ -100,7 +100,7 @@ class ModelResponse:
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """The sampled tokens, except for a stop token at the end."""
+        """The sampled tokens without a stop token at the end."""
         tokens = self.output_tokens
         return tokens[:-1] if self.stop_reason == "stop" and tokens and tokens[-1] in self.stop_ids else tokens
 
@@ -119,10 +119,10 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Episode:
-    """Identifies a sample of an episode. Seeds are derived from this identity, so that a repeated run has the same seeds.
+    """Identifies a sample of an episode. Seeds are derived from this identity. A repeated run therefore has the same seeds.
 
-    ``sample`` is the index of the sample in its group; None if one request generates all samples of the group. ``draws`` counts
-    the requests.
+    ``sample`` is the index of the sample in its group. If one request generates all samples of the group, ``sample`` is None.
+    ``draws`` counts the requests.
     """
 
     task_id: int

@@ -1,4 +1,4 @@
-"""Runs the event loop of episodes in a separate thread, so that training and episodes do not block each other."""
+"""Runs the event loop of episodes in a separate thread. Training and episodes therefore do not block each other."""
 
 import asyncio
 import logging

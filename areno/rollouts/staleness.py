@@ -1,16 +1,16 @@
-"""Limits the number of started episodes in ``areno run``, and thereby the staleness of the tokens in a batch.
+"""Limits the number of started episodes in ``areno run``. This also limits the staleness of the tokens in a batch.
 
-``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode generates one prompt group. The capacity
-has two limits:
+``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode generates one prompt group. The capacity has two
+limits:
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
 Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` earlier
-episodes are running, accepted or claimed. If batches used episodes in the order of admission, the episode would be used at
-version ``eta + v`` at the latest. A long episode may be used later, because shorter episodes overtake it. If the dispatcher has
-a ``max_staleness``, it therefore checks each trajectory with :func:`too_old`.
+episodes are running, accepted or claimed. If batches used episodes in the order of admission, this episode would be used at
+version ``eta + v`` at the latest. But a batch does not wait for a long episode. Shorter episodes overtake it, and it is used
+later. The dispatcher therefore checks each trajectory with :func:`too_old`, if it has a ``max_staleness``.
 """
 
 import threading
@@ -39,7 +39,7 @@ class StalenessManager:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
         max_head_offpolicyness: how many batches generation may be ahead of training; 0: synchronous training.
-        replaces_rejected: start a new episode for each rejected episode; False if dynamic batches count rejected episodes.
+        replaces_rejected: start a new episode for each rejected episode. False if dynamic batches count rejected episodes.
 
     Raises:
         UsageError: ``max_head_offpolicyness`` is negative.
@@ -106,7 +106,8 @@ class StalenessManager:
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
         """Stop counting an accepted episode that no batch uses, for example because the episode is ``stale``.
 
-        Another episode may start in its place, unless a dynamic batch still counts the episode (``claimed``).
+        Another episode may then start. With ``claimed``, no other episode starts, because a dynamic batch still counts this
+        episode.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 

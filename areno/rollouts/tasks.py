@@ -54,7 +54,7 @@ class EpisodeTask:
         """Run the workflow, and return its result.
 
         Raises:
-            AgentError: the workflow was cancelled, but not by :meth:`cancel`.
+            AgentError: the workflow cancelled itself. Only :meth:`cancel` may cancel it.
         """
         assert self.plan is not None
         try:
@@ -66,7 +66,7 @@ class EpisodeTask:
 
 
 class Rejected(Exception):  # noqa: N818  (an outcome, not an error)
-    """An episode was rejected. The exception's argument is a :data:`Rejection`."""
+    """Raised if an episode is rejected. The argument is a :data:`Rejection`."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Stops a run after too many consecutive rejections, or at the first error of a type in ``stops_on``."""
+    """Stops a run after too many consecutive failed or rejected episodes, or at the first error of a type in ``stops_on``."""
 
     max_errors: int
     max_rejections: int
@@ -118,7 +118,7 @@ class Watchdog:
         self.counts, self.errors_in_a_row, self.first_error = {}, 0, None
 
     def rejected(self, kind: Rejection, error: BaseException | None = None) -> RolloutStoppedError | None:
-        """Count a failed or rejected episode. Return None, or the error with which the run must stop."""
+        """Count a failed or rejected episode. If the run must stop, return the error of the run. Otherwise, return None."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
         self.first_error = self.first_error or error

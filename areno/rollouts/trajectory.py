@@ -1,13 +1,22 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors with n rows of L tokens. A sample with several turns may have several rows.
+A trajectory is a dictionary of tensors with n rows of L tokens. A sample with several turns may have several rows. These keys
+have the shape ``[n, L]``:
 
-Keys of shape ``[n, L]`` are ``input_ids`` (int64), ``loss_mask`` (1 for tokens to train on), ``logprobs`` (float32, 0 for
-tokens that were not sampled), ``versions`` (weight version of each sampled token, -1 for other tokens) and ``attention_mask``
-(False for padding). Keys of shape ``[n]`` are ``rewards``, ``truncated`` (whether the engine reported that the last answer
-ended at a limit), ``temperature``, ``num_turns`` (if the workflow counts turns), and ``reward_parts/NAME`` for each part of a
-reward. If routing was recorded, the key ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see
-:mod:`areno.types.routing`).
+- ``input_ids``: int64.
+- ``loss_mask``: 1 for tokens to train on.
+- ``logprobs``: float32; 0 for tokens that were not sampled.
+- ``versions``: weight version of each sampled token; -1 for other tokens.
+- ``attention_mask``: False for padding.
+
+These keys have the shape ``[n]``:
+
+- ``rewards`` and ``temperature``.
+- ``truncated``: whether the engine reported that the last answer ended at a limit.
+- ``num_turns``: number of turns, if the workflow counts turns.
+- ``reward_parts/NAME``: a part of the reward.
+
+If routing was recorded, ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see :mod:`areno.types.routing`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -105,7 +114,10 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise UsageError if a trajectory lacks a key, has a wrong shape or loss mask, or non-finite log-probs or rewards."""
+    """Raise UsageError if a trajectory is invalid.
+
+    Checks the keys and their shapes, that log-probs and rewards are finite, and that the loss mask marks only sampled tokens.
+    """
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
@@ -158,7 +170,7 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
     """The training rows of a batch. Each trajectory is one group, even if some samples of the group were rejected.
 
-    Log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``) are copied if a trajectory has them.
+    If a trajectory has log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``), they are copied.
     """
     sequences = []
     for group, trajectory in enumerate(trajectories):
@@ -171,7 +183,7 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
 
 
 def reward_of(row: dict[str, Any]) -> float:
-    """The reward of a row of :func:`samples_of`, including the parts of the reward."""
+    """The reward of a row of :func:`samples_of`. If the reward has parts, the result also has these parts."""
     parts = {key.removeprefix(PARTS): value for key, value in row.items() if key.startswith(PARTS)}
     return WeightedReward(row["rewards"], parts) if parts else row["rewards"]
 

@@ -1,6 +1,6 @@
 """The HTTP application: routes, their handlers, and middleware.
 
-The same application serves the clients of ``areno serve`` and, in the process of a trainer, the agents of a rollout session.
+The application serves the clients of ``areno serve``. In the process of a trainer, it serves the agents of a rollout session.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def create_app(service: Service) -> FastAPI:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Return 200 if requests are accepted, and 503 while loading, during shutdown and after an engine failure."""
+        """Return 200 if requests are accepted. While loading, during shutdown, and after an engine failure, return 503."""
         state = service.state
         status = {"ready": "ok", "failed": service.failure}.get(state, state)
         return JSONResponse({"status": status}, 200 if state == "ready" else 503)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A validated chat request: the job, the format of the response and, with a recorder, the open turn."""
+    """A validated chat request: its job, and the format of its response. With a recorder, ``turn`` is the open turn."""
 
     job: GenerationJob
     expected: Expectation
@@ -100,7 +100,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 def _prompt(
     service: Service, engine: Backend, body: ChatRequest, recorder: SessionRecorder | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
-    """Return the turn to record (None without a recorder), and the text and tokens of the prompt."""
+    """Return the turn to record, and the text and tokens of the prompt. Without a recorder, the turn is None."""
     # The model sees the tools even with tool_choice "none": earlier turns of the conversation may have called them.
     tools = _tools(body)
     messages = [message.plain() for message in body.messages]

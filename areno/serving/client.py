@@ -16,7 +16,7 @@ _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
 class ChatClient:
-    """A client of an OpenAI-compatible server. Sends ``api_key``, if set, as a bearer token."""
+    """A client of an OpenAI-compatible server. If ``api_key`` is set, it is sent as a bearer token."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._base = base_url.rstrip("/")

@@ -85,7 +85,7 @@ class CompletionResponse(SampledResponse):
         return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunks: the prompts, if the request sets ``echo`` or ``return_token_ids``."""
+        """The first chunks, which contain the prompts. There are none if neither ``echo`` nor ``return_token_ids`` is set."""
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [

@@ -49,7 +49,7 @@ class ApiError(ArenoError):
 
 
 def bad_field(param: str, message: str, *, where: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400 error for the field ``param``. The message starts with ``where`` (default: ``param``)."""
+    """Return a 400 error for the field ``param``. The message starts with ``where``, or by default with ``param``."""
     return ApiError(400, f"{where or param}: {message}", param=param, code=code)
 
 
@@ -79,9 +79,10 @@ def unexpected(error: BaseException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Convert the most deeply nested error: of the errors for the members of a union, it is from the member that fits best.
+    """Convert the most specific of the validation errors.
 
-    Of two equally nested errors, a wrong value is reported rather than a wrong type, which belongs to another member.
+    For a union, there are errors for each of its members. The most deeply nested error is from the member that fits best. Of
+    two equally nested errors, a wrong value is preferred to a wrong type. A wrong type belongs to a member that was not meant.
     """
     errors = error.errors()
     first = max(errors, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))

@@ -42,12 +42,19 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintFactory | None:
-        """Return a factory of the response's grammar, if any. Raises UsageError if a schema is invalid or unsupported."""
+        """Return a factory of the response's grammar, or None if the response has no grammar.
+
+        Raises UsageError if a schema is invalid or unsupported.
+        """
         make = self._maker(expected, form)
         return None if make is None else self._with_reasoning(make, expected.reasoning)
 
     def _with_reasoning(self, make: Callable[..., ConstraintFactory], reasoning: ReasoningParser) -> ConstraintFactory:
-        """Allow reasoning before the constrained response, if the prompt opens it or its opening marker is a single token."""
+        """Allow reasoning before the constrained response.
+
+        This is possible if the prompt opens the reasoning, or if the opening marker is a single token. Otherwise, reasoning is
+        not allowed.
+        """
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
         text = reasoning.opener
@@ -57,7 +64,7 @@ class Formats:
         return OptionalReasoning(make(), make(after=reasoning.closer), ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
-        """Return a function that creates the factory, given ``after``, a marker before the constrained text."""
+        """Return a function that creates the factory. Its argument ``after`` is a marker before the constrained text."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
@@ -112,7 +119,7 @@ class MessageReader:
         return pieces
 
     def _drop_extra_calls(self, deltas: Sequence[ContentDelta | ToolCallDelta]) -> list[Piece]:
-        """Drop all tool calls after the first call, unless parallel calls are allowed."""
+        """If parallel calls are not allowed, drop all tool calls after the first call."""
         pieces: list[Piece] = []
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):

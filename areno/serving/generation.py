@@ -1,8 +1,10 @@
 """Passes the tokens of one HTTP request from the engine's thread to the event loop.
 
-The engine calls a listener for each token. The listener must never block, so it only queues the token with its arrival time.
-Streaming requests wake the event loop once per batch of queued tokens. Other requests wake the loop only when all samples have
-ended. Until then, a prompt can restart on another replica; its earlier tokens are dropped from the queue.
+The engine calls a listener for each token. The listener must never block. It only queues the token with its arrival time.
+Streaming requests wake the event loop once per batch of queued tokens.
+
+Other requests wake the loop only when all samples have ended. Until then, no token has been delivered, so a prompt can restart
+on another replica. The tokens of its first attempt are discarded.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from areno.engine.backend import Backend
 
 TokenEvent = tuple[int, GeneratedToken, float]
-"""Index of the sample over all prompts of the request, the sample's next token, and the arrival time (``perf_counter``)."""
+"""Index of the sample, the sample's next token, and the arrival time of the token (``perf_counter``).
+
+The index counts the samples of all prompts of the request.
+"""
 
 _Item = TokenEvent | Future[RolloutResult] | range
 """A token, a prompt whose samples have ended, or the samples of a prompt that restarts."""
@@ -43,9 +48,9 @@ class Generation:
 
     Args:
         metrics: metrics in which token latencies are recorded.
-        requests: one request per prompt; samples are numbered prompt by prompt.
+        requests: one request per prompt. Samples are numbered prompt by prompt.
         on_end: called once in the event loop when the last sample has ended.
-        streams: deliver tokens as they arrive.
+        streams: deliver tokens as they arrive. Otherwise, all tokens are delivered when the last sample has ended.
 
     Raises:
         EngineError: the engine does not accept requests.

@@ -1,4 +1,7 @@
-"""The middleware of every request: check of the API key or host, body limit, request id, metrics and error handling."""
+"""The middleware of every request. It checks the API key or the host, limits the body, and adds a request id.
+
+It also records metrics, and converts errors to responses.
+"""
 
 import secrets
 import time
@@ -17,7 +20,7 @@ from areno.serving.service import Service
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 SESSION_RECORDER = "areno.session_recorder"
-"""The key of the ASGI scope under which a server with a recorder stores the session recorder of a request."""
+"""The key of the ASGI scope for the session recorder of a request. Only a server with a recorder sets this key."""
 
 
 class RequestMiddleware:
@@ -75,8 +78,8 @@ class RequestMiddleware:
     def _check_host(self, scope: Scope, header: bytes) -> None:
         """Reject foreign ``Host`` headers on a loopback server without a key (DNS rebinding).
 
-        If the domain of a foreign web page resolves to 127.0.0.1, the page reaches the server, but its requests have that
-        domain in the ``Host`` header.
+        A foreign web page can reach the server if the domain of the page resolves to 127.0.0.1. The requests of such a page
+        have this domain in the ``Host`` header.
         """
         config, server = self._service.config, scope.get("server")
         keyless = self._service.recorder is None and config.api_key is None
@@ -105,7 +108,7 @@ def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _key_in_path(scope: Scope) -> bytes:
-    """Remove and return the key in the path ``/samples/KEY/v1/...``, which is for programs that only accept a base URL."""
+    """Remove and return the key in the path ``/samples/KEY/v1/...``. Programs that only accept a base URL use this path."""
     if not scope["path"].startswith(KEY_PREFIX):
         return b""
     key, _, rest = scope["path"].removeprefix(KEY_PREFIX).partition("/")
@@ -148,6 +151,6 @@ class _ResponseSender:
         await self._send(message)
 
     async def error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Send an error response, unless a response has already started."""
+        """Send an error response. If a response has already started, do nothing."""
         if not self.status:
             await error.response()(scope, receive, self)

@@ -145,5 +145,5 @@ class ProtocolAdapter(ABC):
 
 
 def record_of(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``areno`` field of a chat response, which only servers with a recorder add."""
+    """The field ``areno`` of a chat response, if there is one. Only servers with a recorder add this field."""
     return {"areno": chat["areno"]} if "areno" in chat else {}

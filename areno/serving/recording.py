@@ -1,8 +1,8 @@
 """The interface through which the chat endpoints record conversations for training.
 
-Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`,
-which stores the conversations of this key. The recorder determines the prompt's tokens, because a continued conversation must
-extend exactly the tokens that the model has read and sampled.
+Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`. This
+object stores the conversations of the key, and determines the tokens of each prompt. A continued conversation must extend
+exactly the tokens that the model has read and sampled.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class SessionRecorder(Protocol):
     session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn, in a thread of :meth:`Service.prepare`. Raises UsageError if the template rejects the messages."""
+        """Open a turn. Runs in a thread of :meth:`Service.prepare`. Raises UsageError if the template rejects the messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
         """Set the reward of a response, by default the latest response. Raises ValueError if the response does not exist."""

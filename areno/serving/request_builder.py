@@ -58,9 +58,10 @@ def build_job(
 ) -> GenerationJob:
     """Validate a request against the model and build the engine requests.
 
-    ``max_tokens`` is capped by the remaining context. A prompt that fills ``context_limit`` gives an empty response. If
-    ``context_limit`` is None, the model's limit applies, and a prompt that fills it is an error. Raises ApiError 400 if a
-    value is invalid for this model.
+    ``max_tokens`` is capped by the remaining context. If a prompt fills ``context_limit``, its response is empty. With None,
+    the model's limit applies, and a prompt that fills this limit is an error.
+
+    Raises ApiError 400 if a value is invalid for this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or (), engine.vocab_size)
@@ -136,7 +137,7 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
 
 
 def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | None) -> int:
-    """Maximum number of new tokens after a prompt."""
+    """Maximum number of new tokens after a prompt. Raises ApiError 400 if the prompt leaves no room."""
     context = context_limit or engine.context_length
     budget = engine.kv_tokens
     limit = min(context or budget, budget)

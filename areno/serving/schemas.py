@@ -1,8 +1,8 @@
 """Request schemas of the chat and text completion endpoints, with the supported fields.
 
-Undeclared fields are ignored, except in messages. Declared fields are validated strictly, and ``null`` means unset. The field
-names are those of OpenAI's API and common extensions of other servers: ``top_k``, ``min_p``, ``repetition_penalty``,
-``stop_token_ids``, ``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
+Undeclared fields are ignored. In messages, they are passed to the chat template. Declared fields are validated strictly, and
+``null`` means unset. The fields are those of OpenAI's API, and common extensions of other servers: ``top_k``, ``min_p``,
+``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
 """
 
 from typing import Annotated, Any, Literal, Self

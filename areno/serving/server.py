@@ -1,4 +1,4 @@
-"""Runs the application in a thread, or in the main thread with signal handling and graceful shutdown."""
+"""Runs the application in a thread or in the main thread. In the main thread, a signal shuts the server down gracefully."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine as ``asyncio.run`` does, with uvloop if it is installed."""
+    """Run a coroutine as ``asyncio.run`` does. If uvloop is installed, its event loop is used."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         from uvloop import new_event_loop as factory
@@ -61,7 +61,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 class AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a limit on open connections (None: unlimited)."""
+    """uvicorn without its signal handlers. The number of open connections has a limit (None: unlimited)."""
 
     def __init__(self, app: FastAPI, max_connections: int | None) -> None:
         super().__init__(
@@ -138,9 +138,10 @@ class ForegroundServer:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until a signal arrives, then finish running requests. A second signal or ``drain_timeout_s`` cancels them.
+        """Serve until a signal arrives, and then finish the running requests.
 
-        Raises ArenoError if loading the model failed.
+        A second signal cancels the running requests. They are also cancelled after ``drain_timeout_s``. Raises ArenoError if
+        loading the model failed.
         """
         run_loop(self._serve())
         if self._loading.is_alive():

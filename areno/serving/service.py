@@ -1,7 +1,7 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
-Almost everything runs in the event loop's thread. The thread that loads the model calls :meth:`Service.attach`, or sets
-:attr:`Service.failure`. The threads of :meth:`Service.prepare` call :meth:`Service.seeds`.
+Almost everything runs in the event loop's thread. The thread that loads the model calls :meth:`Service.attach`. If loading
+fails, this thread sets :attr:`Service.failure`. The threads of :meth:`Service.prepare` call :meth:`Service.seeds`.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     def deadline(self) -> float:
-        """The time of the event loop until which a request that begins now must be answered."""
+        """The deadline of a request that begins now, in the event loop's time. Infinite without a configured timeout."""
         return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
 
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
-        """Run ``work`` in a thread, and wait until the deadline at the latest. Meanwhile, ``samples`` count as queued.
+        """Run ``work`` in a thread, and return its result. Meanwhile, ``samples`` count as queued.
 
-        Raises ApiError 429 if the queue is full, and ApiError 504 on a timeout. Agents share one thread, so only
-        ``deadline`` limits how long their requests wait for it.
+        Raises ApiError 429 if the queue is full. Raises ApiError 504 at ``deadline``, or after ``PREPARE_TIMEOUT_S``. With a
+        recorder, only ``deadline`` limits the time, because all agents wait for one thread.
         """
         self.check_capacity(samples)
         self._preparing_samples += samples
@@ -180,7 +180,7 @@ class Service:
             self._preparing_samples -= samples
 
     def seeds(self, base: int | None, samples: int) -> list[int]:
-        """Seeds of a prompt's samples: derived from ``base`` as in the SDK, or new seeds if ``base`` is None."""
+        """The seeds of a prompt's samples, derived from ``base`` as in the SDK. If ``base`` is None, the seeds are new."""
         if base is not None:
             return [derive_seed(base, index) for index in range(samples)]
         number = next(self._prompt_numbers)
@@ -189,7 +189,7 @@ class Service:
     def check_capacity(self, samples: int) -> None:
         """Check that the queue has room for ``samples``.
 
-        Raises ApiError 429 if the queue is full, or 400 if ``samples`` exceeds the limit.
+        Raises ApiError 429 if the queue is full. Raises ApiError 400 if even an empty queue has no room for ``samples``.
         """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
@@ -201,7 +201,7 @@ class Service:
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
-        """Start generating. With ``streams``, tokens are delivered as they arrive. Raises ApiError 400, 429 or 503."""
+        """Start generating. With ``streams``, tokens are delivered as they are sampled. Raises ApiError 400, 429 or 503."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.check_capacity(samples)
@@ -241,7 +241,7 @@ class Service:
 
 
 async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, None]) -> Result | None:
-    """Run two coroutines until one has finished. Return the result of ``work``, or None if ``other`` finished first."""
+    """Run two coroutines until one has finished. Return the result of ``work``. If ``other`` finished first, return None."""
     main, side = asyncio.ensure_future(work), asyncio.ensure_future(other)
     try:
         await asyncio.wait((main, side), return_when=asyncio.FIRST_COMPLETED)
@@ -254,10 +254,10 @@ async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, An
 
 @contextlib.contextmanager
 def reduced_gc() -> Iterator[None]:
-    """Collect garbage less often, and exclude existing objects, such as modules, the model and the tokenizer.
+    """Collect garbage less often, and never scan the objects that exist now, such as the model and the tokenizer.
 
-    With default settings, garbage collection took a fifth of a server's time, because full collections scanned a million
-    long-lived objects. The old thresholds are restored at the end, because training must release dead tensors.
+    Python's default thresholds cost a server a fifth of its time: each full collection scanned a million long-lived objects.
+    When the last server ends, the old thresholds are restored, because training must release dead tensors.
     """
     _freeze_heap()
     with _gc_lock:
@@ -275,6 +275,6 @@ def reduced_gc() -> Iterator[None]:
 
 @functools.cache
 def _freeze_heap() -> None:
-    """Exclude all current objects from garbage collection. Runs only once, because a second freeze would keep garbage."""
+    """Exclude all current objects from garbage collection. Cached, because a second freeze would keep garbage forever."""
     gc.collect()
     gc.freeze()

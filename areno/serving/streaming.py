@@ -31,8 +31,8 @@ async def respond(
 ) -> Response:
     """Generate, and return a streamed or a complete response. ``deadline`` is from :meth:`Service.deadline`.
 
-    Raises ApiError if the queue is full, and after a shutdown, a timeout or an engine failure. Once a stream has started,
-    it contains the error instead.
+    Raises ApiError if the queue is full, the server shuts down, the request times out, or the engine fails. If a stream has
+    already started, the error becomes its last event.
     """
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     if job.body.stream:
@@ -60,7 +60,7 @@ def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: R
 
 @contextlib.asynccontextmanager
 async def _until(deadline: float, service: Service) -> AsyncIterator[None]:
-    """Limit the duration of a request. Raises ApiError 504 after the deadline."""
+    """Raise ApiError 504 if the block is still running at the deadline."""
     try:
         async with asyncio.timeout_at(deadline if deadline < math.inf else None):
             yield

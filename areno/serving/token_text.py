@@ -13,7 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class StopStringFilter:
-    """Returns text up to the first stop string, and holds back text that may be the start of a stop string."""
+    """Returns the text before the first stop string. Text that may begin a stop string is held back."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -80,13 +80,13 @@ class TokenTexts:
         self._cache: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """Return the text of a token and its bytes."""
+        """Return the text and the UTF-8 bytes of a token."""
         if token not in self._cache:
             self._cache[token] = self._look_up(token)
         return self._cache[token]
 
     def name(self, token: int) -> str:
-        """The text of a token. A part of a character is shown as bytes, as in ``bytes:\\xe2\\x82``."""
+        """The text of a token. If a token is only a part of a character, its bytes are shown: ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
@@ -103,7 +103,7 @@ class TokenTexts:
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """UTF-8 bytes of a token of a byte-fallback or byte-level vocabulary. None for other vocabularies."""
+    """The bytes of a token of a byte-fallback or byte-level vocabulary. None for other tokens."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()

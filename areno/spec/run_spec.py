@@ -49,7 +49,7 @@ class RunSpec:
     """Settings of one training run.
 
     Attributes:
-        evaluated_with: settings that must be equal for two evaluations to be comparable.
+        evaluated_with: settings of the evaluations. Two evaluations are comparable if these settings are equal.
     """
 
     span: Span

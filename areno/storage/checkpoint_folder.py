@@ -1,10 +1,12 @@
-"""The checkpoint root: ``step_000123/`` folders, and optionally ``best/``, each either complete or absent.
+"""The folder with a run's checkpoints: ``step_000123/``, and optionally ``best/``. Each is either complete or absent.
 
-A checkpoint is written under a temporary name and renamed once it is synced to disk. Deletion renames first, then deletes.
-What a killed process leaves behind therefore has a name that starts with a dot, and is removed at the next start. A checkpoint
-that is being replaced is deleted last, and restored if the process was killed before its successor was renamed. Two
-checkpoints of one step share files as hard links if the file system supports them, so files are replaced, never modified in
-place.
+A checkpoint is written under a temporary name, synced to disk, and then renamed. To delete a checkpoint, its folder is first
+renamed to a temporary name. If the process is killed, the folders with temporary names are removed at the next start or save.
+A checkpoint that is being replaced is deleted last. If the process is killed before the new checkpoint has its final name, the
+old checkpoint is restored.
+
+Two checkpoints of one step share files as hard links, if the file system supports them. Therefore, files are replaced and
+never modified in place.
 
 A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. An unreadable
 checkpoint stops the run with an error, because the cause may be temporary.
@@ -65,7 +67,7 @@ class CheckpointFolder:
         )
 
     def best_step(self) -> int | None:
-        """Return the number of completed steps of the best checkpoint; None if there is none."""
+        """Return the number of completed steps of the best checkpoint, or None without a best checkpoint."""
         return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
 
     def find(self, step: int) -> Path | None:
@@ -90,21 +92,23 @@ class CheckpointFolder:
         return None
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, which may be the best one; None if there is none."""
+        """Return the newest complete checkpoint, including the best one, or None without checkpoints."""
         steps, best = self.steps(), self.best_step()
         if best is not None and (not steps or best > steps[-1]):
             return self.best
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or None; rename newer, damaged checkpoints to ``.damaged-...``.
+        """Return the newest undamaged checkpoint, or None without checkpoints.
+
+        Newer, damaged checkpoints are renamed to ``.damaged-...``.
 
         Args:
-            step: consider only the checkpoint after this many completed steps.
-            check: raises ``DamagedCheckpointError`` for an unusable checkpoint; None verifies the state and the manifest.
+            step: consider only checkpoints after this many completed steps.
+            check: raises ``DamagedCheckpointError`` for an unusable checkpoint. By default, checks state and manifest.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable, or a checkpoint cannot be read.
+            CheckpointError: all checkpoints are damaged, or one cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -126,7 +130,7 @@ class CheckpointFolder:
         return None
 
     def rewind(self, step: int) -> None:
-        """Rename the checkpoints of steps after ``step`` to ``.rewound-...``, because the run repeats those steps."""
+        """Rename the checkpoints of steps after ``step`` to ``.rewound-...``. The run repeats these steps."""
         for path_step, path in self._newest_first():
             if path_step > step:
                 hidden = self._set_aside(path, _REWOUND)
@@ -135,7 +139,10 @@ class CheckpointFolder:
                 )
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        """Return steps and folders of all checkpoints, complete or not, newest first; at equal steps, the best one last."""
+        """Return steps and folders of all checkpoints, newest first. At equal steps, ``best`` comes last.
+
+        Incomplete checkpoints are included. A damaged ``best`` is renamed, unless it is the only checkpoint.
+        """
         if not self.root.is_dir():
             return []
         folders = [(int(match[1]), entry) for entry in self.root.iterdir() if (match := _NAME.fullmatch(entry.name))]
@@ -150,7 +157,7 @@ class CheckpointFolder:
         return sorted(folders, key=lambda pair: (pair[0], pair[1] != self.best), reverse=True)
 
     def _set_aside(self, path: Path, prefix: str) -> Path:
-        """Rename a checkpoint to an unused hidden name, and return its new path."""
+        """Rename a checkpoint to an unused name with a prefix, and return its new path."""
         names = (f"{prefix}{path.name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
         target = next(target for target in map(self.root.joinpath, names) if not target.exists())
         os.replace(path, target)
@@ -168,7 +175,7 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints beyond ``keep``, except the newest checkpoint up to ``sound_until``.
+        """Delete all but the newest ``keep`` checkpoints. The newest checkpoint up to ``sound_until`` is kept too.
 
         Raises CheckpointError on failure.
         """
@@ -187,23 +194,23 @@ class CheckpointFolder:
 
     @contextmanager
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
-        """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
+        """Yield a folder to fill. If the block ends without an error, the folder becomes the checkpoint of ``step``.
 
-        The folder is initially empty, or has the files of ``copy_of`` as hard links or copies.
+        Initially, the folder contains the files of ``copy_of``, as hard links or copies. Without ``copy_of``, it is empty.
 
         Raises:
-            CheckpointError: the disk has less than ``needed_bytes`` plus 64 MiB free, or a write failed.
+            CheckpointError: the disk has less than ``needed_bytes`` plus 64 MiB free, or a write or a deletion failed.
         """
         with self._writing(self.path(step), needed_bytes, copy_of) as folder:
             yield folder
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """Like :meth:`writing`, for the best checkpoint, which replaces the previous one and is not counted in ``keep``."""
+        """Like :meth:`writing`, but replace the best checkpoint. ``keep`` does not count the best checkpoint."""
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:
-        """Like :meth:`writing`, for a model under another name, which is not a checkpoint and has no manifest."""
+        """Like :meth:`writing`, but write a model without training state to the folder ``name``. There is no manifest."""
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
@@ -247,7 +254,6 @@ class CheckpointFolder:
             )
 
     def _replace(self, target: Path, new: Path) -> None:
-        """Rename ``new`` to ``target``, and delete the old ``target`` only afterwards."""
         old = self.root / f"{_REPLACED}{target.name}"
         if target.exists():
             os.replace(target, old)

@@ -3,8 +3,8 @@
     trainer_state/state.json      the state as JSON, including its own SHA-256
     trainer_state/manifest.json   {"files": {"model.safetensors": {"bytes": ..., "sha256": ...}, ...}}
 
-The manifest does not list ``state.json``, because an evaluation may replace it later. A copy of a checkpoint keeps the
-entries of the files that it shares as hard links, so nothing is hashed twice.
+The manifest does not list ``state.json``, because an evaluation may later replace that file. A copy of a checkpoint
+shares files as hard links. Its manifest keeps their entries, so no file is hashed twice.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def list_again(folder: Path, name: str) -> None:
-    """Update the manifest of a copied checkpoint, if it has one, after the file ``name`` was written, replaced or deleted."""
+    """Update the manifest of a copied checkpoint after a change of the file ``name``. Does nothing without a manifest."""
     path = folder / STATE_FOLDER / _MANIFEST
     if not path.exists():
         return
@@ -60,10 +60,10 @@ def _replace_manifest(folder: Path, files: dict[str, Any]) -> None:
 
 
 def check_files(folder: Path, *, required: bool = False) -> None:
-    """Verify a checkpoint against its manifest. Without ``required``, the manifest may be missing.
+    """Verify a checkpoint against its manifest. A missing manifest is an error only if ``required`` is set.
 
     Raises:
-        DamagedCheckpointError: the files differ from the manifest, or the manifest is missing or malformed.
+        DamagedCheckpointError: a file differs from the manifest, or the manifest is malformed or missing.
         CheckpointError: a file cannot be read.
     """
     path = folder / STATE_FOLDER / _MANIFEST
@@ -93,7 +93,7 @@ def check_files(folder: Path, *, required: bool = False) -> None:
 
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write or atomically replace the trainer's JSON state. A checkpoint is complete if it has this file."""
+    """Write the trainer's JSON state, or atomically replace it. A checkpoint without a state is incomplete."""
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
     state = {"format": FORMAT, **state}
@@ -131,7 +131,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Read a file; None if it does not exist. Raises CheckpointError if it cannot be read."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +146,7 @@ def _state_digest(state: dict[str, Any]) -> str:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file; uses threads, because hashing releases the GIL."""
+    """Return the SHA-256 of each file, computed in threads. Hashing releases the GIL."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(partial(_digest, folder), names), strict=True))
 

@@ -1,4 +1,4 @@
-"""Opens files for reading, and replaces files so that a reader sees either the old or the new content."""
+"""Opens files for reading, and replaces files atomically: a reader sees either the old or the new content."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +17,10 @@ def open_file(path: Path) -> BinaryIO:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file to write, which replaces ``path`` at the end; an error leaves ``path`` unchanged."""
+    """Yield the path of a temporary file to write. At the end of the block, this file replaces ``path``.
+
+    After an error, ``path`` is unchanged.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary

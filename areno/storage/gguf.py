@@ -1,4 +1,4 @@
-"""GGUF files as checkpoint folders: the weights are dequantized once and cached."""
+"""Converts GGUF files to cached checkpoint folders with dequantized weights."""
 
 import errno
 import hashlib
@@ -40,7 +40,7 @@ def gguf_folder(path: str | Path) -> Path:
     """Return the cached checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer, chat template.
 
     Raises:
-        UsageError: the file is damaged, its model is unsupported, or the disk is full.
+        UsageError: the file is damaged, the model is unsupported, or the disk is full.
     """
     path = Path(path).expanduser().resolve()
     state = path.stat()
@@ -126,7 +126,10 @@ def _model(path: Path, reader: Any, values: dict[str, Any]) -> Any:
 
 
 def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
-    """Set the RoPE scaling of Llama 3 from its stored ``factors``, which transformers does not read from GGUF."""
+    """Set Llama 3's RoPE scaling, which transformers does not read from GGUF, if the file stores ``factors``.
+
+    Raises ValueError for an unsupported scaling.
+    """
     import numpy as np
 
     rope = getattr(config, "rope_parameters", None) or {}

@@ -8,12 +8,15 @@ from typing import Any, BinaryIO
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The numbers that JSON cannot express, by the strings that represent them."""
 MAX_BYTES = 2**24
-"""Longer lines, and larger files of a single JSON value, are not read, so that no file can exhaust the memory."""
+"""Limit for a line, and for a file with a single JSON value. Protects the memory from oversized files."""
 _STEPS = 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
+    """Return the record of a line, or None for an incomplete or malformed line.
+
+    A record must have a ``step`` that fits into 64 bits.
+    """
     if not line.endswith(b"\n"):
         return None
     try:
@@ -25,9 +28,9 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Read complete lines from a file's current position on; yield the size in bytes and the record of each line.
+    """Yield the size in bytes and the record of each complete line after a file's current position.
 
-    The record is None if :func:`parse_record` returns None, or the line has more than ``MAX_BYTES``.
+    The record is None if :func:`parse_record` returns None, or if the line has more than ``MAX_BYTES``.
     """
     while line := file.readline(MAX_BYTES):
         length, piece = len(line), line
@@ -39,7 +42,7 @@ def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def as_float(value: Any) -> float:
-    """Return a value of a record as a float; NaN if it is not a number, or is an integer too large for a float."""
+    """Return a value of a record as a float. If this is impossible, return NaN."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -8,7 +8,7 @@ PART_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """Complete lines of a log, the byte positions at which they begin and end, and the size of the file.
+    """A section of a log: complete lines, the byte positions where they begin and end, and the size of the file.
 
     A line of more than ``PART_BYTES`` is split across several sections.
     """
@@ -20,7 +20,7 @@ class LogPart:
 
 
 def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
-    """Read at most ``PART_BYTES`` of a log: after or before a byte position, or at the end of the file."""
+    """Read at most ``PART_BYTES`` of a log, after or before a byte position. Without a position, read the end."""
     size = file.seek(0, 2)
     is_forward = after is not None and 0 <= after <= size
     if is_forward:

@@ -1,6 +1,6 @@
 """Reads ``metrics.jsonl`` into columns, and follows the file while a run writes it.
 
-Ten thousand steps of sixty metrics take about 10 MB of memory, and are read in about a second.
+Reading ten thousand steps of sixty metrics takes about a second, and about 10 MB of memory.
 """
 
 from __future__ import annotations  # subscripts of `array` exist from Python 3.12 on
@@ -18,7 +18,7 @@ from areno.storage.files import Opener, open_file
 from areno.storage.json_lines import NON_FINITE, as_float, records
 
 _PROBE = 4096
-"""Number of leading bytes that identify a line: they include its step and time."""
+"""Number of leading bytes that identify a line. The step and the time of a line are among these bytes."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class MetricColumns:
         return name in self.series
 
     def __getitem__(self, name: str) -> Series:
-        """Return the series of a metric; empty if it was never recorded."""
+        """Return the series of a metric. A metric that was never recorded has an empty series."""
         return self.series.get(name) or Series()
 
     @property
@@ -97,7 +97,7 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """Read the current beginning of the last line that :meth:`update` read. A change means that the file was replaced."""
+        """Read the beginning of the line before the read position. If the line has changed, the file was replaced."""
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

@@ -3,9 +3,9 @@
     config.yaml  environment.json  status.json  metrics.jsonl  samples.jsonl  samples.index  eval_samples.jsonl
     warnings.jsonl  log.txt  events/  checkpoints/  rollouts/  summary.json  report.html
 
-Each line of the ``.jsonl`` files is valid JSON (NaN and infinity become strings) and reaches the operating system before the
-method that writes it returns. ``truncate_after`` resets the files of a killed run to the state of its checkpoint, so that a
-resumed run writes no step twice.
+Each line of the ``.jsonl`` files is valid JSON, in which NaN and infinity are strings. A method that writes lines returns only
+when the operating system has them. A killed run may have written steps after its last checkpoint. ``truncate_after`` removes
+these steps, so that a resumed run does not write them twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunDirectory:
 
     Args:
         layout: paths that depend on the front end.
-        opened: opens the files that are read.
+        opened: opens a file for reading.
     """
 
     def __init__(self, path: str | Path, layout: RunLayout = OPTIONS, opened: Opener = open_file) -> None:
@@ -66,11 +66,11 @@ class RunDirectory:
         return self
 
     def write_config(self, text: str) -> None:
-        """Atomically replace ``config.yaml``, readable only by its owner because it may hold secrets."""
+        """Atomically replace ``config.yaml``. Only its owner may read this file, which may contain secrets."""
         _replace(self.config_path, [text.encode()], mode=0o600)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``."""
+        """Append ``{"step": step, "time": Unix seconds, **values}`` to ``metrics.jsonl``."""
         _append(self.metrics_path, [{"step": step, "time": time.time(), **values}])
 
     def append_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -111,11 +111,10 @@ class RunDirectory:
         _replace(path, [json.dumps(json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop incomplete lines, and lines of steps after ``step``; return how many were dropped.
+        """Drop incomplete lines, and lines and saved rollouts of steps after ``step``. Return the number of dropped lines.
 
         Evaluations are numbered by completed steps, so answers of evaluations up to ``step + 1`` are kept. If ``step`` is -1,
-        none are kept, because a run that starts again repeats its first evaluation. The saved rollouts of steps after ``step``
-        are deleted.
+        none are kept: a run that starts again repeats its first evaluation.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
@@ -139,7 +138,7 @@ class RunDirectory:
         return self._read(self.warnings_path)
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Return the content of ``summary.json``, ``status.json`` or ``environment.json``; {} if missing or unreadable."""
+        """Return the JSON object in a file, such as ``status.json``. If the file is missing or unreadable, return {}."""
         try:
             with self.open(path) as file:
                 content = json.loads(file.read(MAX_BYTES))
@@ -173,7 +172,7 @@ class RunDirectory:
 
 
 def json_safe(value: Any) -> Any:
-    """Return ``value`` with non-finite floats as strings, and one-element arrays and tensors as numbers."""
+    """Return ``value`` with NaN and infinities as strings. Arrays and tensors of one element become numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -193,7 +192,6 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError into an ArenoError with the file and the remedy in its message."""
     try:
         yield
     except OSError as error:
@@ -208,7 +206,6 @@ def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _append_lines(path: Path, lines: Iterable[bytes]) -> int:
-    """Append lines; return the byte position of the first."""
     with open(path, "ab") as file:
         start = file.tell()
         file.write(b"".join(lines))
@@ -216,7 +213,6 @@ def _append_lines(path: Path, lines: Iterable[bytes]) -> int:
 
 
 def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> None:
-    """Write to a temporary file and rename it, so that the file is never incomplete; ``mode`` sets its permissions."""
     with _writing(path), replacing(path) as temporary, open(temporary, "wb") as file:
         if mode is not None:
             os.fchmod(file.fileno(), mode)  # before any content is written

@@ -45,14 +45,14 @@ EXPERIMENT = RunLayout("main.log", "recover", "{role}", "epoch{epoch}epochstep{e
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory; False for a folder that this user may not search."""
+    """Whether ``path`` is a run directory. False if this user lacks permission to look into ``path``."""
     return os.path.isfile(path / CONFIG)
 
 
 def is_experiment(run: Path, option: str) -> bool:
     """Whether ``areno run`` wrote a run directory.
 
-    Raises UsageError, which mentions ``option``, if ``config.yaml`` is unreadable.
+    Raises UsageError if ``config.yaml`` is unreadable. The message contains ``option``.
     """
     return "experiment_name" in _config(run, option)
 
@@ -66,11 +66,11 @@ def checkpoints_of(run: Path, option: str) -> Path:
 
 
 def newest_model(source: str | Path, option: str) -> str:
-    """Return the newest model in a run directory or a folder of checkpoints; any other ``source`` is returned unchanged.
+    """Return the newest model in a run directory or a folder of checkpoints. Any other ``source`` is returned unchanged.
 
     Raises:
-        UsageError: a run has no checkpoint, or its configuration is unreadable; the message mentions ``option``.
-        CheckpointError: a checkpoint cannot be read.
+        UsageError: a run has no checkpoint, or its configuration is unreadable. The message contains ``option``.
+        CheckpointError: the best checkpoint cannot be read.
     """
     path = Path(source).expanduser()
     if not is_run(path):
@@ -87,7 +87,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """What a run saved, by completed steps: checkpoints to resume from, the best one, and models without training state."""
+    """Completed steps of the checkpoints, of the best checkpoint, and of the models without training state."""
 
     checkpoints: list[int]
     best: int | None
@@ -97,8 +97,8 @@ class SavedModels:
 def saved_models(run: Path, option: str) -> SavedModels:
     """Return what a run has saved.
 
-    Raises UsageError, which mentions ``option``, if the configuration is unreadable. Raises CheckpointError if a checkpoint is
-    unreadable.
+    Raises UsageError, whose message contains ``option``, if the configuration is unreadable. Raises CheckpointError if the best
+    checkpoint is unreadable.
     """
     layout, folder, root = _roots(run, option)
     checkpoints = CheckpointFolder(folder)
@@ -106,7 +106,7 @@ def saved_models(run: Path, option: str) -> SavedModels:
 
 
 def _roots(run: Path, option: str) -> tuple[RunLayout, Path, Path]:
-    """Return the layout of a run directory, and its folders of checkpoints and of models."""
+    """Return the layout of a run directory, its checkpoint folder, and its model folder."""
     config, checkpoints = _config(run, option), checkpoints_of(run, option)
     if "experiment_name" in config:
         return EXPERIMENT, checkpoints, _root(run, config, "saver")
@@ -114,7 +114,7 @@ def _roots(run: Path, option: str) -> tuple[RunLayout, Path, Path]:
 
 
 def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
-    """Return the newest and the best checkpoint and the newest model, if any, each with its number of completed steps."""
+    """Return (completed steps, path) of the newest checkpoint, the best checkpoint and the newest model, if they exist."""
     saved = CheckpointFolder(checkpoints)
     newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
     if (best := saved.best_step()) is not None:
@@ -123,7 +123,7 @@ def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int,
 
 
 def _models(layout: RunLayout, root: Path) -> list[tuple[int, Path]]:
-    """The saved models of the policy without training state, each with its number of completed steps, ascending."""
+    """Return (completed steps, path) of each saved policy without training state, ascending."""
     folder = root / layout.models.format(role=ACTOR_MODELS)
     name = re.compile(re.sub(r"\{.*?\}", r"(\\d+)", layout.model))
     matches = ((name.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
@@ -140,7 +140,10 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Return a section's save folder: below its ``fileroot`` if set and not the cluster's, else the run's ``checkpoints``."""
+    """Return the folder in which a section, such as ``saver``, saves.
+
+    If the section has a ``fileroot`` of its own, the folder is below this root. Otherwise, it is the run's ``checkpoints``.
+    """
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):
         return run / "checkpoints"

@@ -1,8 +1,8 @@
-"""Lets only one process write to a run's directories, by an advisory lock (``flock``) that is released when the process exits.
+"""Lets only one process write to a run's directories, by an advisory lock (``flock``).
 
-The lock belongs to the open file, which child processes do not keep open, so a killed process releases the lock even if its
-children survive. The lock file remains after the run. While the lock is held, the lock file contains the process id and the
-host name of its holder.
+The lock is released when no process has the lock file open. Child processes close this file, so a killed process releases the
+lock even if its children survive. The lock file remains after the run. While the lock is held, the lock file contains the
+process id and the host name of the holder.
 """
 
 import errno
@@ -26,7 +26,7 @@ _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close inherited descriptors in a forked child. Open descriptors would hold the locks after the parent has exited."""
+    """Close inherited lock files in a forked child, which would otherwise keep the locks after its parent's exit."""
     while _descriptors:
         os.close(_descriptors.pop())
 
@@ -36,7 +36,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def run_lock(folder: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if missing; only warns if the file system does not support locks.
+    """Hold the lock of a folder. A missing folder is created.
+
+    If the file system does not support locks, a warning is logged and nothing is locked.
 
     Raises:
         UsageError: another process holds the lock, or the folder is not writable. The message ends with ``remedy``.
@@ -61,7 +63,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of a folder; also True where the file system does not support locks."""
+    """Whether a process holds the lock of a folder. If the file system does not support locks, True."""
     try:
         # These flags avoid blocking on a pipe, and following a link to another program's lock.
         descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -77,7 +79,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
-    """Acquire the lock and record its holder; False if the file system does not support locks."""
+    """Acquire the lock, record its holder and return True. Return False if the file system does not support locks."""
     try:
         _take(descriptor)
     except OSError as error:
@@ -95,7 +97,7 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
 
 
 def _take(descriptor: int) -> None:
-    """Take the lock, or raise OSError. Retries for a moment, because `is_locked` in another process holds the lock briefly."""
+    """Take the lock, or raise OSError. Retries for about 0.2 s, because :func:`is_locked` briefly holds the lock."""
     for _ in range(_TRIES - 1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The status of a run in ``status.json``: running, finished, stopped by a signal, or failed with its error.
+"""The status of a run in ``status.json``: running, finished, stopped by a signal, or failed with an error.
 
 A process that is killed cannot record its end. The status then stays ``running``, but the run's lock is free.
 """
@@ -37,9 +37,10 @@ def recorded_status(run_dir: RunDirectory) -> Iterator[None]:
 
 
 def read_status(run_dir: RunDirectory) -> dict[str, Any]:
-    """Return the status of a run: ``state``, ``started``, ``ended``, and ``signal`` or ``error``; {} if none was recorded.
+    """Return the recorded status of a run, or {} without a record.
 
-    The state is ``killed`` if the process has exited without recording its end.
+    The keys include ``state``, ``started`` and ``ended``. A stopped run also has ``signal``, and a failed run has ``error``. If
+    the process exited without recording its end, the state is ``killed``.
     """
     status = run_dir.read_json(run_dir.status_path)
     if status.get("state") == RUNNING and not is_locked(run_dir.path):

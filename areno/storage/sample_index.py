@@ -1,7 +1,7 @@
-"""The index of ``samples.jsonl``: one fixed-size entry per sample, so that a file of a million samples opens without delay.
+"""The index of ``samples.jsonl``, with a fixed-size entry per sample. A list of a million samples needs only the index.
 
-The writer appends to ``samples.index`` after each append to ``samples.jsonl``. If the index lacks entries
-(because a run was killed between the two appends, or wrote no index), a reader scans the remaining samples.
+The writer appends to ``samples.jsonl``, and then to ``samples.index``. A run that is killed between the two leaves samples
+without an entry. A reader scans the samples that are missing at the end of the index.
 """
 
 import json
@@ -31,7 +31,10 @@ ENTRY = np.dtype(
 )
 """An entry of the index; little-endian, without padding."""
 FLAGS = {"first": 1, "best": 2, "worst": 4, "truncated": 8, "rows": 16}
-"""Bits of ``flags``: why the sample was recorded, whether its response was truncated, and whether the record has its tokens."""
+"""Bits of ``flags``. ``first``, ``best`` and ``worst`` are reasons to record a sample.
+
+``truncated`` means that the response reached its maximum length, and ``rows`` that the record contains tokens.
+"""
 Entries = NDArray[np.void]
 """Entries [samples] of type ``ENTRY``, in file order."""
 
@@ -57,7 +60,7 @@ def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequ
 
 
 def read_entries(samples: Path, opened: Opener = open_file) -> Entries:
-    """Return the entries of all readable lines of a samples file; none if there is no file."""
+    """Return the entries of all readable lines of a samples file. A missing file has no entries."""
     if not samples.exists():
         return np.zeros(0, ENTRY)
     with opened(samples) as file:
@@ -88,11 +91,12 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
     """Read the record of an entry from its samples file.
 
     Args:
-        tokens: False omits ``rows`` if they begin in the first 64 KiB of the line; then ``text`` is not checked.
+        tokens: if False, ``rows`` may be omitted, and ``text`` is then ignored. ``rows`` are kept if they begin after the first
+            64 KiB of the line.
         text: casefolded text that the line must contain.
 
     Returns:
-        The record; None if the line lacks ``text``, has more than ``MAX_BYTES``, is damaged, or is no longer there.
+        The record. None if the line lacks ``text``, or is damaged, missing, or longer than ``MAX_BYTES``.
     """
     length = int(entry["length"])
     if length > MAX_BYTES:
@@ -112,7 +116,7 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 
 
 def left_out(entries: Entries, size: int) -> int:
-    """Bytes of the lines without an entry, which are damaged or too long. The samples file has ``size`` bytes."""
+    """Total size in bytes of the damaged or too long lines, which have no entry. ``size`` is that of the samples file."""
     between = _end(entries) - int(entries["length"].sum(dtype=np.int64))
     behind = size - _end(entries)  # a short remainder is a line that is being written
     return max(between, 0) + (behind if behind > MAX_BYTES else 0)
@@ -156,7 +160,7 @@ def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
 
 
 def _indexed(samples: Path, opened: Opener) -> Entries:
-    """Return the entries of the index. The file is read, not memory-mapped: truncating a mapped file would kill the process."""
+    """Return the entries of the index. A memory-mapped file would kill this process if another process truncated it."""
     path = index_path(samples)
     if not path.exists():
         return np.zeros(0, ENTRY)
@@ -165,7 +169,7 @@ def _indexed(samples: Path, opened: Opener) -> Entries:
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Return how many bytes of the samples file an index covers; 0 without an index."""
+    """Return the number of bytes of the samples file that an index covers. 0 without an index."""
     if not path.exists() or path.stat().st_size < ENTRY.itemsize:
         return 0
     with open(path, "rb") as file:

@@ -1,7 +1,8 @@
 """Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes one user turn, unless it already contains chat markers. A chat template itself writes the BOS token,
-if the model uses BOS. Plain text gets the BOS token that the tokenizer adds, unless the text already starts with this token.
+A text prompt becomes one user turn. A prompt that already contains chat markers is used unchanged. If the model uses a BOS
+token, its chat template writes this token. Without a template, a prompt gets the BOS token that the tokenizer adds. A text that
+already starts with BOS gets no second BOS token.
 """
 
 import json
@@ -74,12 +75,12 @@ def render_generation_prompt(
             ``tool_calls`` and messages of the role ``tool``.
         disable_thinking: pass ``enable_thinking=False`` to the template, which may ignore it.
         tools: available tools in OpenAI's format. If the template does not support tools, the system message describes
-            them.
+            the tools.
         chat_template_kwargs: additional template variables, which override ``disable_thinking``.
         add_generation_prompt: open the assistant's turn at the end.
 
     Raises:
-        UsageError: a message, call or tool is malformed, content is not text, a variable is reserved, or the template
+        UsageError: a message, call or tool is malformed; content is not text; a variable is reserved; or the template
             rejects the messages, for example because roles do not alternate.
     """
     if isinstance(prompt, str):
@@ -109,7 +110,7 @@ def render_generation_prompt(
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Token ids of each prompt. Plain text gets the tokenizer's BOS token, unless the text already starts with this token."""
+    """Token ids of each prompt. Text without a template gets the tokenizer's BOS token, if missing."""
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)
@@ -121,12 +122,12 @@ def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[l
 
 
 def encode_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: bool = False) -> list[int]:
-    """Token ids of one prompt. See :func:`render_generation_prompt` for arguments and errors."""
+    """Token ids of one prompt. The arguments and errors are those of :func:`render_generation_prompt`."""
     return encode_rendered(tokenizer, [render_generation_prompt(tokenizer, prompt, disable_thinking)])[0]
 
 
 def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
-    """All ids that end a response: the tokenizer's EOS, and the EOS ids of a checkpoint or model configuration."""
+    """All ids that end a response: the EOS ids of the tokenizer, and those of a checkpoint or a model configuration."""
     eos_ids = _ids(tokenizer.eos_token_id)
     if isinstance(model_path_or_config, (str, Path)):
         for name in ("config.json", "generation_config.json"):

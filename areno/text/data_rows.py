@@ -1,4 +1,4 @@
-"""Converts dataset rows in common formats to areno's keys, and extracts and encodes the fields of rows.
+"""Converts dataset rows in common formats to areno's keys, and encodes the fields of rows.
 
 Error messages contain the source and the row number (from 1).
 """
@@ -23,9 +23,9 @@ Messages = list[dict[str, Any]]
 def text_or_messages(
     row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
 ) -> str | Messages:
-    """Text or chat messages of a row's key, without Arrow's null fields.
+    """Text or chat messages of a row's key. Null fields, which Arrow adds to messages, are removed.
 
-    Raises DataError if the value is missing or of another type.
+    Raises DataError if the value is missing, or is neither text nor messages.
     """
     value = row.get(key)
     if value is None:
@@ -47,7 +47,7 @@ def text_or_messages(
 
 
 def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
-    """The response text of a row; empty if the row should be dropped."""
+    """The response text of a row. A row with an empty response should be dropped. Raises DataError if malformed."""
     if "response" not in row:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
@@ -60,7 +60,7 @@ def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) ->
 
 
 def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Text or messages of a row's key; empty if the row should be dropped."""
+    """Text or messages of a row's key. A row with an empty value should be dropped. Raises DataError if malformed."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 
@@ -88,7 +88,7 @@ def encode_examples(
 
 
 def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
-    """The EOS id of the tokenizer or, without one, the lowest of ``eos_token_ids``; None without any EOS id."""
+    """The tokenizer's EOS id. If the tokenizer has none, the lowest of ``eos_token_ids``. None without any EOS id."""
     eos = tokenizer.eos_token_id
     return eos if eos is not None else min(eos_token_ids, default=None)
 
@@ -105,11 +105,12 @@ PROMPT_FIELDS = ("messages", "prompt", "question")
 
 
 def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Mapping[str, Any]:
-    """Convert a row to ``prompt`` and ``response``. Rows with one of these keys, and rows in unknown formats, are unchanged.
+    """Convert a row to ``prompt`` and ``response``.
 
     If the last of ``messages`` is from the assistant, this message becomes the response, and the earlier messages
-    become the prompt. ``question`` and ``answer`` become prompt and response. Raises DataError if the last message calls
-    tools, because a response is text.
+    become the prompt. ``question`` and ``answer`` become prompt and response. Rows that already have ``prompt`` or
+    ``response``, and rows in other formats, are returned unchanged. Raises DataError if the last message calls tools,
+    because a response is text.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -129,13 +130,13 @@ def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Map
 
 
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
-    """Convert the transcripts of an hh-rlhf preference pair to conversations. Other rows are returned unchanged.
+    """Convert the transcripts of an hh-rlhf preference pair to conversations.
 
     Each turn of a transcript starts with ``\\n\\nHuman:`` or ``\\n\\nAssistant:``. A transcript that does not end with a
-    response becomes an empty list, which drops the pair.
+    response becomes an empty list, and the pair is dropped later. Other rows, and rows with a ``prompt``, are unchanged.
 
-    Rows with a ``prompt`` are not converted. Without a chat template (``with_template`` is False) the pair stays text,
-    and the prompt is the common prefix up to its last ``Assistant:``.
+    If ``with_template`` is False, the pair stays text. The prompt is then the common prefix of both transcripts, up to its
+    last ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):
@@ -153,7 +154,7 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
 
 
 def _messages(transcript: str) -> list[dict[str, str]]:
-    """Parse a transcript, and merge consecutive turns of one role. Returns [] if the transcript has no final response."""
+    """Parse a transcript, and merge consecutive turns of one role. If it does not end with a response, return []."""
     _, *parts = _TURN.split(transcript)
     messages: list[dict[str, str]] = []
     for name, text in zip(parts[::2], parts[1::2], strict=True):

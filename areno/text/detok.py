@@ -1,7 +1,7 @@
 """Incremental detokenization.
 
-A single token cannot be decoded reliably, because a token may be part of a UTF-8 character, and SentencePiece drops the
-leading space of the first word. Each token is therefore decoded together with a few preceding tokens. Text is emitted
+A token may be only a part of a UTF-8 character. Decoded alone, a token can also lose its leading space, because SentencePiece
+drops the leading space of the first word. Each token is therefore decoded together with a few preceding tokens. Text is emitted
 when later tokens can no longer change it. The window of decoded tokens stays short, so the cost per token is constant.
 """
 
@@ -20,8 +20,8 @@ class IncrementalDetokenizer:
     """Decodes tokens one by one into text that is never retracted.
 
     The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of
-    all tokens. There is one exception: if stray bytes directly follow a valid character, a byte-fallback tokenizer
-    decodes this character as invalid, but this class keeps the character.
+    all tokens. There is one exception: if stray bytes directly follow a valid character, ``tokenizer.decode`` of a
+    byte-fallback tokenizer loses this character. This class keeps the character.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end of generation: an incomplete character as decoded, or nothing."""
+        """Return the remaining text at the end of generation. An incomplete character is decoded as it is."""
         decoded = self._decode(self._window)
         return self._emit(decoded, len(decoded))
 
@@ -75,7 +75,7 @@ class IncrementalDetokenizer:
     def _settle(self, decoded: str) -> str:
         """Emit the beginning of a long sequence of invalid bytes.
 
-        Decoding the whole sequence for each token would take quadratic time.
+        To decode the whole sequence again for each token would take quadratic time.
         """
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])
@@ -94,14 +94,14 @@ _DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDic
 
 
 def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """A cached function that decodes a short window. The cache is effective, because many windows repeat."""
+    """A function that decodes a short window. Its results are cached, because many windows repeat."""
     if tokenizer not in _DECODERS:
         _DECODERS[tokenizer] = functools.lru_cache(maxsize=1 << 16)(_plain_decoder(tokenizer))
     return _DECODERS[tokenizer]
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """``tokenizer.decode`` without cleanup. For speed, calls the backend directly unless ``decode`` is overridden."""
+    """``tokenizer.decode`` without cleanup. If ``decode`` is not overridden, calls the faster backend directly."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

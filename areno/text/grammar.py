@@ -1,8 +1,8 @@
 """Structured output: JSON, JSON schemas and tool calls.
 
 `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) compiles a grammar once per tokenizer and
-process. Every sample uses a copy of the compiled state. Reasoning is unconstrained: the grammar applies only after the
-marker ``after``, which ends the reasoning.
+process. Each sample uses a copy of the compiled state. Reasoning is not constrained: with ``after``, the grammar applies only
+after this marker, which ends the reasoning.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class OptionalReasoning:
-    """A constraint for optional reasoning: ``reasoned`` if the first token is ``opener``, and ``direct`` otherwise."""
+    """A constraint for optional reasoning. If the first token is ``opener``, ``reasoned`` applies; otherwise, ``direct``."""
 
     direct: ConstraintFactory
     reasoned: ConstraintFactory
@@ -68,7 +68,7 @@ class OptionalReasoning:
 
 
 def json_object_constraint(tokenizer: Any, **options: Unpack[ConstraintOptions]) -> ConstraintFactory:
-    """Constrain to any JSON object; see :func:`json_schema_constraint`."""
+    """Constrain to any JSON object. For result and errors see :func:`json_schema_constraint`."""
     return json_schema_constraint(tokenizer, {"type": "object"}, **options)
 
 
@@ -77,8 +77,11 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """Constrain to JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a factory for the state of one sample. Raises UsageError if the schema is
-    invalid or unsupported, ``llguidance`` is not installed, the tokenizer is not a fast one, or it has no EOS token.
+    Returns a function that creates the state of one sample.
+
+    Raises:
+        UsageError: the schema is invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is not a fast
+            one or has no EOS token.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
@@ -95,7 +98,7 @@ def tool_call_constraint(
 ) -> ConstraintFactory:
     """Constrain to tool calls in the format of ``parser``, without other text.
 
-    Parameter schemas are enforced as far as possible. If a tool has ``"strict": true``, a schema that cannot be enforced
+    Parameter schemas are enforced as far as possible. For a tool with ``"strict": true``, a schema that cannot be enforced
     completely is an error.
 
     Args:
@@ -103,8 +106,7 @@ def tool_call_constraint(
         tool_choice: ``required``, or the one tool to call.
 
     Raises:
-        UsageError: the format cannot be enforced, or there are no tools. See :func:`json_schema_constraint` for other
-            causes.
+        UsageError: the format cannot be enforced, there are no tools, or :func:`json_schema_constraint` would raise.
     """
     shape = parser.shape
     functions = selectable_tools(tools, tool_choice)
@@ -161,7 +163,7 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
 
 
 def _text_choices(schema: Any) -> list[str]:
-    """The texts of an ``enum`` or ``const`` of only strings; [] for other schemas."""
+    """The values of an ``enum`` or ``const`` that allows only non-empty strings. [] for other schemas."""
     if not isinstance(schema, Mapping) or set(schema) - _TEXT_KEYWORDS - {"enum"} - {"const"}:
         return []
     values = schema.get("enum", [schema.get("const")])
@@ -169,7 +171,7 @@ def _text_choices(schema: Any) -> list[str]:
 
 
 def _not_for_text(schema: Any) -> set[str]:
-    """The keywords of a schema that cannot be enforced for an argument written as plain text."""
+    """The schema's keywords that a grammar cannot enforce if an argument is plain text."""
     if not isinstance(schema, Mapping):
         return set()
     branches = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
@@ -185,7 +187,7 @@ class _GrammarState:
         self._choices = 0
 
     def allowed(self) -> np.ndarray:
-        """Tokens allowed next, bool [V]. EOS tokens are allowed only if the response is complete."""
+        """The allowed next tokens as bool [V]. EOS tokens are allowed only after a complete response."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -202,7 +204,7 @@ class _GrammarState:
         return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
-        """Advance by a sampled token. Raises EngineError if the token is not allowed or the grammar exceeds its limits."""
+        """Advance by a sampled token. Raises EngineError if the grammar rejects the token or exceeds its limits."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -293,7 +295,7 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """The start rule. With ``after``, arbitrary text up to and including this marker precedes the response."""
+        """The start rule. With ``after``, free text that ends with this marker precedes the response."""
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"
@@ -336,7 +338,7 @@ def _llguidance() -> Any:
 
 
 def _checked_schema(schema: Any, what: str, strictness: Mapping[str, bool]) -> str:
-    """Validate a schema and return it as JSON text with llguidance's style options."""
+    """Validate a schema, and return the JSON text of the schema with llguidance's style options."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):

@@ -25,7 +25,7 @@ class GrowingText:
         self.text = text
 
     def find(self, marker: str, start: int) -> int:
-        """Position of the first ``marker`` at or after ``start``; -1 if there is none yet."""
+        """Position of the first ``marker`` at or after ``start``. -1 if the text does not contain one yet."""
         positions = self._positions.setdefault(marker, [])
         cached = bisect_left(positions, start)
         if cached < len(positions):

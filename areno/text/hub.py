@@ -10,7 +10,7 @@ _TRIES, _TIMEOUT_S = 2, 10.0
 
 
 def check_reachable(path: str) -> None:
-    """Check that a model is in a folder, in the Hugging Face cache or on a reachable hub. Raises UsageError otherwise."""
+    """Raise UsageError if a model is neither in a folder, nor in the Hugging Face cache, nor on a reachable hub."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,

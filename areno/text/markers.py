@@ -21,10 +21,10 @@ _warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 
 
 def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
-    """A chat template marker in a prompt; None without markers, or if no chat template will be applied.
+    """A chat template marker in a prompt. None without markers, or if no chat template will be applied.
 
     Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end of a
-    prompt. No template is applied to text that looks like a rendered conversation, so such text is not searched.
+    prompt. Text that looks like a rendered conversation is not searched, because no template is applied to such text.
     """
     if not getattr(tokenizer, "chat_template", None) or (isinstance(prompt, str) and is_chat_formatted(prompt)):
         return None
@@ -38,7 +38,7 @@ def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Warn, once per tokenizer, if a prompt already contains markers or the tokenizer has no template."""
+    """Warn if a prompt contains markers, or if the tokenizer has no template. There is one warning per tokenizer."""
     if tokenizer in _warned:
         return
     if not getattr(tokenizer, "chat_template", None):

@@ -1,8 +1,8 @@
 """Converts messages of OpenAI clients to the form that chat templates expect.
 
-Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates support
-different features, and some templates support neither tools nor calls. Unsupported tools and calls
-become text, and other content that is not text is an error, so that nothing is silently dropped.
+Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates differ in what they
+support. If a template does not support tools or calls, they become text. Content that is not text is an error. Therefore,
+nothing is silently dropped.
 """
 
 import json
@@ -21,8 +21,8 @@ def template_messages(
     """Convert messages for a chat template.
 
     A feature that the template's source does not mention counts as unsupported. Most templates expect the arguments of
-    a call as an object; a few expect JSON text (``arguments_as_text``). Raises UsageError if content is not text, or if
-    calls are not in OpenAI's format.
+    a call as an object. Set ``arguments_as_text`` for a template that expects JSON text. Raises UsageError if a message or
+    call is not in OpenAI's format, or if content is not text.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:
@@ -40,14 +40,14 @@ def template_messages(
 
 
 def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the prompt contains the arguments of a call as a Python dict, because the template expects JSON text instead."""
+    """Whether the prompt shows arguments as a Python dict. If True, the template expects arguments as JSON text."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in arguments)
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's format; flat tools (``{"name", "parameters"}``) are wrapped.
+    """Return tools in OpenAI's format. Flat tools, ``{"name", "parameters"}``, are converted.
 
     Raises UsageError if a tool is not a function.
     """
@@ -110,7 +110,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> Any:
-    """Parse arguments in JSON text. Text that is not a JSON object is returned unchanged."""
+    """Parse arguments that are JSON text. Text that is not a JSON object is returned unchanged."""
     if not isinstance(value, str):
         return value or {}
     try:

@@ -1,7 +1,7 @@
 """Separates reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
 
-If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Except in
-gpt-oss's format, reasoning is recognized only at the start of a message; later markers are content.
+If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Reasoning is recognized
+only at the start of a message, and later markers are content. In gpt-oss's format, any part of a message may be reasoning.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReasoningParser:
         return (self.opener, self.closer) if self.opener else ()
 
     def after_prompt(self, prompt: str) -> ReasoningParser:
-        """Return this parser for the response to a rendered prompt, which may open the reasoning."""
+        """Return a copy of this parser for the response to a rendered prompt. The prompt may already open the reasoning."""
         inside = bool(self.opener) and prompt.rstrip().endswith(self.opener)
         return dataclasses.replace(self, starts_inside=inside)
 
@@ -72,7 +72,10 @@ class ReasoningParser:
 
 @dataclass(slots=True)
 class _MarkerStream:
-    """The states are start (only white space so far), reasoning, gap (white space after the reasoning), and content."""
+    """Parses a message in four states: ``start``, ``reasoning``, ``gap`` and ``content``.
+
+    In ``start``, the text so far is white space. ``gap`` is the white space after the reasoning.
+    """
 
     parser: ReasoningParser
     state: str = field(init=False)
@@ -141,7 +144,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 @dataclass(slots=True)
 class _HarmonyStream:
-    """gpt-oss: message parts of the channel ``analysis`` are reasoning, and parts addressed to a tool are calls.
+    """Parses gpt-oss messages. Parts of the channel ``analysis`` are reasoning, and parts addressed to a tool are calls.
 
     Calls are normalized to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>`` for the tool-call parser.
     """
@@ -242,12 +245,12 @@ _SIGNS = (
 
 
 def list_reasoning_parsers() -> list[str]:
-    """All values of ``--reasoning-parser`` except ``auto``."""
+    """The values of ``--reasoning-parser``, without ``auto``."""
     return sorted({*_PARSERS, *_ALIASES})
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """A model's reasoning format, by name or, with ``auto``, detected from the chat template and the added tokens.
+    """The reasoning format called ``name``. ``auto`` detects it from the chat template and the added tokens.
 
     Raises UsageError if the name is unknown.
     """

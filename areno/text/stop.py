@@ -1,7 +1,7 @@
-"""Stop strings end generation as soon as they occur in the decoded text, regardless of token boundaries.
+"""Stop strings: generation ends when one of them occurs in the decoded text, regardless of token boundaries.
 
-To keep the cost per token constant, a search covers only new final text and the few characters before it that may begin
-a stop string.
+A search covers only the new text and the few characters before it that may begin a stop string. The cost per token is
+therefore constant.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class StopChecker:
         self.stopped = False  # whether a stop string has occurred
 
     def push(self, token_id: int) -> bool:
-        """Add one token. Returns True if the text contains a stop string; later tokens are then ignored."""
+        """Add one token, and return whether the text contains a stop string. Tokens after a stop string are ignored."""
         if self.stopped:
             return True
         new = self._detokenizer.push(token_id)

@@ -21,7 +21,7 @@ def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of a ``.jsonl`` file; None for a malformed line, such as the last line if the process was killed."""
+    """Yield the object of each line of a ``.jsonl`` file. A malformed line, such as an incomplete last line, yields None."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -32,7 +32,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str], str]) -> int:
-    """Call ``work(inputs, output)`` with the paths in ``argv``, print the returned summary, and return the exit code."""
+    """Call ``work(inputs, output)`` with the paths in ``argv``, and print its result. Return the exit code of the tool."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage)
         return 0

@@ -2,8 +2,8 @@
 
     python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json
 
-Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jsonl``. Processes are renumbered, because process
-ids of different machines may be equal. Malformed lines are skipped and counted.
+Each input is a ``.jsonl`` file or a folder. Folders are searched for ``traces-r*.jsonl``. The process ids of two machines may
+be equal, so processes are renumbered. Malformed lines are skipped and counted.
 """
 
 import json
@@ -18,7 +18,7 @@ _USAGE = "usage: python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.
 
 
 def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]:
-    """Write one Chrome trace from files or folders; returns the numbers of written events and of skipped lines."""
+    """Write one Chrome trace from files or folders. Return the number of written events and of skipped lines."""
     events: list[dict[str, Any]] = []
     skipped = 0
     numbers: dict[tuple[Path, Any], int] = {}

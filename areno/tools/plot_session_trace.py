@@ -1,8 +1,10 @@
-"""Plots the sessions of a run as an HTML page: one line per session, with its phases, and a table of their durations.
+"""Plots the sessions of a run as an HTML page.
+
+There is one line per session, which shows the session's phases, and a table with the durations of the phases.
 
     python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html
 
-Each input is a ``.jsonl`` file or a folder that is searched for ``sessions-r*.jsonl``. The page is self-contained.
+Each input is a ``.jsonl`` file or a folder. Folders are searched for ``sessions-r*.jsonl``. The page is self-contained.
 """
 
 import html

@@ -1,13 +1,13 @@
 """Checkpoints of a run: the complete state to resume from, and the checkpoint with the best evaluation.
 
-A checkpoint is a folder that ``areno.storage.checkpoint_folder`` writes under a temporary name, flushes to disk and renames:
+A checkpoint is a folder, which ``areno.storage.checkpoint_folder`` writes atomically:
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all but ``state.json``
     rollout.pt                 if any: finished but unused samples, and other state of the rollout
 
-A checkpoint is verified before it is used. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading
-never runs code from a file.
+A checkpoint is verified before use. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading never runs
+code from a file.
 """
 
 import os
@@ -34,8 +34,9 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    ``writing`` returns a context manager that shows the progress of a save, given the save's path. ``saved_step`` is the step
-    of the newest checkpoint that this process wrote or resumed from, or 0. The best checkpoint does not count.
+    ``writing`` takes the path of a save, and returns a context manager that shows the progress of the save. ``saved_step`` is
+    the step of the newest checkpoint that this process wrote or resumed from. Without such a checkpoint, ``saved_step`` is 0.
+    The best checkpoint does not count.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -46,11 +47,11 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if there is none or if disabled.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``. None without checkpoints, or if disabled.
 
         Raises:
-            CheckpointError: checkpoints exist but none is usable, a checkpoint is unreadable, or, with ``strict``, a file
-                belongs to another user or every user can write to it.
+            CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. With ``strict``, also if a file
+                belongs to another user, or if all users can write to a file.
         """
         if not self.spec.enabled:
             return None
@@ -64,7 +65,7 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Continue from a checkpoint: rename checkpoints of later steps, and delete the oldest checkpoints beyond the limit."""
+        """Continue from a checkpoint. Rename checkpoints of later steps, and delete the oldest checkpoints beyond the limit."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
@@ -75,10 +76,10 @@ class Checkpoints:
         return self.frequency.check(at) and self.spec.enabled
 
     def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
-        """Write the checkpoint of the last completed step, unless this checkpoint exists already.
+        """Write the checkpoint of the last completed step, if this checkpoint does not exist yet. Return its path.
 
-        ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` accepts, or None for no
-        ``rollout.pt``.
+        ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` can write to ``rollout.pt``. If
+        the value is None, no ``rollout.pt`` is written.
 
         Raises:
             CheckpointError: the disk is full, or a write failed.
@@ -96,7 +97,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Write the last completed step as the best checkpoint. For arguments and errors see :meth:`save`."""
+        """Replace the best checkpoint by the last completed step. The arguments and errors are those of :meth:`save`."""
         same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),
@@ -110,7 +111,7 @@ class Checkpoints:
             write_state(self.folder.path(state.step), asdict(state))
 
     def newest(self) -> str:
-        """Return in words from which step the newest checkpoint is, or that there is none."""
+        """Return a description of the newest checkpoint, for a message."""
         try:
             newest = max([*self.folder.steps(), self.folder.best_step() or 0])
         except (CheckpointError, OSError) as error:
@@ -120,7 +121,7 @@ class Checkpoints:
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
-        """Write a checkpoint to a folder. If the folder already holds a copy of the same step, write only what may differ."""
+        """Write a checkpoint to a folder. If the folder is a copy of ``copied``, write only what may differ."""
         if copied is None:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
@@ -145,7 +146,10 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if a path of the checkpoints belongs to neither this user nor root, or is writable by all users."""
+    """Raise CheckpointError if another user owns a path below ``root``, or if all users can write to a path.
+
+    The superuser may own paths.
+    """
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}
@@ -164,7 +168,7 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _owner_of_new_files(root: Path) -> int:
-    """Return the user id of new files in the folder. A file server may map the process's user id to another user id."""
+    """Return the owner of new files in a folder. A file server may map this process's user id to another user id."""
     try:
         with tempfile.TemporaryFile(dir=root) as probe:
             return os.fstat(probe.fileno()).st_uid

@@ -1,7 +1,7 @@
 """When to save, evaluate and checkpoint: every N epochs, steps or seconds, or a combination of these intervals.
 
-The three counters are independent: each counter restarts only when its own interval has passed. So "every epoch" does not
-affect "every 100 steps". Each schedule has a separate :class:`FrequencyControl`.
+The counters of the three units are independent: each counter restarts only when its own interval has passed. For example,
+"every epoch" does not affect "every 100 steps". Each schedule has a separate :class:`FrequencyControl`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The training loop of both front ends: steps, evaluation, checkpoints, resume, and clean shutdown.
 
-A step is the method ``run_step`` of an algorithm's trainer. For ``areno train`` the trainers are in
-``areno/api/trainers/rollout_trainer.py`` and ``supervised.py``, and for ``areno run`` in ``areno/experiments/trainers/rl.py``
-and ``supervised.py``.
+A step is the method ``run_step`` of an algorithm's trainer. The trainers of ``areno train`` are in
+``areno/api/trainers/rollout_trainer.py`` and ``supervised.py``. The trainers of ``areno run`` are in
+``areno/experiments/trainers/rl.py`` and ``supervised.py``.
 
-A trainer supplies the batches, the code of a step, and the measurements of an evaluation. After each step the loop reports
-statistics. The loop also saves models, evaluates, and writes a checkpoint, if these actions are due. A run that resumes from
-this checkpoint reports nothing twice. Evaluations do not affect training: they change neither the random state nor the step
-times.
+A trainer supplies the batches, the code of a step, and the measurements of an evaluation. After each step, the loop reports
+statistics. If these actions are due, the loop also saves models, evaluates, and writes a checkpoint. A resumed run reports no
+step twice. Evaluations do not affect training: they change neither the random state nor the step times.
 """
 
 import functools
@@ -45,7 +44,10 @@ from areno.types import TokenRecord, TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step to run, with its batch, its place in the run, and the position in the epoch's row order after the step."""
+    """A step to run, with its batch and its place in the run.
+
+    ``position`` is the position in the epoch's row order after the step.
+    """
 
     batch: Any
     at: StepInfo
@@ -100,7 +102,7 @@ class TrainingLoop(ABC):
         """Return the number of steps of the run, assuming that no row is skipped."""
 
     def data_size(self) -> dict[str, int]:
-        """Return the sizes of the data in the format of :func:`areno.observability.data_size.data_size`; {} if unknown."""
+        """Return the sizes of the data, as :func:`areno.observability.data_size.data_size` does. If unknown, return {}."""
         return {}
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
@@ -126,14 +128,14 @@ class TrainingLoop(ABC):
             self.saver.wait()
 
     def _stage(self, role: str) -> Callable[[], Any] | None:
-        """Return a function that copies a model for asynchronous saving; None if the model cannot be copied."""
+        """Return a function that copies a model for asynchronous saving, or None if the model cannot be copied."""
         engine = self.backend
         if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
             return None
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
-        """Return the rollout state for checkpoints, in types that :mod:`areno.training.plain_objects` accepts, or None."""
+        """Return the rollout state for checkpoints, or None. :mod:`areno.training.plain_objects` lists the allowed types."""
         return None
 
     def part_states(self) -> dict[str, Any]:
@@ -148,13 +150,16 @@ class TrainingLoop(ABC):
         self.checkpoint()
 
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
-        """Finish the run. Called once after the last step, unless the run was stopped or failed."""
+        """Finish the run. Called once after the last step. Not called if the run was stopped or failed."""
 
     def cleanup(self) -> None:  # noqa: B027  (not every trainer holds resources)
         """Release resources. Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """From now on, save each step's rows, and keep the newest ``steps`` steps (a number or ``all``). None saves no rows."""
+        """Save the rows of each step from now on, and keep those of the newest ``steps`` steps.
+
+        ``steps`` is a number or ``all``. If None, nothing changes: by default, no rows are saved.
+        """
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
 
@@ -164,7 +169,7 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return and clear the per-token records of the rows observed in the last update; {} if there are no records."""
+        """Return and clear the per-token records of the rows observed in the last update. {} without records."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
@@ -179,7 +184,10 @@ class TrainingLoop(ABC):
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run to the end. After an error or a signal (StopRequested), save the completed steps, unless an update failed."""
+        """Run to the end. After an error or a signal (StopRequested), save the completed steps.
+
+        Nothing is saved if the run ended during an update or while its state was restored.
+        """
         try:
             self._restoring = True
             self.load_models()
@@ -214,7 +222,10 @@ class TrainingLoop(ABC):
             self.checkpoint()
 
     def finished(self) -> bool:
-        """Return whether a limit of the run is reached, except for the number of epochs, which :meth:`steps` enforces."""
+        """Return whether the run has reached its limit of steps, sequences or patience.
+
+        :meth:`steps` enforces the number of epochs.
+        """
         span, state = self.spec.span, self.state
         limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
         return any(limit is not None and reached >= limit for limit, reached in limits)
@@ -253,7 +264,7 @@ class TrainingLoop(ABC):
         self._updating = False
 
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
-        """Evaluate if an evaluation is due. Return the metrics to merge into the step's record, or {}."""
+        """Evaluate if an evaluation is due. Return the metrics for the step's record, or {}."""
         if self.eval_rows is None:
             return {}
         self.state.evaluation_due |= self.evaluation.check(at)
@@ -262,7 +273,7 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model, at most once per step. ``apart`` reports the metrics separately; otherwise they are returned."""
+        """Measure the model, at most once per step. If ``apart``, report the metrics separately; otherwise, return them."""
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):
             return {}
@@ -284,7 +295,7 @@ class TrainingLoop(ABC):
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
-        """Record an evaluation if it is better than all earlier evaluations; return whether it is. NaN is never better."""
+        """Return whether an evaluation is better than all earlier evaluations, and record the best. NaN is never better."""
         name, best = self.best_metric, self.state.best
         if name not in metrics:
             if self.best_may_be_missing:
@@ -307,7 +318,11 @@ class TrainingLoop(ABC):
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Report the restored step's evaluation again, because its line was dropped; discard it if settings have changed."""
+        """Restore the evaluations of the checkpoint.
+
+        The evaluation of the restored step is reported again, because its line was dropped. If the evaluation settings have
+        changed, the last and the best evaluation are discarded.
+        """
         previous = self.state.evaluation
         if previous is None:
             return
@@ -319,7 +334,7 @@ class TrainingLoop(ABC):
             self.state.not_best, self.state.evaluation_due = 0, True
 
     def checkpoint(self) -> None:
-        """Write the checkpoint of the last completed step, unless this checkpoint exists or checkpoints are disabled."""
+        """Write the checkpoint of the last completed step, if it does not exist yet. Disabled checkpoints are not written."""
         if self.spec.checkpoints.enabled:
             self._note_parts()
             self.checkpointing.save(self.state, self.backend, self.rollout_state)
@@ -332,7 +347,7 @@ class TrainingLoop(ABC):
         self.state.parts |= {"report": self.report.state_dict(), **saver, **self.part_states()}
 
     def _restore(self) -> None:
-        """Resume from a checkpoint if there is one. Steps after the checkpoint are then repeated."""
+        """Resume from the checkpoint ``resumed_from``, and repeat the steps after it. Without one, start fresh."""
         checkpoint = self.resumed_from
         if checkpoint is None:
             self.start_fresh()

@@ -1,7 +1,7 @@
 """Saves and loads tensors, arrays and plain Python objects. Loading never runs code from the file.
 
-Files are written by ``torch.save`` and loaded with ``weights_only``, which allows only PyTorch's safe types and the types
-that this module adds.
+Files are written by ``torch.save`` and loaded with ``weights_only``. This option allows PyTorch's safe types, to which this
+module adds a few plain types.
 """
 
 import datetime
@@ -31,10 +31,13 @@ _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def save(value: Any, file: Path | IO[bytes]) -> None:
-    """Write a value made of None, numbers, text, bytes, dates, tensors, arrays, dicts, lists, tuples and sets.
+    """Write a value to a file.
+
+    Allowed types are None, numbers, text, bytes, dates, paths, UUIDs, tensors, arrays, dicts, lists, tuples and sets.
 
     Raises:
-        UsageError: the value contains another type. The message contains the type's name.
+        UsageError: the value contains another type, which the message names.
+        OSError: the file cannot be written.
     """
     try:
         torch.save(value, file)
@@ -53,12 +56,15 @@ def save(value: Any, file: Path | IO[bytes]) -> None:
 
 
 def check(value: Any) -> None:
-    """Raise the error that :func:`save` would raise for the value."""
+    """Raise UsageError if :func:`save` does not accept the value."""
     save(value, BytesIO())
 
 
 def load(file: Path) -> Any:
-    """Read a file of :func:`save`. Raises DamagedCheckpointError if it is invalid, and CheckpointError if it is unreadable."""
+    """Read a file that :func:`save` wrote.
+
+    Raises DamagedCheckpointError if the content is invalid, and CheckpointError if the file is unreadable.
+    """
     try:
         with safe_globals(_ALLOWED):
             return torch.load(file, weights_only=True, map_location="cpu")

@@ -27,10 +27,10 @@ class RecordedStep:
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.
-        start: number of steps that were completed when the starting weights were saved; ``step`` if the step started from
-            these weights.
-        checkpoint: the checkpoint with the starting weights; None for the initial model.
-        reshapes: whether to compute advantages from the rewards instead of using the recorded advantages.
+        checkpoint: the checkpoint from which the replay starts. None for the initial model.
+        start: number of completed steps in this checkpoint. If it equals ``step``, the recorded step started from the same
+            weights. Otherwise, the checkpoint is older.
+        reshapes: whether advantages are computed again from the rewards. By default, the recorded advantages are used.
     """
 
     step: int
@@ -61,9 +61,10 @@ class RecordedStep:
             setattr(row, column, [])
 
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
-        """Return a copy with advantages to be computed from the rewards, as the options ``because`` require.
+        """Return a copy whose advantages will be computed from the rewards.
 
-        Raises UsageError if the advantages compare all samples of a prompt (``by_group``) but some samples were not recorded.
+        ``because`` names the options that require this. ``by_group`` says that advantages compare all samples of a prompt.
+        In this case, raises UsageError if only some samples were recorded.
         """
         if by_group and not self.complete:
             raise UsageError(
@@ -115,6 +116,9 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
 
 
 def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
-    """Return (recorded, replayed) for each update statistic except times and speeds; recorded is None if unrecorded."""
+    """Return (recorded, replayed) for each update statistic, without times and speeds.
+
+    ``recorded`` is None for a statistic that the run did not record.
+    """
     names = [name for name in replayed if name.startswith(STATISTICS) and not name.endswith(_MEASURED)]
     return {name: (recorded.get(name), replayed[name]) for name in names}

@@ -25,8 +25,8 @@ class StepOutcome:
     """The result of one step.
 
     Attributes:
-        timings: seconds of ``rollout``, ``reward``, ``advantage`` and ``train``, if applicable.
-        memory: figures of :class:`StepMemory`.
+        timings: seconds per phase: ``rollout``, ``reward``, ``advantage`` and ``train``. Supervised steps have fewer phases.
+        memory: memory statistics from :class:`~areno.observability.step_memory.StepMemory`.
     """
 
     rows: Sequence[TrainSequence]  # trained rows
@@ -44,8 +44,8 @@ class StepOutcome:
 class Reporter(ABC):
     """Reports the steps and evaluations of a run.
 
-    ``display`` shows the progress, ``health`` warns about failing training, and ``html_report`` rewrites the report of the
-    run directory.
+    ``display`` shows the progress. ``health`` warns if training is failing. ``html_report`` rewrites the report of the run
+    directory.
     """
 
     joins_evaluation: ClassVar[bool]
@@ -72,9 +72,10 @@ class Reporter(ABC):
         """Drop the records of steps that ``state`` has not completed. If no step is completed, drop all records."""
 
     def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
-        """Show the start of a run of ``total_steps`` steps, of which ``done_steps`` were completed before.
+        """Write ``environment.json``, and show the start of the run.
 
-        Write ``environment.json``, including ``data``: the sizes of the run's data, if known.
+        Of the ``total_steps`` steps, ``done_steps`` are already completed. ``data`` contains the sizes of the run's data, which
+        are written to ``environment.json``. It is empty if they are unknown.
         """
         self.run_dir.write_environment({**environment(), **({"data": data} if data else {})})
         self.display.start(total_steps, done_steps, self.heading)

@@ -1,7 +1,7 @@
-"""Converts training rows to flat arrays and back, and recorded samples to rows, to train on a step again.
+"""Converts training rows to flat arrays and back, and recorded samples to rows. A replay trains on these rows again.
 
-The per-token lists of all rows are concatenated; ``lengths`` holds the length of each row. Floats are stored as
-float32 if this is exact, and otherwise as float64.
+The per-token lists of all rows are concatenated, and ``lengths`` holds the length of each row. A per-token
+list of floats is stored as float32. If float32 would round one of its values, the array is float64. Rewards are float64.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class SavedRows:
 
 
 def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
-    """Return arrays of one or more rows: ``lengths``, ``sample``, ``reward`` and the reward parts, and other fields by name.
+    """Return the arrays of one or more rows, by name.
 
-    A per-token list is absent unless every row has the list. A missing ``loss_mask`` is saved as true for all tokens.
+    The names are ``lengths``, ``sample``, ``reward``, the reward parts, and the names of the other fields. A per-token list
+    that any row lacks is omitted. A missing ``loss_mask`` is saved as true for all tokens.
     """
     rewards = [row.reward for row in rows]
     arrays: Arrays = {
@@ -68,7 +69,7 @@ def _numbers(values: list[float]) -> NDArray[Any]:
 
 
 def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
-    """Return the routing records of all tokens. Rows without a record are filled with :func:`no_expert`."""
+    """Return the routing records of all tokens. A row without a record gets :func:`no_expert`."""
     like = next(row.routed_experts for row in rows if row.routed_experts is not None)
 
     def record(row: TrainSequence) -> NDArray[Any]:
@@ -80,7 +81,7 @@ def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
 
 
 def rows_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> SavedRows:
-    """Return the rows from which :func:`arrays_of` made the arrays."""
+    """Convert the arrays of :func:`arrays_of` back to rows."""
     cuts = np.cumsum(arrays["lengths"])[:-1]
     lists = {name: np.split(arrays[name], cuts) for name in (*_FLAGS, *_INTEGERS, *_NUMBERS) if name in arrays}
     routed = np.split(arrays[_ROUTED], cuts) if _ROUTED in arrays else [None] * len(arrays["lengths"])

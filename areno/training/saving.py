@@ -1,8 +1,8 @@
 """Saves models in Hugging Face format, to the paths of the front end: ``models/step_000100`` or
 ``default/epoch{E}epochstep{S}globalstep{G}``.
 
-Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving blocks training
-while the weights are copied, and first waits for the role's previous save. A thread then writes the copy.
+Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving first waits for the
+role's previous save, and then copies the weights. Training is blocked only until the copy exists. A thread writes the copy.
 """
 
 import logging
@@ -34,8 +34,8 @@ class Saver:
     Args:
         root: folder for the models of the run.
         every: how often each role is saved.
-        mode: ``sync`` blocks until the model is written. ``async`` copies the weights, and writes them in a thread. ``auto``
-            means ``async`` for models that can be copied, and ``sync`` otherwise.
+        mode: ``sync`` blocks until the model is written. ``async`` and ``auto`` copy the weights, and write them in a thread.
+            Models that cannot be copied are always saved as with ``sync``, which ``async`` reports in a warning.
         layout: the front end's table of paths.
         remedy: advice in the error for a full disk.
     """
@@ -66,14 +66,14 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role. If a save is due, :meth:`save` the role's model; otherwise return None."""
+        """Count a finished step of a role. If a save is due, :meth:`save` the model and return its path; otherwise, None."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 
     def save(self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None) -> Path:
         """Save a role's model now, and return its path.
 
-        ``stage`` copies the model for asynchronous saving; None if the model cannot be copied.
+        ``stage`` copies the model for asynchronous saving. It is None if the model cannot be copied.
 
         Raises:
             CheckpointError: this save or the previous asynchronous save of the role failed.

@@ -1,4 +1,4 @@
-"""The state of a run that, with the weights and the optimizer state, suffices for an exact resume."""
+"""The state of a run. An exact resume needs this state, the weights and the optimizer state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RunState:
     """The position of a run after its last completed step.
 
     Attributes:
-        evaluation: ``step``, ``metrics`` and ``settings`` of the last evaluation. Evaluations with equal settings are
-            comparable.
-        parts: JSON state of the components, such as frequencies, data position and statistics, by component name.
+        evaluation: ``step``, ``metrics`` and ``settings`` of the last evaluation. Two evaluations are comparable if their
+            settings are equal.
+        parts: JSON state of each component, by name. Examples are frequencies, the data position and statistics.
     """
 
     step: int = 0  # completed steps

@@ -24,7 +24,7 @@ class StopRequested(BaseException):
 
 
 class StopController:
-    """Turns signals into :class:`StopRequested` at safe moments."""
+    """Raises :class:`StopRequested` after a signal, when a stop loses no completed step."""
 
     def __init__(self) -> None:
         self.requested: int | None = None
@@ -32,7 +32,10 @@ class StopController:
 
     @contextmanager
     def signals(self) -> Iterator[StopController]:
-        """Handle signals in the ``with`` block, except ignored signals (nohup). Does nothing outside the main thread."""
+        """Handle SIGINT, SIGTERM and SIGHUP in the ``with`` block.
+
+        Signals that the process ignores, for example under nohup, stay ignored. Does nothing outside the main thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -58,7 +61,7 @@ class StopController:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Mark the work in the ``with`` block as interruptible; a resumed run repeats it."""
+        """Let a signal interrupt the ``with`` block. A resumed run repeats the work of the block."""
         self._interruptible = True
         try:
             self.check()

@@ -1,4 +1,4 @@
-"""The input of reward functions: one record per finished completion or trajectory."""
+"""The input of reward functions: one record for each finished completion or trajectory."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,10 +26,10 @@ class RewardRecord:
     Attributes:
         prompt: prompt text.
         completion: text of the model. The turns of an agent are joined by newlines.
-        rendered_completion: for agents, the last conversation after its first prompt, with special tokens; otherwise equal
-            to ``completion``.
+        rendered_completion: for agents, the text of the last conversation after its first prompt, with special tokens. For
+            other samples, equal to ``completion``.
         final_answer: text of the last assistant turn.
-        answer: reference answer of the data row, from ``solutions`` or else from ``answer``.
+        answer: reference answer, which is ``solutions`` of the data row. Without ``solutions``, the row's ``answer``.
         messages: full message list, including tool results.
         trace: events of the trajectory, in order.
         tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.
@@ -38,7 +38,7 @@ class RewardRecord:
         logprobs: rollout log-probs of the response tokens.
         loss_mask: whether each response token is trained on.
         source_record: the data row.
-        metadata: ``prompt_index``, ``sample_index`` and ``finish_reason``; for agents also ``turns`` and ``turn_rewards``.
+        metadata: ``prompt_index``, ``sample_index`` and ``finish_reason``. For agents, also ``turns`` and ``turn_rewards``.
     """
 
     prompt: str = ""

@@ -12,7 +12,7 @@ PARTS = "reward_parts/"
 """Prefix of part names in metrics and trajectories."""
 
 PartValues = float | dict[str, float]
-"""Checked result of a reward function: a finite number, or a finite number per part."""
+"""Checked result of a reward function: one finite number, or a finite number for each part."""
 
 
 class WeightedReward(float):
@@ -45,10 +45,11 @@ def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[f
 
 
 class RewardParts:
-    """Computes weighted sums of reward parts. ``weights`` has the format of :func:`part_weights`; the default weight is 1.
+    """Computes weighted sums of reward parts.
 
-    All records must have the same parts, because a part that some records lack cannot be averaged. Every part with a
-    weight must exist; the name of a missing part is probably misspelled.
+    :func:`part_weights` documents the format of ``weights``. A part without a weight has weight 1. All records must have the
+    same parts, because a part that some records lack cannot be averaged. Every part with a weight must exist, because a missing
+    part is probably a misspelled name.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
@@ -65,7 +66,7 @@ class RewardParts:
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:
-        """Return the problem of a reward, given the parts of all records so far; None if there is no problem."""
+        """Return the problem of a reward, or None. A reward must be finite, and have the parts of all rewards so far."""
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (

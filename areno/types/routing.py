@@ -1,7 +1,7 @@
 """Records of the experts that routers chose, as integer arrays [tokens, MoE layers, experts per token].
 
-MoE layers are in the order of the model's layers. For a token without a record, the array holds the maximum of its dtype,
-which is not the id of an expert.
+MoE layers are in the order of the model's layers. If a token has no record, its entries are the maximum of the dtype, which is
+never the id of an expert.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """Return the number that is stored for a token without a record, in place of expert ids."""
+    """Return the number that replaces the expert ids of a token without a record."""
     return int(np.iinfo(record.dtype).max)
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
-    """Join the records of successive requests, each extending the previous one, into a record of ``tokens`` tokens.
+    """Join the records of a conversation's requests into a record of ``tokens`` tokens.
 
-    If a token has several records, the first record counts, which is from the pass that sampled the next token. Returns None
-    if there is no record.
+    Each request extends the tokens of the previous request. If a token has several records, the first one counts: it is from
+    the forward pass that sampled the next token. Returns None if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

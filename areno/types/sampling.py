@@ -35,7 +35,10 @@ def tightest(*limits: int | None) -> int | None:
 
 
 class Logprobs(list[float]):
-    """Natural log-probs with the temperature of their softmax. Slices keep it; so do concatenations of equal temperature."""
+    """Natural log-probs with the temperature of their softmax.
+
+    Slices keep the temperature. A concatenation keeps it if both temperatures are equal.
+    """
 
     __slots__ = ("temperature",)
 
@@ -50,7 +53,6 @@ class Logprobs(list[float]):
         return self._joined(other, list(self))
 
     def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
-        """Concatenate two lists. If their temperatures differ, the result is a plain list without a temperature."""
         joined = list.__add__(list(first), list(second))
         temperatures = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
         return Logprobs(joined, self.temperature) if len(temperatures) == 1 else joined
@@ -69,27 +71,27 @@ class SamplingParams:
     """Generation settings of one rollout request.
 
     Args:
-        greedy: take the most likely token; overrides ``temperature``.
-        top_p: nucleus threshold in (0, 1]; 1.0 keeps the whole distribution.
-        top_k: keep the k most likely tokens; -1 keeps all.
+        greedy: take the most likely token. ``temperature`` then has no effect.
+        top_p: nucleus threshold in (0, 1]. 1.0 keeps the whole distribution.
+        top_k: keep the k most likely tokens. -1 keeps all.
         max_new_tokens: maximum number of tokens to generate, at least 1.
-        max_context_len: maximum number of tokens of the prompt and all generated turns; None: the model's limit.
+        max_context_len: maximum number of tokens of the prompt and all generated turns. None: the model's limit.
         temperature: softmax temperature, above 0.
         stop: strings that end generation when they appear in the decoded text, even across token boundaries.
         stop_token_ids: token ids that end generation, in addition to the model's EOS ids.
         ignore_eos: do not stop at the model's EOS ids. ``stop`` and ``stop_token_ids`` still apply.
         skip_special_tokens: remove special tokens from the decoded text.
-        max_prompt_len: maximum prompt length in tokens; longer prompts are rejected.
-        seed: base seed of this request; None: seeds are derived from the trainer's seed.
+        max_prompt_len: maximum prompt length in tokens. Longer prompts are rejected.
+        seed: base seed of this request. None: seeds are derived from the trainer's seed.
         min_p: drop tokens with a probability below this fraction of the highest probability.
         presence_penalty: number subtracted from the logits of tokens that are already in the response.
         frequency_penalty: number subtracted from a token's logit for each occurrence in the response.
-        repetition_penalty: factor that divides positive logits, and multiplies negative logits, of tokens in the prompt or
-            response.
+        repetition_penalty: factor for the logits of tokens in the prompt or response. Positive logits are divided by the
+            factor, and negative logits are multiplied by it.
         logit_bias: numbers added to the logits of individual tokens, by token id.
         top_logprobs: number of most likely tokens per position to return with their log-probs, at most 20.
-        min_new_tokens: number of tokens before which EOS and ``stop_token_ids`` cannot be sampled, unless the request's
-            constraint allows nothing else. ``stop`` strings still apply.
+        min_new_tokens: minimum length. EOS and ``stop_token_ids`` cannot be sampled before. ``stop`` strings still apply. If
+            the request's constraint allows only these tokens, the response may be shorter.
 
     Raises:
         ValueError: a value is outside its documented range.
@@ -204,7 +206,7 @@ class TokenConstraint(Protocol):
     """Grammar state of one sample."""
 
     def allowed(self) -> np.ndarray | None:
-        """Return the allowed next tokens as bool [V]; None allows all tokens."""
+        """Return the allowed next tokens as bool [V]. None allows all tokens."""
         ...
 
     def forces(self, token: int) -> bool:
@@ -228,10 +230,10 @@ class Request:
     Args:
         seeds: one seed per sample. Sample i depends only on ``seeds[i]``, not on the batch.
         listener: called in the engine's thread with a sample's index and each new token of the sample. It must be fast.
-        on_restart: called if the request restarts on another replica, so that all tokens passed to ``listener`` are void. If
-            None, a request does not restart after its first token was passed to ``listener``.
-        constraint: creates the grammar state of one sample, given the engine's tokenizer; None allows all text. It is
-            pickled if the engine runs in other processes.
+        on_restart: called if the request restarts on another replica. The tokens that were already passed to ``listener`` are
+            then invalid. Without this function, a request does not restart after its first token was passed to ``listener``.
+        constraint: takes the engine's tokenizer, and creates the grammar state of one sample. None allows all text. If the
+            engine runs in other processes, this function is pickled.
     """
 
     prompt_tokens: list[int]
@@ -257,17 +259,17 @@ class RolloutSequence:
     """One generated response.
 
     Attributes:
-        resp_tokens: sampled token ids, including a stop token that ended the response.
+        resp_tokens: sampled token ids. A stop token that ended the response is included.
         resp_logprobs: natural log-prob of each token under the temperature-scaled policy, before top-k and top-p. The list is
             a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes the temperature.
         finish_reason: ``stop`` (EOS, stop token, stop string or end of the grammar), ``length`` (token limit) or ``abort``
             (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.
-        cut_mass: probability mass that top-k, top-p, min-p and a grammar removed, as a mean over the tokens.
-        top_logprobs: the most likely tokens at each position with their log-probs; empty unless requested.
-        temperature: temperature of the log-probs; 1 for greedy decoding.
-        routed_experts: experts that the routers chose for each token of prompt and response; see :mod:`areno.types.routing`.
+        cut_mass: probability mass that top-k, top-p, min-p and a grammar removed. The value is a mean over the tokens.
+        top_logprobs: the most likely tokens at each position with their log-probs. Empty by default.
+        temperature: temperature of the log-probs, which is 1 for greedy decoding.
+        routed_experts: experts that the routers chose for each token of prompt and response (see :mod:`areno.types.routing`).
             The last token has no entry, because it was not fed to the model. None if expert choices are not recorded.
     """
 

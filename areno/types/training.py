@@ -19,12 +19,12 @@ _LISTS = (
 
 @dataclass(slots=True)
 class TrainSequence:
-    """A token sequence with the per-token inputs of the loss, which are lists; arrays are converted.
+    """A token sequence with the per-token inputs of the loss. Arrays and tensors are converted to lists.
 
     Args:
         prompt_mask: True for context tokens, False for response tokens.
         tokens: prompt and response token ids.
-        logprobs: log-probs under the rollout policy; 0 for prompt tokens.
+        logprobs: log-probs under the rollout policy, with 0 for prompt tokens.
         advantages: per-token advantages.
         returns: value targets (PPO).
         values: old value predictions (PPO).
@@ -32,21 +32,22 @@ class TrainSequence:
         reward: scalar reward of the sequence.
         eos_token_id: EOS id of the model.
         loss_mask: True for tokens that count in the loss. None: all tokens for which ``prompt_mask`` is False.
-        temperature: sampling temperature of the response, which training uses too. None: the temperature of ``logprobs`` if
-            these are from a :class:`~areno.types.RolloutSequence`, else 1.
+        temperature: sampling temperature of the response, which training uses too. By default, the temperature is taken from
+            the ``logprobs`` of a :class:`~areno.types.RolloutSequence`. For other ``logprobs``, the default is 1.
         group: index of the row's prompt in the batch.
         truncated: whether the response ended at the token limit instead of EOS.
         prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.
-        versions: version of the weights that sampled each token; -1 for prompt tokens.
-        keep: False for a token that is masked in the policy loss but still counts in its mean (M2PO).
-        routed_experts: experts chosen by the rollout's routers for each token, which training replays; see
-            :mod:`areno.types.routing`.
-        observed: number under which the engine keeps the row's :class:`TokenRecord`; -1 if no record is kept.
+        versions: version of the weights that sampled each token, with -1 for prompt tokens.
+        keep: False for a token that M2PO masks. The policy loss of this token is 0, but the mean still counts the token.
+        routed_experts: experts that the rollout's routers chose for each token (see :mod:`areno.types.routing`). Training
+            uses the same experts.
+        observed: number under which the engine keeps the row's :class:`TokenRecord`. -1 if no record is kept.
 
     Raises:
         ValueError: ``tokens`` or ``prompt_mask`` is missing, a list is not as long as ``tokens``, or the temperature is not
-            above 0.
+            finite and above 0.
+        TypeError: text, bytes or a dict replaces a list.
     """
 
     # None is for the constructor only, where it means unset.
@@ -104,11 +105,11 @@ class TrainSequence:
 
     @property
     def knows_temperature(self) -> bool:
-        """Whether the temperature is known: set explicitly, or taken from the log-probs."""
+        """Whether the temperature was set explicitly or taken from the log-probs. False for the default of 1."""
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
-        """Return the loss mask per token. The first token never counts, because no token predicts it."""
+        """Return whether each token counts in the loss. The first token never counts, because no token predicts it."""
         allowed = self.loss_mask if self.loss_mask is not None else [True] * len(self.tokens)
         mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
         mask[0] = False
@@ -117,9 +118,10 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Values that the policy update computed for each token of a row, in the first forward pass over the row.
+    """Values that the policy update computed for each token of a row.
 
-    Later passes see an updated policy. Entries outside the loss mask are 0 or False.
+    The values are from the first forward pass over the row, because later passes see an updated policy. Entries outside the
+    loss mask are 0 or False.
     """
 
     logprobs: list[float]
@@ -134,10 +136,10 @@ class ModelRole:
         name: ``ref``, ``reward``, ``critic`` or a custom name.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role; None: ``optimizer["lr"]``, or the default of the optimizer options.
+        optimizer_lr: learning rate of a trainable role. None: ``optimizer["lr"]``, or the default of the optimizer options.
         kind: prediction of the role: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
-            sequence). ``auto`` means ``value`` if the name starts with ``critic`` or ``value``, ``reward`` if the name starts
-            with ``reward``, and ``policy`` otherwise.
+            sequence). ``auto`` decides by the name: ``critic...`` and ``value...`` mean ``value``, ``reward...`` means
+            ``reward``, and other names mean ``policy``.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
 
     Raises:
@@ -183,13 +185,13 @@ class PromptItem:
 
 @dataclass(slots=True)
 class PromptBatch:
-    """The accepted rows of one step, and the numbers of skipped rows.
+    """The accepted rows of one step, and how many rows were skipped.
 
     Attributes:
         items: accepted rows.
         scanned: number of rows read for this batch.
-        skipped_long: number of scanned rows with over-long prompts, which were skipped.
-        total_skipped_long: number of rows with over-long prompts skipped so far in this iteration over the rows.
+        skipped_long: number of scanned rows that were skipped because of a too long prompt.
+        total_skipped_long: number of such rows so far in this iteration over the rows.
     """
 
     items: list[PromptItem]

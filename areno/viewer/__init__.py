@@ -9,7 +9,7 @@
 - ``sample_pages``: filters, search and pages of recorded samples
 - ``evaluations``: answers to the same prompts in two evaluations
 - ``timeline``: sessions and phases over time, with weight versions
-- ``tails``: the ends of files that a run appends to
+- ``tails``: reads the ends of files to which a run appends
 - ``changes``: server-sent events about new data
-- ``static/``: the page: HTML, CSS, ES modules without a build step, and uPlot
+- ``static/``: the files of the page: HTML, CSS, uPlot, and ES modules that need no build step
 """

@@ -1,4 +1,7 @@
-"""Access control: the API key, the host names allowed without a key, and headers that confine the page to its own server."""
+"""Access control: the API key, the host names that are allowed without a key, and security headers.
+
+The headers forbid the page to load anything from other servers.
+"""
 
 import secrets
 
@@ -21,13 +24,16 @@ _HEADERS = {
 LOGIN = "/api/login"
 _MAX_KEY_BYTES = 4096
 _OWN_PAGES = (b"none", b"same-origin")
-"""Allowed values of ``Sec-Fetch-Site``: a browser sends them for typed addresses and for requests from the page itself."""
+"""Allowed values of ``Sec-Fetch-Site``. A browser sends ``none`` for a typed address.
+
+A browser sends ``same-origin`` for a request from the page itself.
+"""
 
 
 class AccessMiddleware:
-    """ASGI middleware that rejects foreign hosts and unauthorized requests for data, and adds security headers.
+    """ASGI middleware that rejects foreign hosts and unauthorized requests for data. Adds security headers to responses.
 
-    A browser sends the key once, to ``LOGIN``, and keeps a cookie that is valid until the server stops.
+    A browser sends the key only once, to ``LOGIN``. It gets a cookie, which is valid until the server stops.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -83,7 +89,7 @@ class AccessMiddleware:
         return secrets.compare_digest(cookie.encode(), self._session.encode())
 
     def _matches(self, key: bytes) -> bool:
-        """Compare in constant time, so that the key cannot be guessed byte by byte."""
+        """Whether ``key`` is the API key. Compares in constant time, so that the key cannot be guessed byte by byte."""
         return secrets.compare_digest(key, (self._key or "").encode())
 
     async def _login(self, request: Request) -> Response:
@@ -99,7 +105,7 @@ class AccessMiddleware:
         return response
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """Without a key, reject foreign host names, which indicate a DNS rebinding attack."""
+        """If there is no key, reject foreign host names. A foreign name indicates a DNS rebinding attack."""
         host = host_name(header)
         if self._key is not None or is_loopback(host) or host.endswith(".localhost"):
             return
@@ -109,6 +115,6 @@ class AccessMiddleware:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Name of the session cookie; contains the port of the browser's URL, because all ports of a host share cookies."""
+    """Name of the session cookie. The name contains the port, because all ports of a host share cookies."""
     port = dict(scope["headers"]).get(b"host", b"").rpartition(b":")[2]
     return f"areno_view_{port.decode() if port.isdigit() else ''}"

@@ -1,4 +1,4 @@
-"""The application of ``areno view``: read-only JSON endpoints, and the files of the page, which are kept in memory."""
+"""The application of ``areno view``: read-only JSON endpoints, and the files of the page. These files are kept in memory."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ from areno.viewer.timeline import timeline
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MAX_RUNS, _MAX_NAMES, _MAX_PAGE = 50, 100, 200
 _MAX_WARNINGS, _MAX_CHARS = 200, 4000
-"""Maximum number of health warnings that are sent, and of characters of a warning or a log line."""
+"""Maximum number of health warnings in a response, and maximum number of characters of a warning or a log line."""
 
 RunIds = Annotated[list[str], Query(alias="run", max_length=_MAX_RUNS)]
 Names = Annotated[list[str], Query(alias="name", max_length=_MAX_NAMES)]
@@ -45,7 +45,10 @@ Cursors = Annotated[list[str], Query(max_length=_MAX_NAMES)]
 
 
 class DataResponse(JSONResponse):
-    """JSON in ASCII, which escapes incomplete characters of a model's output; non-finite numbers become strings."""
+    """A JSON response in ASCII. Non-finite numbers become strings.
+
+    ASCII escapes the incomplete characters that a model's output may contain.
+    """
 
     def render(self, content: Any) -> bytes:
         """Encode the content."""
@@ -101,9 +104,10 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Points of series. For each name, ``after`` has the ``next`` of an earlier response or an empty string.
+        """Points of the series ``name``.
 
-        ``metrics`` in the response is the number of all metrics, so that a client notices new metrics.
+        ``after`` has an entry per name: ``next`` of an earlier response, or an empty string for all points. In the response,
+        ``metrics`` is the number of all metrics. If it has grown, there are new metrics.
         """
         data = catalog.open(run_id).data()
         limit = min(max(points, 4), MAX_POINTS)
@@ -126,7 +130,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/explain")
     def explained(name: str) -> DataResponse:
-        """The meaning, the normal values and the remedy of a metric, for each command that records it."""
+        """The meaning, the normal values and the remedy of a metric. There is one entry per command that records the metric."""
         return DataResponse([_explanation(one) for one in explain(name)])
 
     @app.get("/api/runs/{run_id}/timeline")
@@ -136,7 +140,7 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/runs/{run_id}/log")
     def log(run_id: str, file: int = 0, after: int | None = None, before: int | None = None) -> DataResponse:
-        """Lines of a log: the last lines, or the lines after or before a byte position."""
+        """Lines of a log after or before a byte position. Without a position, the last lines."""
         return DataResponse(_log_part(catalog.open(run_id), file, after, before))
 
 
@@ -243,7 +247,7 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
 
 
 def _log_part(run: OpenedRun, number: int, after: int | None, before: int | None) -> dict[str, Any]:
-    """The ``lines`` of a log from byte ``start`` to ``end``, its ``size``, and the names of all logs as ``files``."""
+    """Lines of a log, from byte ``start`` to ``end``. ``size`` is that of the log, and ``files`` names all logs."""
     logs = run.logs()
     names = [path.name for path in logs]
     if not 0 <= number < len(logs):

@@ -1,8 +1,8 @@
 """Finds the runs of a folder, lists them without reading all their metrics, and opens runs on demand.
 
-A client refers to a run by an ID, which is a hash of its path, and never by a path. A run is listed only if it
-is inside the folder after symbolic links are resolved. :mod:`areno.viewer.confined` opens its files. A run with damaged files
-does not hide other runs.
+A client refers to a run by an ID, and never by a path. The ID is a hash of the run's path. A run is listed only if its path is
+inside the folder after symbolic links are resolved. :mod:`areno.viewer.confined` opens its files. If a run has damaged files,
+the other runs are still listed.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _TAIL = 65536
 
 
 class OpenedRun:
-    """A run that a client views; caches the data of the run's files, and updates the cache when files change."""
+    """A run that a client views. The data of the run's files is cached, and is read again when files change."""
 
     def __init__(self, run_id: str, path: Path, folder: Path) -> None:
         self.id, self.path, self.folder, self.open = run_id, path, folder, opener(folder)
@@ -80,9 +80,9 @@ class RunCatalog:
         self.folder, self.shown = folder.resolve(), str(folder)
         self.opened = opener(self.folder)
         self.outside = 0
-        """Number of runs that are not shown, because they are links that lead outside the folder."""
+        """Number of runs that are links to a place outside the folder. These runs are not shown."""
         self.has_more = False
-        """Whether there are more than ``MAX_RUNS`` runs; further runs are not shown."""
+        """Whether there are more than ``MAX_RUNS`` runs. Further runs are not shown."""
         self._searching, self._opening = threading.Lock(), threading.Lock()
         self._paths: dict[str, Path] = {}
         self._next_search = 0.0
@@ -90,7 +90,7 @@ class RunCatalog:
         self._rows: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def paths(self) -> dict[str, Path]:
-        """The run directories by ID; while another thread searches, the result of the last search."""
+        """The run directories by ID. While another thread searches, these are the results of the last search."""
         is_first = self._next_search == 0
         if time.monotonic() >= self._next_search and self._searching.acquire(blocking=is_first):
             try:
@@ -137,7 +137,7 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """The row of a run; None if the run was deleted after the search."""
+        """The row of a run. None if the run was deleted after the search."""
         if not path.is_dir():
             return None
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
@@ -172,7 +172,7 @@ def _is_evaluated(name: str) -> bool:
 
 
 def _content(files: RunDirectory) -> dict[str, Any]:
-    """The part of a row that is cached until one of the files in :func:`_signature` changes."""
+    """The cached part of a row. It changes only if a file in :func:`_signature` changes."""
     warnings = sum(1 for _ in files.read_warnings())
     return {"warnings": warnings, **describe(read_config(files)), **_last_values(_last_records(files))}
 

@@ -13,16 +13,16 @@ from areno.viewer.tails import file_size, file_version
 
 INTERVAL_S = 0.5
 _COMMENT_EVERY_S = 15
-"""Number of seconds without an event after which a comment is sent to keep the connection alive."""
+"""After this number of seconds without an event, a comment is sent to keep the connection alive."""
 _ROWS = ""
 """The key of the list of runs, used in place of a run ID."""
 
 Parts = dict[str, dict[str, Any]]
-"""By run ID and kind of data: a value that changes when this data of the run changes."""
+"""Maps a run ID and a kind of data to a value. If the value changes, this data of the run has changed."""
 
 
 def sizes_of(run: OpenedRun) -> Parts:
-    """Values that change when the data of a run changes; empty if the run was deleted."""
+    """Values that change when the data of a run changes. Empty if the run was deleted."""
     files = run.files
     try:
         parts = {
@@ -47,9 +47,10 @@ class Changes:
         self._watches: dict[str, _Watch] = {}
 
     async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
-        """Events ``{"run", "changed": [kinds of data]}`` of ``runs``, or of the list of runs if ``runs`` is empty.
+        """Yield the event ``{"run", "changed": [kinds of data]}`` for each change of ``runs``.
 
-        The first event has no run and indicates that the stream has begun.
+        If ``runs`` is empty, the events are those of the list of runs. The first event has no run, and indicates that the
+        stream has begun.
         """
         client = _Client()
         watches = [self._watch(run.id, partial(sizes_of, run)) for run in runs] or [self._watch(_ROWS, self._rows)]
@@ -75,7 +76,7 @@ class Changes:
 
 
 class _Watch:
-    """Checks a run, or the list of runs, while clients follow it; then calls ``ended``."""
+    """Checks a run, or the list of runs, as long as it has clients. Afterwards, calls ``ended``."""
 
     def __init__(self, look: Callable[[], Parts], stopping: asyncio.Event, ended: Callable[[], object]) -> None:
         self.clients: set[_Client] = set()
@@ -104,7 +105,7 @@ class _Watch:
 
 
 class _Client:
-    """The changes that have not been sent to a client yet, by run."""
+    """A client, with the changes of each run that it has not received yet."""
 
     def __init__(self) -> None:
         self._changed: dict[str, set[str]] = {}
@@ -120,7 +121,7 @@ class _Client:
         self._news.set()
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield changes as they occur; repeated changes that a slow client has not read yet are merged."""
+        """Yield changes as they occur. If a client reads slowly, repeated changes are merged."""
         while not self._is_ended:
             try:
                 await asyncio.wait_for(self._news.wait(), _COMMENT_EVERY_S)

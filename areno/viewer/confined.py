@@ -15,7 +15,10 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe do
 
 
 def opener(folder: Path) -> Opener:
-    """Return a function that opens a file, or raises ApiError if it is outside, not regular, or a too large JSON or YAML file.
+    """Return a function that opens a file inside a folder.
+
+    The function raises ApiError if the file is outside the folder, is not a regular file, or is a JSON or YAML file of more
+    than ``MAX_BYTES``.
 
     Args:
         folder: the viewed folder, with symbolic links resolved.
@@ -41,7 +44,7 @@ def opener(folder: Path) -> Opener:
 
 
 def _open_below(folder: Path, path: Path) -> int:
-    """Open each component of the path without following links, in case one became a link after the path was resolved."""
+    """Open a file below a folder without following links. A folder may have become a link since ``path`` was resolved."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     for part in path.parts:
         outer = descriptor

@@ -14,20 +14,23 @@ _SHOWN_STEPS = 100
 
 
 def metric_name(data: RunData, name: str) -> str | None:
-    """The metric to which a name refers; the name may be one of ``KEYS``. None if the run has not recorded the metric."""
+    """The metric to which ``name``, a metric or one of ``KEYS``, refers. None if the run has not recorded the metric."""
     return name if name in data.metrics else data.metric_of(name) if name in KEYS else None
 
 
 def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -> dict[str, Any] | None:
-    """The points of a series for a chart; None if the series was not recorded.
+    """The points of a series for a chart. None if the series was not recorded.
 
     Args:
-        after: ``next`` of an earlier response. Earlier values are omitted, unless a resumed run has replaced them.
+        after: ``next`` of an earlier response, whose values are omitted. If a resumed run has replaced these values, all
+            values are returned.
 
     Returns:
-        ``metric`` (the recorded name), ``next``, ``start`` (number of omitted values), the lists ``steps``, ``values``
-        (null if not finite) and ``minutes`` since the first record, and ``not_finite`` (steps of the first 100 values that
-        are not finite).
+        - ``metric``: the recorded name
+        - ``next``: the value of ``after`` for the next request
+        - ``start``: number of omitted values
+        - ``steps``, ``values`` (null if not finite) and ``minutes`` since the first record: lists with an entry per point
+        - ``not_finite``: steps of the first 100 values that are not finite
     """
     metric = metric_name(data, name)
     if metric is None:
@@ -51,7 +54,7 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 
 
 def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Indices of at most ``limit`` (>= 4) values: the first, the last, and the minimum and maximum of equal intervals."""
+    """Indices of at most ``limit`` (>= 4) values: the first, the last, and the extremes of equal intervals."""
     if len(values) <= limit:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (limit - 2) // 2 + 1).astype(np.intp)
@@ -64,15 +67,16 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
 
 
 def _cursor(times: Series, count: int, records: int) -> str:
-    """A cursor after the first ``count`` values of a series; it has the time of line ``records`` to detect a rewritten file.
+    """A cursor after the first ``count`` values of a series.
 
-    The cursor does not depend on the process, so a client's points remain valid if the server closes the run or restarts.
+    The cursor contains the time of line ``records``. If this time changes, the file was rewritten. The cursor does not depend
+    on the process. Therefore, a client's points remain valid if the server closes the run or restarts.
     """
     return f"{count}/{records}/{times.values[records - 1] if records else 0}"
 
 
 def _known(times: Series, cursor: str) -> int:
-    """The number of values before a cursor; 0 if the lines before the cursor have changed."""
+    """The number of values before a cursor. 0 if the lines before the cursor have changed."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

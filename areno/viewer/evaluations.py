@@ -12,8 +12,10 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
     """The answers to the same held-out prompts in two evaluations, by default the first and the last.
 
     Returns:
-        ``steps`` (number of completed steps of each evaluation), ``before``, ``after`` and ``prompts``. Each prompt has
-        ``prompt_index``, ``prompt``, and the records ``before`` and ``after`` (null if that evaluation lacks the prompt).
+        - ``steps``: number of completed steps of each recorded evaluation
+        - ``before`` and ``after``: the steps of the two evaluations
+        - ``prompts``: for each prompt, ``prompt_index``, ``prompt``, and the records ``before`` and ``after``. A record is
+          null if its evaluation lacks the prompt.
     """
     steps = list(dict.fromkeys(record["step"] for record in run.files.read_eval_samples()))
     if not steps:

@@ -1,4 +1,7 @@
-"""Pages of recorded samples. Filters use only the index; a text search reads a bounded part of the samples file per request."""
+"""Pages of recorded samples.
+
+Filters use only the index. A text search reads a bounded part of the samples file per request.
+"""
 
 import json
 import time
@@ -20,7 +23,10 @@ ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
 _EXCERPT, _MOST_PARTS = 200, 20
 _NEIGHBORS = 256
-"""Number of entries before and after a sample to search for the same prompt; a step records at most 24 samples."""
+"""Samples of the same prompt are searched among this number of entries before and after a sample.
+
+A step records at most 24 samples.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +49,14 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     """One page of the samples of a run.
 
     Returns:
-        ``recorded`` (number of all samples), ``matching`` (number of samples that pass the filters), ``until``,
-        and ``samples``: entries as in :func:`describe_entry` with ``reward_parts`` and an ``excerpt``, which is null if the
-        line is damaged or too long. ``next`` is the offset of the next page, or None at the end. With a text search, a page
-        may have fewer than ``limit`` samples, or no samples, and still have a ``next``. ``left_out`` is the number of bytes
-        in damaged or too long lines without an entry in the index.
+        - ``recorded``: number of all samples
+        - ``matching``: number of samples that pass the filters
+        - ``until``: number of samples that were considered
+        - ``samples``: entries as in :func:`describe_entry`, with ``reward_parts`` and ``excerpt``. If a line is damaged or too
+          long, its ``excerpt`` is null.
+        - ``next``: offset of the next page, or None at the end. A page of a text search may have few or no samples before
+          the end.
+        - ``left_out``: total size in bytes of damaged or too long lines, which have no entry in the index
 
     Raises:
         ApiError: a flag or the order is unknown.
@@ -76,10 +85,12 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 
 
 def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
-    """The whole record of a sample, with ``index``, ``recorded`` and ``same_prompt`` (all samples of its step and prompt).
+    """The whole ``record`` of a sample, with ``index``, ``recorded`` and ``same_prompt``.
+
+    ``recorded`` is the number of all samples. ``same_prompt`` has the entries of all samples of this prompt in this step.
 
     Raises:
-        ApiError: there is no such sample, or its line is too long or unreadable.
+        ApiError: there is no such sample, or the sample's line is too long or unreadable.
     """
     entries = run.entries()
     if not 0 <= index < len(entries):
@@ -98,7 +109,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
 
 
 def describe_entry(index: int, entry: Any) -> dict[str, Any]:
-    """An entry of the index as plain data; ``index`` is its position in the index."""
+    """An entry of the index as plain data. ``index`` is the position of the entry."""
     numbers = {name: int(entry[name]) for name in ("step", "prompt", "sample", "tokens")}
     floats = {name: float(entry[name]) if np.isfinite(entry[name]) else None for name in ("reward", "advantage")}
     return {"index": index, **numbers, **floats, "flags": [name for name, bit in FLAGS.items() if entry["flags"] & bit]}
@@ -133,7 +144,7 @@ def _ordered(entries: Entries, chosen: NDArray[np.intp], order: str) -> NDArray[
 def _records(
     run: OpenedRun, entries: Entries, chosen: NDArray[np.intp], query: SampleQuery
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The records from ``query.offset`` on, with their positions in ``chosen``, until a limit of the request is reached."""
+    """Yield (position in ``chosen``, record), starting at ``query.offset``. Ends after a limit of bytes or time."""
     if query.offset >= len(chosen):
         return
     needle = json.dumps(query.text.casefold(), ensure_ascii=False)[1:-1].casefold()
@@ -164,7 +175,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
-    """The excerpt of a record around the first match of ``needle``, and the parts of its reward; None without a match."""
+    """The excerpt of a record around the first match of ``needle``, and the reward parts. None without a match."""
     if record is None:
         return None if needle else {"excerpt": None, "reward_parts": {}}
     texts = _texts(record) if needle else [str(record.get("completion") or "")]

@@ -21,7 +21,7 @@ PORT = 6333
 _LAST_PORT = 65535
 _MAX_CONNECTIONS = 256
 _THREADS = 8
-"""Number of threads that answer requests; more threads would only use more memory."""
+"""Number of threads that answer requests. More threads would only use more memory."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class ViewerServer:
     """Serves the runs below a folder.
 
     Args:
-        port: port to listen on; None means ``PORT``, or a free port if ``PORT`` is in use.
-        key: API key; required if ``host`` is not loopback.
+        port: port to listen on. None means ``PORT``. If ``PORT`` is in use, None means a free port.
+        key: API key, which is required if ``host`` is not loopback.
 
     Raises:
-        UsageError: the folder, the port or the key is invalid, the key is missing, or the address is unavailable.
+        UsageError: the folder, the port or the key is invalid, a required key is missing, or the address is unavailable.
     """
 
     folder: Path
@@ -53,11 +53,11 @@ class ViewerServer:
         self.url = address_of(self._socket)
 
     def serve(self, started: Callable[[], object] = lambda: None) -> None:
-        """Serve until SIGTERM or SIGINT, or :meth:`stop`; ``started`` is called when connections are accepted."""
+        """Serve until SIGTERM, SIGINT or :meth:`stop`. Calls ``started`` when connections are accepted."""
         run_loop(self._serve(started))
 
     def stop(self) -> None:
-        """Stop :meth:`serve` from another thread. If it has not begun, it will return at once."""
+        """Stop :meth:`serve` from another thread. If :meth:`serve` has not been called yet, it will return at once."""
         if self._loop is None:
             self._stopping.set()
             return

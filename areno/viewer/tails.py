@@ -1,4 +1,4 @@
-"""Reads parts of files to which a run appends: the last lines, or the lines around a time, without reading the rest."""
+"""Reads parts of files to which a run appends: the last lines, or the lines around a time. The rest is not read."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ _PROBE = 2**16
 
 
 def file_size(path: Path) -> int:
-    """Size of a file in bytes; 0 if the file does not exist."""
+    """Size of a file in bytes. 0 if the file does not exist or is inaccessible."""
     try:
         return path.stat().st_size
     except OSError:
@@ -17,7 +17,7 @@ def file_size(path: Path) -> int:
 
 
 def file_version(path: Path) -> tuple[int, int]:
-    """Size of a file and time of its last change; zeros if the file does not exist."""
+    """Size of a file in bytes, and time of its last change in ns. Zeros if the file does not exist or is inaccessible."""
     try:
         stat = path.stat()
     except OSError:
@@ -26,7 +26,7 @@ def file_version(path: Path) -> tuple[int, int]:
 
 
 def lines_between(file: BinaryIO, start: int, stop: int) -> tuple[int, list[bytes]]:
-    """Position of the first complete line between two byte positions of a file, and all complete lines between them."""
+    """Return the complete lines between two byte positions of a file, and the position of the first of these lines."""
     if start > 0:
         file.seek(start - 1)
         start += len(file.readline(max(stop - start, 0) + 1)) - 1  # to the next line
@@ -47,7 +47,7 @@ def json_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def position_of(file: BinaryIO, time: float, time_of: Callable[[dict[str, Any]], float | None]) -> int:
-    """The byte position of the first record at or after ``time``, by bisection of a file with increasing times.
+    """The byte position of the first record at or after ``time``. The file is bisected, so its times must increase.
 
     ``time_of`` returns the time of a record, or None. If records are slightly out of order, the position is slightly off.
     """

@@ -1,7 +1,8 @@
 """The timeline of an asynchronous run: sessions, phases and weight versions over time.
 
-Phases need ``--trace`` or an experiment's ``perf_tracer``; sessions need ``perf_tracer.session_tracer``. The last sessions
-before a time are found by bisection of the files, so that only a bounded part of a long run is read.
+Phases are recorded with ``--trace`` or with an experiment's ``perf_tracer``. Sessions are recorded with
+``perf_tracer.session_tracer``. The files are bisected to find the last sessions before a time. Therefore, only a bounded part
+of a long run is read.
 """
 
 from bisect import bisect_right
@@ -20,13 +21,17 @@ _NO_PHASES = ("step",)
 
 
 def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
-    """The last sessions that ended before ``until`` (Unix seconds; None means the end), and the phases in this window.
+    """The last sessions that ended before a time, and the phases in the window of these sessions.
+
+    ``until`` and all times are in Unix seconds. If ``until`` is None, the window is at the end of the run.
 
     Returns:
-        - ``begin`` and ``end`` of the window: the span of the sessions or, without sessions, the last minute
-        - ``sessions`` in order of submission, each with ``task, session, role, begin, end, status, reason``, ``phases`` (a
-          list of ``name, begin, end``) and ``version`` (the weight version when the session began)
-        - ``phases`` of the trainer, and ``left_out``: whether the window has earlier phases, which are too many to show
+        - ``begin`` and ``end`` of the window, which spans the sessions. Without sessions, the window spans the phases of the
+          last minute.
+        - ``sessions`` in order of submission. Each has ``task, session, role, begin, end, status, reason``, ``phases`` (a
+          list of ``name, begin, end``), and ``version`` (the weight version when the session began).
+        - ``phases`` of the trainer, in order of their begin
+        - ``left_out``: whether earlier phases of the window are not in ``phases``, because there are too many
         - ``versions`` (``version, time``), starting with the last version before the window
         - ``earlier``: the ``until`` of the previous window, or null
         - ``traced``: whether the run has traces
@@ -61,7 +66,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
 
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
-    """The last sessions that ended before a time, and the time at which the previous window ends."""
+    """The last sessions that ended before ``until``, and ``until`` of the previous window (None without one)."""
     sessions, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -78,7 +83,7 @@ def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[l
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value can be a time; NaN and infinite values cannot."""
+    """Whether a value is a finite number of plausible size."""
     return isinstance(value, int | float) and abs(value) < _LATEST
 
 
@@ -88,7 +93,6 @@ def _ended(record: dict[str, Any]) -> float | None:
 
 
 def _is_session(record: dict[str, Any]) -> bool:
-    """Whether a record has valid phases and times; damaged records are omitted."""
     phases = record.get("phases")
     return (
         _is_number(record.get("submit_ts"))
@@ -121,7 +125,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(event: dict[str, Any]) -> float | None:
-    """The end of a trace event, which is also when the event was written; None for other records."""
+    """The time at which a trace event ended and was written. None for other records."""
     begin, duration = event.get("ts"), event.get("dur", 0)
     if event.get("ph") not in ("X", "i") or not (_is_number(begin) and _is_number(duration)):
         return None
@@ -134,7 +138,7 @@ def _is_phase(event: dict[str, Any]) -> bool:
 
 
 def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float | None:
-    """The end of the last phase that ended before a time; None if there is no such phase."""
+    """The end of the last phase that ended before a time. None without such a phase."""
     ends = []
     for path in files:
         with run.open(path) as file:
@@ -150,7 +154,7 @@ def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float
 
 
 def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
-    """The last phases that overlap a window, in order of their ends, and whether earlier phases of the window are missing."""
+    """The last phases that overlap a window, in order of their ends. Also whether earlier phases of the window are missing."""
     phases, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -180,8 +184,8 @@ def _phase(event: dict[str, Any]) -> dict[str, Any]:
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
     """The time at which each weight version became available: the end of the weight update in the trace.
 
-    Without a trace, this is the time at which the step's metrics were recorded, right after the update. The evaluation after
-    the last update is skipped, because its step is that of the next update.
+    Without a trace, it is the time at which the step's metrics were recorded, right after the update. An evaluation after the
+    last update has the step of the next update, so its record is skipped.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

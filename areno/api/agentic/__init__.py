@@ -3,11 +3,12 @@
 - ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
 - ``lint``: checks of chat templates for multi-turn training.
 - ``collect``: runs an agent with timeouts, retries, and per-sample errors.
-- ``samples``: converts returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
-  and records the tokens of every turn.
-- ``conversation_loop``: the loop of turns and tools of an environment (``converse``); ``environment``: games and tasks as
-  classes, from which agent and reward are derived; ``tools``: Python functions as tools; ``demonstrations``: rows for SFT from
-  an expert.
+- ``samples``: converts returned turns to training rows and reward records.
+- ``conversation_loop``: the loop of turns and tools of an environment (``converse``).
+- ``environment``: derives an agent and a reward from a class for a game or task; ``tools``: Python functions as tools.
+- ``demonstrations``: rows for SFT from an expert.
+
+:mod:`areno.rollouts.conversation` serves the model and records the tokens of every turn.
 """
 
 import importlib

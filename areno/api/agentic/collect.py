@@ -39,12 +39,12 @@ MAX_CALLS = 32  # maximum concurrent retries
 
 
 class AgentCall:
-    """One call of an agent, which starts when the object is created. When the call ends, its API keys are revoked.
+    """One call of an agent. Creating the object starts the call, and :meth:`end` revokes its API keys.
 
     Attributes:
-        turns: turns returned or yielded so far, which are kept even if the call fails later.
+        turns: turns that were returned or yielded so far. If the call fails later, they are kept.
         error: why the call failed; empty if the call succeeded or is still running.
-        done: resolves when the call has ended.
+        done: future that resolves when the call has ended.
     """
 
     def __init__(self, function: AgentFn, context: AgentContext, batch: AgentBatch, timeout_s: float) -> None:

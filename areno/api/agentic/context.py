@@ -12,7 +12,8 @@ class AgentContext:
     """Context of one agent call: its URL, its API keys, and the responses recorded under them.
 
     Attributes:
-        api_key: key shared by all samples of the call; the content of a request determines its conversation.
+        api_key: key shared by all samples of the call. The server finds the conversation of a request with this key by
+            the content of the request.
         sampling_params: default sampling parameters of requests.
         max_running_prompts: maximum number of samples decoded concurrently; None uses the trainer's limit.
     """
@@ -31,17 +32,23 @@ class AgentContext:
         return self.get_base_url()
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint's URL. With ``item``, return a URL for this task only, for programs that take no API key."""
+        """Return the endpoint's URL.
+
+        With ``item``, the URL includes the API key of this task, for programs that cannot set a key.
+        """
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return an API key for one task. Its responses are recorded separately; see :meth:`trajectory`."""
+        """Return the API key of one task.
+
+        The responses to requests with this key are recorded separately; see :meth:`trajectory`.
+        """
         return self._session_of(item).api_key
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
-        """Return all completed responses under a task's key or base URL, in order.
+        """Return the completed responses to requests with a task's key or base URL, in order.
 
-        Return this trajectory from an agent function whose client streams or hides the server's responses.
+        If the client of an agent streams or hides the server's responses, the agent can return this trajectory.
         """
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 

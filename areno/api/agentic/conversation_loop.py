@@ -1,6 +1,7 @@
 """The conversation loop of all environments, and the protocol of an environment.
 
-:func:`converse` cycles through the model's answer, the tools that the answer calls, and the environment's step.
+:func:`converse` repeats three stages: the model answers, the tools that the answer calls run, and the environment takes
+a step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
-"""Why a conversation ended: the game was over, the turn limit was reached, or a length limit left no answer."""
+"""Why a conversation ended: the game was over, the turn limit was reached, or a length limit left no room for an answer."""
 
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -38,7 +39,7 @@ class Environment(Protocol):
     """A game or task. Subclass it, or implement the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Start from a data row. Returns the opening messages: a list, or the text of one user message."""
+        """Start a game from a data row. Returns the opening messages, as a list or as the text of one user message."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -49,7 +50,7 @@ class Environment(Protocol):
         """Process the model's answer, after its tools have run.
 
         Returns:
-            None if the game is over; otherwise the next user message. An empty string after tool results adds no message.
+            The next user message, or None if the game is over. If tools have run, an empty string adds no message.
         """
         ...
 
@@ -142,7 +143,9 @@ def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> C
 
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
-    """Run the tools that an answer calls, pass the answer to the environment, and extend the conversation.
+    """Run the tools that an answer calls, and let the environment take its step.
+
+    The answer, the results of the tools and the next user message are added to the conversation.
 
     Returns:
         Whether the game continues.
@@ -169,12 +172,12 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
 
 
 def tool_choice_field(tool_choice: str) -> str | dict[str, Any]:
-    """Return the field ``tool_choice`` of a request, given ``auto``, ``required``, ``none`` or the name of a tool."""
+    """Return the field ``tool_choice`` of a request for ``auto``, ``required``, ``none`` or the name of a tool."""
     if tool_choice in ("auto", "required", "none"):
         return tool_choice
     return {"type": "function", "function": {"name": tool_choice}}
 
 
 async def settled(value: Any) -> Any:
-    """Return the value; if it is awaitable, return its result."""
+    """Return the value. An awaitable value is awaited first."""
     return await value if inspect.isawaitable(value) else value

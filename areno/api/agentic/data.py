@@ -29,9 +29,9 @@ class AgentItem:
 
 @dataclass(frozen=True, slots=True)
 class AgentBatch:
-    """Prompts of one step, with ``n_samples`` tasks each; ``len()`` counts tasks.
+    """The prompts of one step, with ``n_samples`` tasks per prompt. ``len()`` is the number of tasks.
 
-    Raises ValueError: the lists differ in length, or ``n_samples`` is below 1.
+    Raises ValueError if the lists differ in length or ``n_samples`` is below 1.
     """
 
     records: list[dict[str, Any]]  # source data rows
@@ -69,7 +69,7 @@ class AgentBatch:
 
 
 class _TaskSubset(AgentBatch):
-    """Some tasks of a batch; each task counts as a prompt."""
+    """Some tasks of a batch. Each task counts as a prompt with one sample, but keeps its indices."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -86,8 +86,10 @@ class _TaskSubset(AgentBatch):
 class AgentTrajectoryTurn:
     """One response of the model.
 
-    Tokens, log-probs and tool calls are taken from the response, if it is set. Raises ValueError if the numbers of
-    tokens and log-probs differ, or if the response has no token metadata because it is not from a rollout session.
+    If ``response`` is set, tokens, log-probs and tool calls are taken from this response.
+
+    Raises ValueError if the numbers of tokens and log-probs differ, or if ``response`` has no token metadata. Only the
+    responses of a rollout session have token metadata.
     """
 
     item: AgentItem  # task of the turn
@@ -118,7 +120,7 @@ class AgentTrajectoryTurn:
 
     @property
     def turn_id(self) -> str | None:
-        """Id of the recorded turn; None if the turn was created from tokens without a response."""
+        """Id of the recorded turn; None without a ``response``."""
         return None if self.response is None else str(_metadata_of(self.response).get("turn"))
 
 

@@ -16,7 +16,7 @@ from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
 
 Expert = Callable[[Any], Message]
-"""Returns the expert's next answer in an environment; see :func:`says` and :func:`calls`."""
+"""Takes an environment and returns the expert's next answer; :func:`says` and :func:`calls` create answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def demonstration_rows(
     """Return one row per answer of a conversation: ``prompt`` and ``response``, rendered by the chat template.
 
     Raises:
-        UsageError: the template rewrites earlier messages, so that a response cannot be separated.
+        UsageError: the template rewrites earlier messages, so the response cannot be separated from them.
     """
     rows = []
     for index, message in enumerate(messages):

@@ -1,7 +1,7 @@
-"""Derives an agent and a reward function from an environment, a class that describes a game or task.
+"""Derives an agent and a reward function from an environment, which is a class for a game or task.
 
-All games share the loop of turns and tools (``conversation_loop``). A game only implements :class:`Environment`. Two
-adapters turn the class into the hooks of ``areno train``::
+An environment only implements :class:`Environment`. All environments share the loop of turns and tools in
+``conversation_loop``. Two functions turn the class into the hooks of ``areno train``::
 
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path
@@ -64,8 +64,8 @@ def run_environment(
 
     ``make`` is the environment's class or a factory. See :func:`converse` for ``max_turns``, ``tool_choice`` and
     ``request``. Fields of ``request`` override the run's sampling parameters. The function yields an
-    ``AgentTrajectory`` for each finished sample. If samples fail, the first error is raised after all other samples have
-    finished. Raises UsageError if the package ``openai`` is not installed.
+    ``AgentTrajectory`` for each finished sample. If a sample fails, the other samples continue, and the first error is
+    raised at the end. Raises UsageError if the package ``openai`` is not installed.
     """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -124,9 +124,10 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
 def generate_records(
     draw: Callable[..., Mapping[str, Any]], flags: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """Run the command line of a data generator that writes JSON lines: ``--output FILE --count N --seed S``.
+    """Run the command line of a data generator: ``--output FILE --count N --seed S``.
 
-    Equal seeds give equal files, and a longer file starts with the records of a shorter one.
+    The file has one JSON record per line. Equal seeds give equal records, and a larger count only adds records at the
+    end.
 
     Args:
         draw: creates one record from a ``random.Random``, with the flags as keyword arguments.
@@ -150,9 +151,9 @@ def generate_records(
 def environment_rows(
     make: Callable[[], Environment], records: Iterable[Mapping[str, Any]], key: str
 ) -> list[dict[str, Any]]:
-    """Return the records for a data loader. ``prompt`` of each record is the opening of its environment.
+    """Return the records with a ``prompt``, for a data loader. The prompt is the opening of the record's environment.
 
-    Raises KeyError: a row lacks ``key``, which its environment needs.
+    Raises KeyError if a record lacks ``key``, which its environment needs.
     """
     rows = []
     for record in records:

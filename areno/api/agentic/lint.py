@@ -1,7 +1,8 @@
 """Checks whether a chat template is append-only, so that a conversation can become one row of its exact tokens.
 
-The check renders sample conversations, first up to an answer and then with one more message. If a template rewrites
-earlier turns, conversations fork. Training stays correct, but every fork adds a training row.
+The check renders sample conversations, first up to an answer and then with one more message. A template may rewrite
+earlier turns when a message is added; such conversations fork. Training stays correct, but every fork adds a training
+row.
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class TemplateFinding:
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """Return the problems that prevent training a conversation in one row; empty for an append-only template."""
+    """Return the reasons why a conversation can become several training rows; empty for an append-only template."""
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):

@@ -1,6 +1,6 @@
 """Converts the turns of a task to a sample with a reward record and training rows.
 
-A reward function receives the same type of record for agents and for completions; for agents, more fields are set.
+Reward functions receive the same type of record as for completions. An agent's record has more fields set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ def make_sample(
     policy: LossMaskPolicy,
     tokenizer: Any,
 ) -> AgentSample:
-    """Look up the recorded turns of a task, and build its training rows and reward record.
+    """Build the sample of a task from its recorded turns.
 
     Raises ValueError if a response is from another session or task, or was returned twice. Raises the UsageError of
     :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
@@ -74,8 +74,8 @@ def make_sample(
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
     """Compute the current policy's log-probs of tokens that are trained on but were not sampled.
 
-    Writes these log-probs to the samples' rows, so that their importance ratios start at 1. Waits for running
-    generation.
+    The log-probs are written to the samples' rows. The importance ratios of these tokens then start at 1. Waits until
+    running generation has finished.
     """
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:
@@ -125,7 +125,10 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
 
 
 def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
-    """Yield a turn, or the turns in a trajectory or nested lists. Raises AgentError if an agent returned anything else."""
+    """Yield the turns in what an agent returned: a turn, a trajectory, or nested lists of them.
+
+    Raises AgentError if it contains anything else.
+    """
     if isinstance(returned, AgentTrajectoryTurn):
         yield returned
     elif isinstance(returned, AgentTrajectory):
@@ -162,7 +165,7 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """Build the record for the reward function. ``recorded`` and ``turns`` correspond; ``rows`` hold the loss mask."""
+    """Build the record for the reward function. ``turns`` and ``recorded`` have an entry for each turn."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -209,7 +212,7 @@ def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _messages(turn: AgentTrajectoryTurn, recorded: Turn) -> list[dict[str, Any]]:
-    """Return the conversation, its last answer, and the messages that the agent added after this answer."""
+    """Return the conversation: the last request, its answer, and the messages that the agent added after the answer."""
     messages = [_plain(message) for message in turn.messages]
     sent = len(recorded.messages)
     if len(messages) > sent and messages[sent].get("role") == "assistant":
@@ -218,14 +221,14 @@ def _messages(turn: AgentTrajectoryTurn, recorded: Turn) -> list[dict[str, Any]]
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """Convert a message, which may be an object of the client, to a dict."""
+    """Convert a message to a dict. A message may be a dict or an object of the OpenAI client."""
     if isinstance(message, dict):
         return message
     return dict(message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message)
 
 
 def _rendered(turn: Turn, tokenizer: Any) -> str:
-    """Decode the last conversation with special tokens, but without its first prompt."""
+    """Decode the conversation up to a turn, with special tokens. The first prompt is left out."""
     path = turn.path
     tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
     return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
@@ -237,7 +240,7 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
-    """Return the concatenated loss mask of the sampled tokens. Each turn is trained on in at most one row."""
+    """Return the loss mask of the sampled tokens of all turns, concatenated. No turn is trained on in several rows."""
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:
         marks: list[list[bool]] = [[] for _ in recorded]
@@ -267,7 +270,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return the number of a request's messages that are in earlier events."""
+    """Return the number of messages in a turn's request that earlier events already contain."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

@@ -1,7 +1,8 @@
 """Python functions as tools for a model, described by type hints and docstrings.
 
-A parameter's type hint determines the JSON schema for the model, and how JSON values are checked and converted to Python
-values (:class:`ValueType`). A call never raises. An error becomes the result text for the model, and is counted.
+The type hint of a parameter determines its JSON schema for the model. It also determines how JSON values are checked
+and converted to Python values (:class:`ValueType`). A call never raises: an error becomes the result text for the
+model, and is counted.
 """
 
 import collections.abc
@@ -42,8 +43,8 @@ class ToolError(Exception):
 class ValueType:
     """A type with its JSON schema and a reader.
 
-    The reader converts a JSON value to a Python value, or raises :class:`ToolError` with the path of the value, such as
-    ``squares[2]``.
+    ``read`` converts a JSON value to a Python value. If the value is unsuitable, ``read`` raises :class:`ToolError`,
+    which names the path of the value, such as ``squares[2]``.
     """
 
     schema: dict[str, Any]
@@ -67,9 +68,9 @@ class ToolResult:
 class Tool:
     """A function that a model may call.
 
-    Every parameter needs a type hint: ``int``, ``float``, ``str``, ``bool``, ``None``, ``Any``, ``Literal``, enums,
-    unions, lists, tuples, sets, ``dict[str, T]``, dataclasses or ``TypedDict``, nested arbitrarily. The first paragraph
-    of the docstring describes the tool. An ``Args:`` section or ``Annotated[T, "text"]`` describes its parameters.
+    The first paragraph of the docstring describes the tool. An ``Args:`` section or ``Annotated[T, "text"]`` describes
+    its parameters. Every parameter needs a type hint. These types can be nested: ``int``, ``float``, ``str``, ``bool``,
+    ``None``, ``Any``, ``Literal``, enums, unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``.
 
     Args:
         function: sync or async. A sync function must be fast, because it runs in the event loop.
@@ -136,7 +137,7 @@ class Tool:
         return {name: self._types[name].read(value, name) for name, value in arguments.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call the tool with arguments as in :meth:`read_arguments`. Never raises."""
+        """Call the tool with arguments as in :meth:`read_arguments`. An error becomes a failed result and is not raised."""
         try:
             value = self.function(**self.read_arguments(arguments))
             value = await value if inspect.isawaitable(value) else value
@@ -152,7 +153,7 @@ class Toolset:
     """Tools by name, with counts of ``calls`` and ``errors``.
 
     Args:
-        source: an object whose public methods are the tools, or functions and :class:`Tool` objects.
+        source: functions and :class:`Tool` objects, or an object whose public methods are the tools.
 
     Raises:
         UsageError: two tools share a name, or a tool cannot be described.

@@ -17,22 +17,22 @@ class ArenoConfig:
         tp_size: tensor-parallel size.
         dp_size: data-parallel size; None means ``world_size // tp_size``.
         devices: device ids of the ranks.
-        dummy_load: initialize random weights instead of loading the checkpoint's weights. A reference of the same checkpoint
-            gets the same weights. Other checkpoints, frozen critics and frozen reward models are loaded.
+        dummy_load: initialize random weights instead of loading the checkpoint's weights. A reference of the same
+            checkpoint gets the same weights. Other checkpoints, frozen critics and frozen reward models are loaded.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
             ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
-            ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
-            ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for inference only), and
-            ``stall_timeout_s`` (with several ranks: seconds without progress after which a rank counts as failed;
-            default 600).
+            ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``,
+            ``trust_remote_code``, ``trains`` and ``stall_timeout_s``. ``trains`` is ``policy``, ``reward`` (to train a
+            sequence classifier) or ``nothing`` (inference only). With several ranks, a rank without progress for
+            ``stall_timeout_s`` seconds counts as failed; the default is 600.
         max_running_prompts: maximum number of sequences decoded concurrently.
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
-        lora: train an adapter instead of the weights. Keys are fields of
+        lora: settings for training an adapter instead of the weights. Keys are fields of
             :class:`areno.engine.model.adapter.AdapterOptions`: ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``,
             ``target_modules``, ``load_in_4bit`` and ``seed``. Set ``dropout`` to 0 for losses with importance ratios,
             because rollouts do not apply dropout. ``save_checkpoint`` writes a PEFT adapter. A reference of the
-            trainer's own checkpoint is the model with the adapter disabled, and takes no extra memory.
+            trainer's own checkpoint takes no extra memory: it is the model with the adapter disabled.
         fsdp: shard weights and gradients across the data-parallel ranks (FSDP2). By default, only optimizer states are
             sharded.
     """
@@ -67,7 +67,10 @@ class BackendType:
     factory: str
 
     def create(self, model_path: str, world_size: int, config: Any) -> Callable[[], Backend]:
-        """Check ``config`` (TypeError if its class is wrong), and return a function that loads the backend."""
+        """Check a configuration, and return a function that loads the backend.
+
+        Raises TypeError if ``config`` is not an instance of ``config_type``.
+        """
         if not isinstance(config, self.config_type):
             raise TypeError(
                 f"backend {self.name} requires its typed configuration {self.config_type.__name__}, "

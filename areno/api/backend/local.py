@@ -118,7 +118,10 @@ _FIELDS: Mapping[str, Check] = {
 
 
 def check_optimizer(owner: str, values: Any) -> None:
-    """Check the values of optimizer options by their keys. Raises TypeError or ValueError, which name ``owner`` and the key."""
+    """Check the values of optimizer options. Unknown keys are ignored.
+
+    Raises TypeError or ValueError. The message names ``owner`` and the key.
+    """
     _check_values(owner, values, _OPTIMIZER)
 
 
@@ -146,7 +149,10 @@ def _check_config(config: ArenoConfig) -> None:
 
 
 def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[], Backend]:
-    """Check a configuration (UsageError if invalid), and return a function that loads the engine."""
+    """Check a configuration, and return a function that loads the engine.
+
+    Raises UsageError if the configuration is invalid.
+    """
     _check_config(config)
     layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
     engine_config = _engine_config(config)

@@ -93,7 +93,7 @@ class DatasetTrainer(TrainingLoop):
 
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an epoch from position ``start`` of ``order``, and the position after each batch."""
+        """Yield each batch of an epoch with the position after it, from position ``start`` of ``order`` on."""
 
     def row_count(self) -> int:
         """Return the number of rows per epoch."""

@@ -35,7 +35,7 @@ class PPODatasetTrainer(RolloutTrainer):
     role: ClassVar[log_lines.Role] = "actor"
 
     def roles(self) -> list[ModelRole]:
-        """Return the critic, and the reference if there is a KL term or a KL reward."""
+        """Return the critic. With a KL term or a KL reward, also return the reference."""
         return [*([self.reference_role()] if self.config.takes_reference(ppo=True) else []), self._critic_role()]
 
     def _critic_role(self) -> ModelRole:
@@ -56,7 +56,7 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def learners(self) -> list[Learner]:
-        """Return two learners: the critic, and the policy, which is trained only after the critic's warmup."""
+        """Return the learners of the critic and of the policy. The policy is trained only after the critic's warmup."""
         policy = [replace(each, first_step=self.config.critic_warmup_steps) for each in super().learners()]
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 

@@ -1,9 +1,10 @@
 """Base of the trainers with rollouts: prompts, rollout, rewards, optimizer steps, and evaluation.
 
 A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the
-settings of the last two stages. A stop signal may interrupt a step before its first optimizer step, because the work up
-to this point can be repeated. Only a second signal interrupts an update. If an error interrupts an update, the step is not
-saved.
+settings of the last two stages.
+
+Before the first optimizer step, a stop signal may interrupt a step, because the work so far can be repeated. Later,
+only a second signal interrupts the update. If an error interrupts an update, the step is not saved.
 """
 
 import math
@@ -85,7 +86,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return rewards of segments, such as turns, to use instead of the rows' rewards; None uses the rows' rewards."""
+        """Return rewards of segments, such as turns, which replace the rewards of the rows. None keeps the rows' rewards."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
@@ -95,7 +96,7 @@ class RolloutTrainer(DatasetTrainer):
         return summary_statistics("kl_reward", prepared.populations["kl_rewards"].tolist())
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
-        """Return the statistics of a step's updates, from :meth:`PolicyObjective.updates`."""
+        """Merge the statistics of a step's updates, which :meth:`PolicyObjective.updates` yields."""
         return {name: value for _, stats in updates for name, value in (stats or {}).items()}
 
     @property
@@ -202,7 +203,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def _prompt_context(self) -> int | None:
-        """Context limit of prompts; None with an agent, because its prompts are not known in advance."""
+        """Context limit of prompts. With an agent the result is None, because its prompts are not known in advance."""
         return self.context_limit if self._agents is None else None
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
@@ -240,7 +241,7 @@ class RolloutTrainer(DatasetTrainer):
         return result
 
     def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
-        """Write samples, selected by :func:`sample_records`, to the run directory."""
+        """Write the samples that :func:`sample_records` selects to the run directory."""
         computed = self.token_records()
         trajectories: list[Trajectory] | None = None
         if rows is not None:

@@ -16,9 +16,9 @@ REWARD = "reward"
 
 
 def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
-    """Describe the failed samples or prompts of a step if the run must stop; otherwise return an empty string.
+    """Describe the failures of a step that must stop the run. If the run can go on, return an empty string.
 
-    The run must stop if more than a fraction ``most`` failed, or if all failed.
+    The run must stop if all samples or prompts failed, or more than the fraction ``most`` of them.
     """
     if failed and failed == total:
         return f"all {total} {unit} of this step"

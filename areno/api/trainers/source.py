@@ -1,7 +1,7 @@
 """Generates samples (completions or workflow episodes) in this process or in rollout processes.
 
 By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this
-process trains. Samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With
+process trains. Their samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With
 ``--workflow`` the episodes of a user's class run on the same engines.
 """
 
@@ -98,7 +98,10 @@ class SampleSource:
         }
 
     def complete(self, step: int) -> dict[str, float]:
-        """Complete a trained step: drop its samples, and send the new weights to the rollout processes, if any."""
+        """Drop the samples of a trained step, and send the new weights to the rollout processes, if any.
+
+        Returns the timings of :meth:`deliver`.
+        """
         self._ahead.complete(step)
         return self.deliver(step + 1)
 
@@ -154,7 +157,10 @@ class SampleSource:
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """Return the samples of each prompt, or None if an episode of the prompt raised."""
+        """Return the samples of each prompt; None for a prompt with an episode that raised.
+
+        Raises AgentError if too many prompts failed.
+        """
         groups: list[list[SampleRows] | None] = []
         errors: list[Exception] = []
         for future in futures:
@@ -190,7 +196,7 @@ class SampleSource:
         return answers
 
     def export_state(self) -> Any:
-        """Return the unused samples, if any, in the format of :mod:`areno.training.plain_objects`."""
+        """Return the unused samples in the format of :mod:`areno.training.plain_objects`; None if there are none."""
         state = self._ahead.export_state()
         if self._config.workflow is None:
             state = {
@@ -223,7 +229,10 @@ def _plain(sequence: RolloutSequence) -> dict[str, Any]:
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """Start the rollout processes, with the trainer's tensor-parallel size, on the devices after the trainer's devices."""
+    """Start the rollout processes on the devices after the trainer's devices.
+
+    Each replica has the trainer's tensor-parallel size.
+    """
     replicas, ranks = config.rollout_replicas, config.rollout_replicas * config.tp_size
     device = engine.config.device
     devices = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]

@@ -84,7 +84,7 @@ class StepReporter(Reporter):
             sink.log(step, scalars)
 
     def _opened(self, step: int) -> Sequence[EventWriter | ServiceGroup]:
-        """Return the sinks of scalars, opened on first use. A resumed run replaces its earlier events from ``step`` on."""
+        """Return the sinks of scalars, which the first call opens. A resumed run replaces its events from ``step`` on."""
         if not self._sinks:
             config = self._config
             name = RunName(config.track_project, self.run_dir.path.name, without_secrets(asdict(config)))

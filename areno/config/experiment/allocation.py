@@ -56,7 +56,7 @@ class AllocationValidationError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """Parallel sizes of an engine; an ``expert_tensor`` of 0 means the tensor size of the other layers."""
+    """Parallel sizes of an engine. If ``expert_tensor`` is 0, experts have the tensor size of the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -81,18 +81,19 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """Number of tensor-parallel groups per copy of a stage's experts; 0 if this number is not an integer.
+        """Number of tensor-parallel groups per copy of a stage's experts: ``expert`` x ``expert_tensor`` / ``tensor``.
 
-        The number is ``expert`` x ``expert_tensor`` / ``tensor``, and thus ``expert`` if experts and other layers have the same
-        tensor size.
+        If experts have the tensor size of the other layers, the number is ``expert``. If the quotient is not an integer, the
+        result is 0.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
 
     @property
     def dims(self) -> str:
-        """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted, except in ``d1``. If experts have a different tensor
-        size, the text has the attn|ffn form.
+        """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted; one device is ``d1``.
+
+        If experts have a different tensor size, the text has the attn|ffn form.
         """
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
@@ -115,10 +116,12 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Parse the text of one engine, such as ``fsdp:d2t2``; ``name`` applies if the text does not name the engine.
+        """Parse the text of one engine, such as ``fsdp:d2t2``. An engine without a name in the text is called ``name``.
 
-        Raises InvalidAllocationModeError: invalid syntax, or a size that the backend lacks; AllocationValidationError: the
-        sizes are not supported.
+        Raises:
+            InvalidAllocationModeError: the syntax is invalid, the backend lacks a size letter of the text, or attn and ffn take
+                different numbers of devices or stages.
+            AllocationValidationError: the sizes are not supported.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
@@ -158,8 +161,9 @@ class ModelAllocation:
 
     @property
     def role(self) -> str:
-        """Section of the engine: its name, or by default ``rollout`` for an inference backend and ``actor`` for a training
-        backend.
+        """Section of the engine, which is its name.
+
+        Without a name, an inference engine has the section ``rollout``, and a training engine ``actor``.
         """
         return self.name or ("rollout" if self.is_inference else "actor")
 
@@ -227,7 +231,10 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
 
 
 def _members(component: str) -> list[str]:
-    """Split a component at each ``|`` except inside parentheses and before the ``ffn:`` of the attn|ffn form."""
+    """Split a component into its engines, at each ``|``.
+
+    The ``|`` of the attn|ffn form, inside parentheses or before ``ffn:``, belongs to the sizes of one engine.
+    """
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
@@ -243,8 +250,9 @@ class AllocationMode:
     def from_str(cls, text: str) -> AllocationMode:
         """Parse an allocation, including the legacy dotted form.
 
-        Raises InvalidAllocationModeError: invalid syntax, missing or duplicate names, or engines that cannot share devices;
-        AllocationValidationError: the sizes are not supported.
+        Raises:
+            InvalidAllocationModeError: the syntax is invalid, a name is missing or duplicate, or engines cannot share devices.
+            AllocationValidationError: the sizes are not supported.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))
@@ -302,10 +310,11 @@ class AllocationMode:
 def translate_legacy(text: str) -> str:
     """Translate legacy forms to the current form, and return other texts unchanged.
 
-    ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``: m is the tensor-parallel size. A training engine without a
-    backend becomes megatron if it has pipeline or expert parallelism, and fsdp otherwise. ``actor_gen:d4,*:d8`` becomes
-    ``areno:d4+fsdp:d8``.
-    Bare sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
+    - ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``. In this form, m is the tensor-parallel size.
+    - ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.
+    - Bare sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
+
+    A training engine without a backend becomes megatron if it has pipeline or expert parallelism, and fsdp otherwise.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:

@@ -1,7 +1,8 @@
 """Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
-All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron.
-The engine applies their layouts and the settings that have an equivalent, rejects FP8, and ignores the other settings.
+All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron. The
+engine applies the layouts of these backends, and the settings that have an equivalent. FP8 is an error. Other settings have no
+effect.
 """
 
 import shlex
@@ -231,7 +232,10 @@ class ArchonEngineConfig:
             yield "pp_schedule", ZERO_BUBBLE
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effects; ``sharded``: whether weights are sharded."""
+        """Yield changed settings that areno's engine applies, and their effects.
+
+        ``sharded``: whether weights are sharded.
+        """
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
             yield (
@@ -266,7 +270,7 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class FP8EngineConfig:
-    """FP8 training by Transformer Engine; an error if ``actor.backend`` is megatron."""
+    """FP8 training by Transformer Engine. If ``actor.backend`` is megatron, the section is an error."""
 
     mode: str = _fp8("e4m3")
     recipe: str = _fp8("delayed")
@@ -352,7 +356,10 @@ class MegatronEngineConfig:
             yield from ((name, "the actor's weights are not sharded in this run") for name in changed(self, names))
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effects; ``sharded``: whether weights are sharded."""
+        """Yield changed settings that areno's engine applies, and their effects.
+
+        ``sharded``: whether weights are sharded.
+        """
         if (runs := self.virtual_pipeline_parallel_size) > 1:
             yield "virtual_pipeline_parallel_size", f"each stage has {runs} model chunks"
         for name in ("use_torch_fsdp2", "use_custom_fsdp"):

@@ -48,7 +48,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield problems: settings that inference servers do not support, and server settings in a run without servers."""
+    """Yield problems with settings that inference servers do not support. Without servers, server settings are problems."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
@@ -81,7 +81,7 @@ def _servers(config: PPOConfig) -> Iterator[str]:
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """Yield problems with settings that a role's engine does not support with this backend and parallelism."""
+    """Yield problems with settings that a role's engine does not support with its backend and parallel sizes."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
@@ -154,7 +154,11 @@ def sharding_requested(actor: TrainEngineConfig) -> bool:
 
 
 def shards_weights(config: Any) -> bool:
-    """Whether the actor's weights are sharded: always with context or expert parallelism, otherwise as set or by default."""
+    """Whether the actor's weights are sharded.
+
+    With context or expert parallelism, weights are always sharded. Otherwise ``fsdp.shard_weights`` decides. If this setting is
+    null, weights are sharded if :func:`sharding_requested` is true and nothing prevents sharding.
+    """
     actor, parallel = config.actor, ModelAllocation.from_str(config.actor.backend).parallel
     if parallel.context * parallel.expert_ranks > 1:
         return True

@@ -124,8 +124,8 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 def nearest_path(path: str, candidates: list[str]) -> str:
     """Return the candidate most similar to ``path``; "" if none is similar.
 
-    If no candidate is very similar, or ``path`` has only one component, the least nested candidate with the same last component
-    is preferred.
+    The least nested candidate with the same last component is preferred in two cases: no candidate is very similar, or ``path``
+    has only one component.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
@@ -145,7 +145,10 @@ class _Context:
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Return every setting of a section with its value, its default, or ``${path}`` of the setting from which it inherits."""
+    """Return all settings of a section.
+
+    An unset setting gets its default, or ``${path}`` of the setting from which it inherits.
+    """
     entries = settings_of(declaration)
     for key, value in values.items():
         if str(key) not in entries:
@@ -189,7 +192,7 @@ def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> A
 
 
 def _items(value: Any) -> Any:
-    """Return the items of a list of sections, given as a list, a single section, or overrides by index."""
+    """Return the items of a list of sections. The value is a list, a single section, or a dict of overrides by index."""
     if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
         return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
     return [value] if isinstance(value, dict) else value
@@ -218,7 +221,7 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 def _followed(value: Any, root: Tree) -> Any:
     """Return a copy with each ``${path}`` replaced by its value. OmegaConf would take 30 ms longer.
 
-    Raises LookupError if an interpolation is not the path of a plain value.
+    Raises LookupError if a value is not plain, or if ``${...}`` is not the path of a plain value.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}

@@ -211,7 +211,10 @@ def _reference(config: PPOConfig) -> Iterator[str]:
 
 
 def _reward_model(config: PPOConfig) -> Iterator[str]:
-    """Check a reward model, which scores single-turn answers after their batch is complete."""
+    """Check that no setting conflicts with the reward model.
+
+    A reward model scores single-turn answers after their batch is complete.
+    """
     reward, workflow = config.reward_section, config.workflow_section
     if not reward.path:
         return
@@ -331,7 +334,7 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check that the teacher's sections agree with the actor's sections, because the actor's engine runs the teacher."""
+    """Check that the teacher's sections agree with the actor's sections. The actor's engine runs the teacher."""
     if config.teacher is None:
         return
     if config.actor.init_from_scratch and config.teacher.path == config.actor.path:

@@ -76,7 +76,7 @@ class BaseExperimentConfig:
         no_effect="areno's schedulers need no launcher",
     )
     explicit_paths = frozenset[str]()
-    """Dotted paths of the settings in the tree that the configuration was built from; not itself a setting."""
+    """Dotted paths of the settings in the tree from which the configuration was built. This attribute is not a setting."""
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def built_in_workflow(self) -> str:
-        """``rlvr`` or ``multi_turn``; empty if an agent or the user's own workflow runs the episodes."""
+        """The built-in workflow, ``rlvr`` or ``multi_turn``. Empty if an agent or the user's own workflow runs the episodes."""
         path = self.workflow_section.path
         return "" if self.rollout.agent.agent_cls_path or path not in ("rlvr", "multi_turn") else path
 

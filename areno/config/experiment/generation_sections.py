@@ -81,7 +81,9 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(added)])
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] = (), api_format: str = "completions") -> dict[str, Any]:
-        """Return the values as keyword arguments of an OpenAI client; warns about settings that OpenAI's API lacks.
+        """Return the values as keyword arguments of an OpenAI client.
+
+        Settings that OpenAI's API lacks are omitted. A warning names the omitted settings that differ from their defaults.
 
         Args:
             exclude_args: settings to leave out.

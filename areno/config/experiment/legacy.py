@@ -22,7 +22,13 @@ from areno.errors import UsageError
 
 
 class LegacyKey(NamedTuple):
-    """A legacy key: the path of the `PPOConfig` setting that receives the value, and the help and default to show."""
+    """A legacy key.
+
+    Attributes:
+        path: path of the `PPOConfig` setting that receives the value.
+        help: text for ``--help``.
+        shown: default for ``--help``.
+    """
 
     path: str
     help: str
@@ -141,7 +147,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
 
 
 def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
-    """Collect keys of a file and the command line by dotted name; the last value wins.
+    """Return the keys of a file and the command line by dotted name. The command line overrides the file.
 
     Raises UsageError if an override is malformed, or if a key is neither a legacy key nor a setting of PPOConfig.
     """
@@ -186,7 +192,10 @@ def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
-    """Return the value of a key; the two token limits of the actor map to one setting, which gets the smaller limit."""
+    """Return the value of a key.
+
+    Two legacy keys, the token limits of the actor, map to one setting, which gets the smaller limit.
+    """
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
     limits = [limit for limit in pair if limit is not None]
     numbers = limits and all(isinstance(limit, int) for limit in limits)  # otherwise the value is reported as invalid

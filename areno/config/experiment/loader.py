@@ -41,7 +41,7 @@ class CliArgs:
 
 
 def parse_cli_args(argv: Sequence[str]) -> CliArgs:
-    """Parse the command line; a leading ``*.py`` is ignored.
+    """Parse the command line. If the first word is the program's name (``*.py``), this word is ignored.
 
     Raises UsageError: ``--config`` has no value, or an option is unknown.
     """
@@ -137,8 +137,8 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    A setting counts as set if the tree that the configuration was built from contains it, or if its value differs from its
-    default. Raises UsageError like `config_from`.
+    Settings in the tree from which the configuration was built count as set. Settings that differ from their default count as
+    set, too. Raises UsageError like `config_from`.
     """
     return config_from(_set_values(config, config.explicit_paths), type(config))
 
@@ -159,7 +159,7 @@ def _set_values(config: Any, explicit: Collection[str], prefix: str = "") -> Tre
 
 
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
-    """Return a copy in which each role has its backend according to ``allocation_mode``.
+    """Return a copy of the tree, with the backend of each role from ``allocation_mode``.
 
     Raises UsageError: ``allocation_mode`` is malformed, specifies a role that the tree lacks, or contradicts a ``backend``.
     """
@@ -206,7 +206,10 @@ def _file(args: CliArgs) -> Tree:
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """Apply the overrides to the tree; with a class, check that the first component of each key is a setting of the class."""
+    """Apply the overrides to the tree.
+
+    With a class, the first component of each key must be a setting of the class.
+    """
     problems = Problems()
     for text in args.overrides:
         try:

@@ -22,12 +22,12 @@ from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
 
 CPU_PER_GPU = 8
-"""On a cluster, the default number of CPU cores per GPU of a worker; a worker without a GPU gets one core."""
+"""Default number of CPU cores per GPU of a worker on a cluster. A worker without a GPU gets one core."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine, detected by the caller, because this package does not import torch."""
+    """Resources of a machine. The caller detects them, because this package does not import torch."""
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
     cores: int = 1  # usable CPU cores
@@ -37,7 +37,7 @@ class Machine:
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
-    """Replace ``auto`` and unset sizes according to the machine; changes the checked configuration in place.
+    """Replace ``auto`` and unset sizes according to the machine. The checked configuration is changed in place.
 
     Returns:
         Lines for the log, such as ``actor.dtype = bfloat16 (GPU)``.
@@ -73,7 +73,8 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 def devices_needed(config: BaseExperimentConfig) -> int:
     """Return the number of devices of rollout and training.
 
-    A colocated role adds no device; if all roles are colocated, the largest counts. Rollout on running servers needs no device.
+    A colocated role adds no device. If all roles are colocated, the size of the largest role counts. Rollout on running servers
+    needs no device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
     for role in ("rollout", "actor"):
@@ -85,8 +86,9 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 
 
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
-    """Return ``cluster.n_gpus_per_node``; None (all GPUs) if the setting is null or has its documented default, or on a
-    cluster.
+    """Return ``cluster.n_gpus_per_node``; None means all GPUs.
+
+    The result is None on a cluster, and also if the setting is null or has its documented default.
     """
     if config.scheduler.type in CLUSTERS:
         return None
@@ -101,7 +103,10 @@ def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
 
 
 def _alternation(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Let rollout and training alternate on the actor's engine, without staleness, if there are too few GPUs for both."""
+    """Let rollout and training alternate on the actor's engine, if there are too few GPUs for both. Yields lines for the log.
+
+    If rollout and training alternate, staleness is set to 0.
+    """
     if not isinstance(config, PPOConfig):
         return
     rollout, limit = config.rollout, _limit(config, machine)
@@ -149,7 +154,7 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
 
 
 def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield requests to keep sharded parameters in host memory if the parameters are not sharded."""
+    """Yield settings that keep sharded parameters in host memory, if the parameters are not sharded."""
     actor = engine_of(config, "actor")
     if actor is None or not machine.gpus or shards_weights(config):
         return

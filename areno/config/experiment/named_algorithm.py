@@ -85,5 +85,5 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
 
 
 def is_family(spec: AlgorithmSpec) -> bool:
-    """Whether an algorithm is a variant of the policy loss, so that its options are settings of ``actor``."""
+    """Whether an algorithm is a variant of the policy loss. The options of a variant are settings of ``actor``."""
     return spec.options is not None and issubclass(spec.options, PolicyLossOptions)

@@ -22,8 +22,8 @@ _SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
 def notice(config: BaseExperimentConfig) -> str:
     """Return the notice; empty if there is nothing to list.
 
-    The notice lists settings without effect by reason, and settings of a replaced backend that areno's engine applies. Settings
-    with areno's defaults are not listed.
+    The notice lists settings without effect, by reason. It also lists settings of a replaced backend that areno's engine
+    applies. Settings with areno's defaults are not listed.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -93,7 +93,10 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _optimizers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield ``optimizer_dtype`` if ``optimizer.type`` overrides it, and loss-scale settings of models not trained in fp16."""
+    """Yield optimizer settings without effect.
+
+    ``optimizer_dtype`` has no effect if ``optimizer.type`` overrides it. Loss-scale settings have no effect without fp16.
+    """
     for role in ("actor", "critic"):
         engine = engine_of(config, role)
         if engine is None or engine.optimizer is None:

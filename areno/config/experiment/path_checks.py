@@ -48,7 +48,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return the problem if a model's ``model_type`` differs from the setting in its section, whose path is ``path``."""
+    """Return a problem if the ``model_type`` of a checkpoint differs from the setting. ``path`` is the path of its section."""
     if model_type == engine.model_type:
         return ""
     return (
@@ -80,7 +80,7 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
 
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
-    """Return a problem if ``split`` has no effect: the path has no splits, or is a hub reference that includes a split."""
+    """Return a problem if ``split`` has no effect, because the path has no splits or is a hub reference with a split."""
     section, explicit = getattr(config, name), explicit_split(getattr(config, name).path)
     harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, explicit)
     if has_splits(section.path) or section.split in harmless:

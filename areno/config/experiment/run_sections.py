@@ -74,7 +74,7 @@ class FrequencyConfig:
 
 @dataclass
 class SaverConfig(FrequencyConfig):
-    """Saved models, in Hugging Face format; the last model is saved even without an interval, except in mode off."""
+    """Saved models, in Hugging Face format. Except in mode off, the last model is saved even without an interval."""
 
     mode: str = setting(
         "auto",

@@ -13,7 +13,7 @@ from areno.config.secrets import without_secrets
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text such as 1e5, which OmegaConf, unlike PyYAML, reads as a number."""
+    """Quotes text such as 1e5. OmegaConf reads such text as a number, but PyYAML does not."""
 
 
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
@@ -36,7 +36,10 @@ def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
-    """Write the configuration for `load_expr_config` to a file, or to ``config.yaml`` in a folder; return the file's path."""
+    """Write the configuration to a file for `load_expr_config`, and return the file's path.
+
+    A ``path`` that does not end in .yaml or .yml is a folder, and the file is its ``config.yaml``.
+    """
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
         path = path / "config.yaml"

@@ -1,10 +1,10 @@
-"""Options of vLLM and SGLang servers from the sections ``vllm`` and ``sglang``.
+"""Command-line options of vLLM and SGLang servers, from the sections ``vllm`` and ``sglang``.
 
-:mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension.
+:mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension to these options.
 
-A setting becomes an option of the same name, with dashes. true becomes an option without a value. false, null, "" and an empty
-list omit the option. A non-empty list becomes an option with several values. This module handles the exceptions: options that a
-server has renamed, dropped or restricted.
+A setting becomes an option of the same name, with dashes. The value true gives an option without a value. The values false,
+null, "" and an empty list omit the option. A non-empty list gives an option with several values. Options that a server has
+renamed, dropped or restricted are handled individually.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +28,10 @@ def server_arguments(
     pipeline: int = 1,
     adapter_rank: int | None = None,
 ) -> list[str]:
-    """Return the arguments of a server; see :func:`vllm_arguments` and :func:`sglang_arguments`.
+    """Return the command-line arguments of a vLLM or SGLang server.
 
-    ``tensor`` and ``pipeline`` are parallel sizes; ``adapter_rank`` is the rank of adapters that the server loads, if any.
+    ``tensor`` and ``pipeline`` are the parallel sizes. ``adapter_rank`` is the rank of the adapters that the server will load.
+    If ``adapter_rank`` is None, the section's own adapter settings apply. For the other parameters, see :func:`vllm_arguments`.
     """
     sizes: tuple[tuple[str, int], ...]
     if adapter_rank is not None:
@@ -51,8 +52,9 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 
     Args:
         section: the settings.
-        dtype: dtype of the trainer, used if the section has the default ``dtype``.
-        context_length: context length of the model; vLLM does not start if ``max_model_len`` is larger.
+        dtype: dtype of the trainer, which replaces the default of ``section.dtype``.
+        context_length: context length of the model, or None. ``max_model_len`` is limited to it, because vLLM does not start
+            with a larger value.
         gpu: whether the server runs on GPUs.
 
     Raises UsageError: a setting is invalid.

@@ -1,8 +1,9 @@
-"""Declaration of experiment settings: each is a dataclass field made by ``setting(...)`` or ``section(...)``.
+"""Declares experiment settings as dataclass fields, with ``setting(...)`` or ``section(...)``.
 
-YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` are derived from the declaration, as flags are
-derived from ``option(...)``. In addition, sections can be nested, and an unset setting may take the value of another setting
-(``inherits``). Plain dataclass fields of a user's subclass also work; their help is ``metadata["help"]``.
+YAML keys, overrides, checks of types and bounds, help and ``docs/configuration.md`` are derived from these fields. In the same
+way, flags are derived from ``option(...)``. Unlike options, settings can be nested in sections, and an unset setting can
+inherit the value of another setting (``inherits``). Plain dataclass fields of a user's subclass are also settings. Their help
+is ``metadata["help"]``.
 """
 
 import copy
@@ -17,7 +18,7 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Problems, each as the name of a setting within its section and the text of the problem."""
+"""Pairs of a setting's name within its section and the text of its problem."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
@@ -47,7 +48,7 @@ class Setting(Option):
 
     @property
     def default_text(self) -> str:
-        """The default as shown in help and docs; empty for sections that always exist."""
+        """The default as help and docs show it; empty for a list of sections and for a section that always exists."""
         if self.info.shown or self.info.required:
             return self.info.shown or "required"
         if (self.shape == "section" and self.default is not None) or self.shape == "sections":
@@ -80,8 +81,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
     """Declare a section as a dataclass field.
 
     Args:
-        factory: creates the default: the section's class, or a function that returns a list of sections. None makes null the
-            default.
+        factory: function that creates the default: the section's class, or a function that returns a list of sections. If it is
+            None, the default is null.
         help: one or two sentences.
         **info: other fields of `OptionInfo`.
     """
@@ -91,7 +92,7 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 
 
 def _cached(function: _Listing) -> _Listing:
-    """Apply ``functools.cache``, whose type annotation rejects classes of mutable dataclasses as unhashable."""
+    """Apply ``functools.cache``. Its type annotation would reject classes of mutable dataclasses as unhashable arguments."""
     return typing.cast(_Listing, functools.cache(function))
 
 
@@ -149,14 +150,17 @@ def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
 
 
 def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of those settings in ``names`` whose values differ from their defaults."""
+    """Yield each name in ``names`` whose setting differs from its default."""
     for name in names:
         if getattr(config, name) != settings_of(type(config))[name].default:
             yield name
 
 
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
-    """Yield a problem for each changed setting in ``names``: it has no effect, for the reason ``because``."""
+    """For each changed setting in ``names``, yield the problem that the setting has no effect.
+
+    ``because`` ends the message with the reason and the remedy.
+    """
     for name in changed(config, names):
         yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}".lstrip()
 
@@ -167,7 +171,7 @@ def at(path: str, problems: Problems) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Format a value as in YAML; empty for a section, a list or null."""
+    """Format a value as in YAML. A section, a list or null gives an empty text."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float | str | dict) else ""

@@ -1,8 +1,10 @@
 """Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
-Overrides use a subset of Hydra's grammar: ``key=value``, ``+key=value`` and ``++key=value`` set any field, and ``~key`` removes
-a key of the file. Values are YAML, but except for null, lists and quoted text, the value of a text setting is the text as
-written: ``trial_name=2024_01``. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+Overrides use a subset of Hydra's grammar. ``key=value``, ``+key=value`` and ``++key=value`` set any field. ``~key`` removes a
+key of the file. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+
+Values are YAML. If a setting is text, only null, quoted text and values in brackets are read as YAML. Other values of the
+setting are taken as written, as in ``trial_name=2024_01``.
 """
 
 import re
@@ -26,7 +28,7 @@ _NULL = re.compile(r"\s*(null|Null|NULL|~)\s*")
 
 @dataclass(frozen=True)
 class Override:
-    """One override: sets the dotted ``path`` to ``value``, or removes the path if ``delete`` is true."""
+    """Sets the dotted ``path`` to ``value``. If ``delete`` is true, removes the path instead."""
 
     path: str
     value: Any = None
@@ -36,7 +38,7 @@ class Override:
 def read_yaml(path: str | Path) -> Tree:
     """Read a YAML file of nested settings without resolving ``${...}``.
 
-    Raises UsageError: the file is missing, unreadable or not valid YAML, has duplicate keys, or does not hold a mapping.
+    Raises UsageError: the file cannot be read, is not valid YAML, has duplicate keys, or is not a mapping with text keys.
     """
     path = Path(path).expanduser()
     where = f"--config {path}"
@@ -60,7 +62,7 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Reads each plain scalar except null as text."""
+    """Reads plain scalars as text. Only null is still read as null."""
 
 
 _TextLoader.yaml_implicit_resolvers = {
@@ -70,7 +72,10 @@ _TextLoader.yaml_implicit_resolvers = {
 
 
 def parse_override(text: str, declaration: type | None = None) -> Override:
-    """Parse one override from the command line; ``declaration``, the experiment's class, says which settings are text.
+    """Parse one override from the command line.
+
+    ``declaration`` is the experiment's class, which shows whether the setting is text. Without ``declaration``, every value is
+    read as YAML.
 
     Raises UsageError: ``text`` is not of the form ``key=value`` or ``~key``, or the value is not YAML.
     """
@@ -86,7 +91,10 @@ def parse_override(text: str, declaration: type | None = None) -> Override:
 
 
 def _is_text(path: str, declaration: type) -> bool:
-    """Whether a setting, or its list item, is text. Choices are read as YAML, in which on and off are booleans."""
+    """Whether a setting, or an item of a list, is free text.
+
+    A setting with choices is not free text: YAML reads values such as on and off as booleans.
+    """
     paths = paths_of(declaration)
     path = re.sub(r"\.\d+(?=\.)", ".0", path)
     entry = paths.get(path) or paths.get(re.sub(r"\.\d+$", "", path))
@@ -120,7 +128,8 @@ def _invalid(key: str, raw: str) -> UsageError:
 def apply_override(tree: Tree, override: Override) -> None:
     """Apply an override to the tree, in place.
 
-    Raises UsageError: the key to remove does not exist, or a key on the path is not a mapping or list.
+    Raises UsageError: the key to remove does not exist, a list has no such index, or a parent key is neither a mapping nor a
+    list.
     """
     path = override.path
     *parents, last = path.split(".")

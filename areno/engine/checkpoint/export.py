@@ -18,18 +18,18 @@ from areno.text.hub import check_reachable
 def export_model(
     path: str, output: str, *, dtype: str | None = None, gguf: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """Write the model of a checkpoint or of an adapter, and its tokenizer, in Hugging Face format.
+    """Write a model and its tokenizer in Hugging Face format. An adapter is merged into its base model.
 
-    The adapter is merged in fp32 on the CPU, and the result is rounded once. An adapter trained on a 4-bit base is
+    The adapter is merged in fp32 on the CPU, and the result is rounded once. If the adapter was trained on a 4-bit base, it is
     merged into the original weights.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``; None uses the dtype that the base model's
-            configuration states, or ``float32`` if it states none.
+        dtype: ``float32`` or ``bfloat16``. If it is None, the dtype is that of the base model's configuration, or ``float32``
+            if the configuration has none.
         gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None writes no GGUF file.
 
     Raises:
-        UsageError: the configuration or the weights cannot be used, the adapter does not match them, or GGUF does not
+        UsageError: the configuration or the weights cannot be used, the adapter does not fit the model, or GGUF does not
             support the model.
     """
     base, folder = base_of(path), Path(output).expanduser()

@@ -24,11 +24,13 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 
 
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
-    """Write a ``transformers`` model. Matrices have the type ``kind`` (f32, f16, bf16 or q8_0), and vectors the type f32.
+    """Write a ``transformers`` model as a GGUF file.
 
-    A matrix with rows that cannot be divided into blocks of q8_0 has the type f16.
+    Matrices have the type ``kind`` (f32, f16, bf16 or q8_0). A matrix whose rows cannot be divided into blocks of q8_0 has the
+    type f16. Vectors have the type f32.
 
-    Raises UsageError before creating the folder if the architecture, rotary embeddings, layers or tokenizer are not supported.
+    Raises UsageError: the architecture, rotary embeddings, layers or tokenizer are not supported. The folder is then not
+    created.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -89,7 +91,7 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield GGUF names and weights."""
+    """Yield the GGUF name and the weight of each tensor, in llama.cpp's conventions."""
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():

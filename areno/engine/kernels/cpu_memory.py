@@ -1,8 +1,8 @@
 """The allocator for large tensors on CPUs, on Linux with a C++ compiler.
 
-In one measurement, the memory of the training process peaked at 5.4 GB with the allocator of glibc 2.36, and at 2.6 GB
-with this allocator. Steps took the same time. The run trained an adapter of a model of 135 M parameters on 64 rows, with
-activation recomputation. Compiling the allocator takes a second.
+In one measurement, the memory of the training process peaked at 5.4 GB with the allocator of glibc 2.36, and at 2.6 GB with
+this allocator. Steps took the same time. The run trained an adapter on 64 rows, with activation recomputation. The model had
+135 M parameters. Compiling the allocator takes a second.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from areno.engine.kernels.library import KernelLibrary
 
 @functools.cache
 def install_caching_allocator() -> "CachingAllocator | None":
-    """Use areno's allocator for large tensors. Returns None if this fails, or if the system is not Linux."""
+    """Install areno's allocator for large tensors. Return None if the system is not Linux, or if the installation fails."""
     library = KernelLibrary("cpu_memory", stable_abi=False)
     if sys.platform != "linux" or library.build() or not library.load():
         return None

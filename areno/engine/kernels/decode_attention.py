@@ -36,11 +36,11 @@ def decode_attention(
     Args:
         layer: a layer that :func:`takes` accepts.
         q: queries [B, H, D] with contiguous features.
-        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]; the rows of the batch are the first B
-            slots.
-        positions: positions of the new tokens, int64 [B]; the new tokens are already in the cache.
-        prefixes: for each row, the index of a row with the same prefix (possibly the row itself) and the length of the
-            prefix, both int64 [B]. The prefix is read from the indexed row, which is faster if many rows share an index.
+        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]. The rows of the batch are the first B slots.
+        positions: positions of the new tokens, int64 [B]. The new tokens are already in the cache.
+        prefixes: two int64 tensors [B]. For each row, the first holds the index of a row with the same prefix, possibly the row
+            itself. The second holds the length of the prefix. The kernel reads the prefix from the indexed row, which is faster
+            if many rows share an index.
 
     Returns:
         Attention outputs [B, H, Dv].

@@ -27,7 +27,7 @@ def plain_draw(
     Args:
         logits: logits, fp32 [B, V].
         temperatures: sampling temperatures, fp32 [B].
-        greedy: whether each row takes its most likely token (the first one in a tie) [B].
+        greedy: whether each row takes its most likely token [B]. In a tie, the row takes the first of these tokens.
         u: uniform random numbers in [0, 1), float64 [B].
         block_size: number of tokens per block; see :mod:`areno.engine.rollout.inverse_cdf`.
 

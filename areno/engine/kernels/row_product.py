@@ -1,9 +1,9 @@
 """Matrix product with few rows, for decode steps on a CPU. Weights are read once, in their original layout.
 
-oneDNN and MKL are optimized for square matrices. For few rows, they are fast only with repacked copies of the weights,
-which would have to be updated after each training step. For a model of 42 M parameters and 64 rows, all products take
-13.9 ms with this kernel, 20.5 ms with oneDNN and 48 ms with MKL (two cores of an AMD EPYC). A row's result does not
-depend on the other rows.
+oneDNN and MKL are optimized for square matrices. For few rows, they are fast only with repacked copies of the weights. These
+copies would have to be updated after each training step. For a model of 42 M parameters and 64 rows, all products take 13.9 ms
+with this kernel, 20.5 ms with oneDNN and 48 ms with MKL (two cores of an AMD EPYC). A row's result does not depend on the other
+rows.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""One ``transformers`` module for both rollout and training, which use different attention plans.
+"""The model: one ``transformers`` module for rollout and training. Rollout and training use different attention plans.
 
 - ``loading``: loads a checkpoint as a policy, critic or reward model; ``load_check``: validates the loaded model.
 - ``packed_model``: base class of these models.

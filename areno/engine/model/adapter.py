@@ -2,11 +2,13 @@
 
 :mod:`areno.engine.model.attach_adapter` attaches adapters with ``peft``.
 
-Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so
-that a decode step costs the same as without an adapter. The weights are merged when generation begins, and the original
-weights are restored afterwards. Merging in bf16 would round small updates away, and 4-bit weights cannot store the
-merged values. Rollouts with bf16 or 4-bit weights therefore run the adapter as a separate branch, as do all rollouts on
-GPUs. With the adapter disabled, the same module is the reference policy.
+Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so a decode
+step costs the same as without an adapter. The weights are merged when generation begins, and the original weights are restored
+afterwards.
+
+Merging in bf16 would round small updates away, and 4-bit weights cannot store the merged values. Rollouts with bf16 or 4-bit
+weights therefore run the adapter as a separate branch. On GPUs, all rollouts run the adapter as a separate branch. With the
+adapter disabled, the same module is the reference policy.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ class Adapter:
 
     @property
     def merged_bytes(self) -> int:
-        """Size in bytes of the merged weights, which take memory in addition to the original weights; 0 if merging is off."""
+        """Size in bytes of the merged weights; 0 if merging is off. Merged weights take memory in addition to the original
+        weights.
+        """
         weights = [layer.get_base_layer().weight for layer in self._layers] if self.merges else []
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -99,7 +103,7 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Switch to merged weights if :attr:`merges` is True, and keep the original weights."""
+        """Switch to merged weights, and keep the original weights. If :attr:`merges` is False, do nothing."""
         with self._changing:
             if self._base or not self.merges:
                 return

@@ -63,7 +63,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _unsharded_layers(module: nn.Module) -> AbstractContextManager[None]:
-    """Within the block, create and read unsharded adapters even if the module is sharded."""
+    """Return a context in which ``peft`` creates and reads unsharded adapters, even if the module is sharded."""
     if not _is_sharded(module):
         return nullcontext()
     from areno.engine.model.sharded_adapter import as_if_unsharded
@@ -140,7 +140,10 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
 
 
 def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
-    """Reject adapters that are not LoRA, change the base model, or need the unsharded weights of the base model."""
+    """Reject adapters that are not LoRA, or that train the biases of the base model.
+
+    If the base model is sharded, also reject initializations that change its weights.
+    """
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UsageError(f"the adapter {path} has the type {kind}; areno supports only LORA adapters")
@@ -171,7 +174,7 @@ def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
-    """Reject adapters on tied weights: the adapter would belong to one layer, but merging it would change both layers."""
+    """Reject adapters on tied weights. Such an adapter would belong to one layer, but merging it would change both layers."""
     owners: dict[int, list[str]] = {}
     for name, child in module.named_modules():
         weight = child._parameters.get("weight")

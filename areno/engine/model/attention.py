@@ -1,8 +1,8 @@
 """The attention function that areno registers with ``transformers``.
 
-A forward pass gives every layer the same *plan* (keyword ``areno``), which determines which tokens attend to each other.
-Training and prefill use a plan for packed sequences, and decoding uses a plan for the KV cache. areno registers no mask
-function, so ``transformers`` builds no masks.
+A forward pass gives every layer the same *plan* (keyword ``areno``). The plan determines which tokens attend to each other.
+Training and prefill use a plan for packed sequences. Decoding uses a plan for the KV cache. areno registers no mask function,
+so ``transformers`` builds no masks.
 
 Shapes: T tokens per call, H query heads, K key/value heads, head size D (Dv for values).
 """
@@ -69,7 +69,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Attention with explicit scores, for ``native`` and for soft-capping or sinks, which fused kernels do not support."""
+    """Attention with explicit scores. Fused kernels do not support soft-capping or sinks, and ``native`` does not use them."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale
@@ -86,9 +86,10 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, 
 
 
 def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:
-    """Causal additive mask [length - first, length] in the dtype of ``like``, banded if ``window`` is set.
+    """Additive causal mask [length - first, length] in the dtype of ``like``.
 
-    Row i is the query at position ``first + i``.
+    Row i is the query at position ``first + i``. If ``window`` is set, a query sees only the last ``window`` keys, including
+    its own.
     """
     rows = torch.arange(first, length, device=like.device)
     columns = torch.arange(length, device=like.device)

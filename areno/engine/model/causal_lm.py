@@ -1,9 +1,9 @@
 """The policy: a ``transformers`` causal LM, split into a body and a head.
 
-``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The
-head is the model class's ``forward`` with a pass-through module as body. Soft-capped or rescaled logits (Gemma,
-Granite, Cohere) therefore need no special handling. Rollout and training use the same body and head. With the same
-weights, their results therefore differ only in rounding.
+``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The head is
+the model class's ``forward`` with a pass-through module as body. It therefore also soft-caps or rescales the logits of models
+that do so (Gemma, Granite, Cohere). Rollout and training use the same body and head. With the same weights, their results
+differ only in rounding.
 """
 
 import copy
@@ -67,15 +67,15 @@ class CausalLM(PackedModel):
         return logits if self._share is None else self._share.whole(logits)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states [N, C]: this rank's slice if the vocabulary is sharded, otherwise all logits [N, V]."""
+        """Logits [N, V] of hidden states [N, C]. With a sharded vocabulary, only this rank's slice of the logits."""
         # Not through __call__: the head is a copy that shares the module's hooks, which are meant for full passes.
         return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        """Log-probs [N] of ``targets`` [N] given hidden states [N, C]. Computes logits in chunks.
+        """Log-probs [N] of ``targets`` [N] given hidden states [N, C].
 
-        With several chunks, the backward pass recomputes the logits of each chunk, so that the memory for logits does
-        not grow with N. On a CPU, ``keeps_logits`` keeps all logits instead.
+        The logits are computed in chunks. If there are several chunks, the backward pass recomputes the logits of each chunk.
+        The memory for logits therefore does not grow with N. On a CPU, ``keeps_logits`` keeps all logits instead.
         """
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 

@@ -1,8 +1,8 @@
 """Output head computed in chunks, so that the logits of all rows need not be in memory at once.
 
-Small chunks are efficient on a CPU. On a GPU, a chunk must be large enough to occupy the device. The head's gradients
-are summed over chunks in fp32. For bf16 weights, autograd would sum the gradients in bf16, which loses more precision
-than the rest of the backward pass.
+Small chunks are efficient on a CPU. On a GPU, a chunk must be large enough to occupy the device. :func:`run_chunks` sums the
+head's gradients over chunks in fp32. For bf16 weights, autograd would sum these gradients in bf16. Such a sum loses more
+precision than the rest of the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence

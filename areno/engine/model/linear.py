@@ -1,11 +1,12 @@
 """Faster fp32 linear layers for CPUs on which PyTorch chooses a slow matrix product.
 
-On x86, PyTorch multiplies fp32 matrices with MKL, which does not use AVX-512 on non-Intel CPUs. oneDNN, which is also
-part of PyTorch, uses AVX-512 on these CPUs. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN reaches 440
-GFLOP/s. These numbers hold for at least 256 rows, both in the forward pass and in the gradient of the input. Without
-gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`) with AVX2 or AVX-512. On
-Intel CPUs, areno's kernel is used only for output layers with a large vocabulary, because MKL repacks their weights for
-each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
+On x86, PyTorch multiplies fp32 matrices with MKL. On non-Intel CPUs, MKL does not use AVX-512, but oneDNN does, which is also
+part of PyTorch. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN reaches 440 GFLOP/s. These numbers hold for at
+least 256 rows, in the forward pass and in the gradient of the input.
+
+Without gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`). This requires AVX2 or
+AVX-512. On Intel CPUs, areno's kernel is used only for output layers with a large vocabulary: MKL would repack the weights of
+these layers for each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
 """
 
 import functools
@@ -56,7 +57,9 @@ def use_row_products(module: nn.Module) -> None:
 
 @functools.cache
 def least_weight() -> int | None:
-    """Minimum number of weight elements for which :class:`FastLinear` can beat MKL on this CPU; None if it never can."""
+    """Minimum number of weight elements for which :class:`FastLinear` can be faster than MKL on this CPU; None if it never
+    is.
+    """
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
@@ -65,7 +68,7 @@ def least_weight() -> int | None:
 
 @functools.cache
 def _is_intel() -> bool:
-    """Whether the CPU is made by Intel; True if unknown, so that most layers keep PyTorch's matrix product."""
+    """Whether the CPU is made by Intel. True if unknown: most layers then keep PyTorch's matrix product."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,9 +1,11 @@
 """Validation that areno runs a loaded model correctly.
 
-Two short random sequences run individually through the model's ``eager`` attention, and then packed with areno's attention
-plan. The results must agree. The packed run uses the experts that the individual runs chose, because rounding can change a
-router's choice between nearly equal scores. A model with layers that ignore the plan (an unknown recurrent mixer or a custom
-attention) is rejected, because one packed sequence would affect the results of another.
+Two short random sequences run individually through the model's ``eager`` attention. Then they run packed, with areno's
+attention plan. The results must agree. Rounding can change a router's choice between nearly equal scores, so the packed run
+uses the experts that the individual runs chose.
+
+If a layer ignores the plan (an unknown recurrent mixer or a custom attention), one packed sequence affects the results of
+another. A model with such a layer is rejected.
 """
 
 import logging
@@ -64,7 +66,11 @@ def validate(
     name: str,
     unsupported: str,
 ) -> None:
-    """Raise UnsupportedModelError if packed sequences fail, or with reason ``unsupported`` if they differ from ``expected``."""
+    """Run the sequences packed, and compare the results with ``expected``.
+
+    Raises UnsupportedModelError: the packed sequences cannot run, or the results differ. ``unsupported`` is the reason for
+    different results.
+    """
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:

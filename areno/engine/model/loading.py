@@ -80,7 +80,9 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
-    """Load a critic or a reward model from a sequence classifier, or from a causal LM with an added zero head.
+    """Load a critic or a reward model from a sequence classifier or a causal LM.
+
+    A checkpoint without a scalar head gets a zero head.
 
     Args:
         needs_head: whether to reject a checkpoint without a scalar head.
@@ -121,7 +123,7 @@ def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
 
 
 def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
-    """Move the module to its device, and merge the adapter if ``path`` is one."""
+    """Move the module to its device. If ``path`` is an adapter, merge the adapter."""
     if options.four_bit:  # already on its device
         child: Any
         for child in module.modules():
@@ -165,11 +167,11 @@ def prepare_as(
     *,
     validates: bool = True,
 ) -> M:
-    """Wrap a loaded model or pipeline stage so that attention follows a plan; disable dropout, and validate the result.
+    """Wrap a loaded model or pipeline stage so that attention follows a plan, and validate the result. Dropout is disabled.
 
-    The validation compares areno's results with those of ``transformers``: the logits of a policy, or the hidden states of
-    a critic, a reward model or a stage without the output layer. ``validates`` is False if another rank reads and validates the
-    weights.
+    The validation compares areno's results with those of ``transformers``. For a policy, these are the logits. For a critic, a
+    reward model or a stage without the output layer, they are the hidden states. ``validates`` is False if another rank reads
+    and validates the weights.
     """
     _repair_generation_config(module)
     _disable_dropout(module)
@@ -380,7 +382,10 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Enable sampling if ``transformers`` rejects the generation config, such as one with a temperature but no sampling."""
+    """Enable sampling if ``transformers`` rejects the generation config.
+
+    An example is a config with a temperature, but without sampling.
+    """
     config = getattr(module, "generation_config", None)
     if config is None:
         return

@@ -1,4 +1,7 @@
-"""Base class of policies, critics and reward models: a ``transformers`` body that runs packed tokens with an attention plan."""
+"""Base class of policies, critics and reward models.
+
+Each has a ``transformers`` body that runs packed tokens with an attention plan.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +18,9 @@ from areno.engine.model.stages import StageLayers, model_body
 
 
 class Weights:
-    """Storage of the weights between passes: unsharded in this class, sharded in :mod:`areno.engine.parallel.fsdp`."""
+    """Storage of the weights between passes. In this class, weights are unsharded. :mod:`areno.engine.parallel.fsdp` shards
+    them.
+    """
 
     dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
     whole: bool = True  # whether all weights are gathered on this rank
@@ -75,7 +80,9 @@ class PackedModel:
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters (this rank's shards, if sharded) and persistent buffers. Tied parameters appear under all their names."""
+        """Parameters and persistent buffers. Sharded parameters are this rank's shards. Tied parameters appear under all their
+        names.
+        """
         tensors: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         for place, child in self.module.named_modules():
             for name, buffer in child.named_buffers(place, recurse=False):

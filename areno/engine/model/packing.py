@@ -1,8 +1,8 @@
 """The attention plan of training and prefill, for packed sequences of different lengths.
 
-Sequences are concatenated into one row of T tokens and do not attend to each other. For attention, sequences of similar
-length are padded in groups. A group has at most one padding token per five other tokens, so a long sequence does not make
-short sequences expensive. With a variable-length kernel on a GPU, there is no padding.
+Sequences are concatenated into one row of T tokens and do not attend to each other. For attention, sequences of similar length
+form groups, and each group is padded to its longest sequence. A group has at most one padding token per five other tokens, so a
+long sequence does not make short sequences expensive. With a variable-length kernel on a GPU, there is no padding.
 """
 
 import functools
@@ -53,7 +53,11 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that are padded together. ``rows`` are the packed positions of their tokens, ``cells`` those in [B * L]."""
+    """Sequences that are padded together, to a batch [B, L].
+
+    ``rows`` are the positions of their tokens in the packed row. ``cells`` are the positions of the same tokens in the
+    flattened batch [B * L].
+    """
 
     size: int
     length: int
@@ -84,7 +88,8 @@ class PackedPlan:
     Args:
         lengths: number of tokens of each sequence, in packed order.
         device: device of the plan.
-        prefixes: for each sequence, the packed positions of its prefix, to which it attends; None for no prefixes.
+        prefixes: for each sequence, the packed positions of its prefix. The sequence also attends to these positions. None: no
+            sequence has a prefix.
     """
 
     def __init__(
@@ -190,7 +195,10 @@ class PackedPlan:
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group sequence indices so that each group's padded size is at most ``MAX_PADDED_SHARE`` times its number of tokens."""
+    """Group the indices of sequences of similar length.
+
+    The padded size of a group is at most ``MAX_PADDED_SHARE`` times the number of its tokens.
+    """
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]
     groups: list[list[int]] = []

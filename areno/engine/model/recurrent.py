@@ -1,10 +1,11 @@
 """Linear-attention layers (gated delta nets) in packed calls.
 
 A recurrent layer carries a state along the tokens of a call. With the code of ``transformers``, the state of one packed
-sequence would silently enter the next sequence. areno therefore wraps each layer's ``forward``. In training, ``forward`` runs
-on one padded row per sequence. This is exact because a causal scan never reads the padding on the right. In rollouts, every
-cache slot has its own state. A prefill runs ``forward`` on one sequence at a time, because padding would decay the cached
-state.
+sequence would silently enter the next sequence. areno therefore wraps each layer's ``forward``.
+
+In training, ``forward`` runs on one padded row per sequence. The results are exact, because a causal scan never reads the
+padding on the right. In rollouts, every cache slot has its own state. A prefill runs ``forward`` on one sequence at a time,
+because padding would decay the cached state.
 """
 
 from __future__ import annotations

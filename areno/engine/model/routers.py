@@ -124,7 +124,10 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @torch.no_grad()
 def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
-    """Number of experts, and of experts per token, of each MoE layer, observed in a pass over a few tokens."""
+    """Pairs of the number of experts and the number of experts per token, for all MoE layers.
+
+    The pairs are observed in a pass over a few tokens.
+    """
     probes = [_Probe(name) for _ in mixtures]
     with ExitStack() as held:
         held.enter_context(model.gathered())

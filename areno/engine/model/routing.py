@@ -1,9 +1,9 @@
 """Routing replay for mixture-of-experts (MoE) models: record expert choices in rollouts, and replay them in training.
 
-Rollout and training compute router scores with different kernels and, after an update, with different weights. If two
-scores are close, training may choose different experts than the rollout. The log-probs of training and rollout then
-differ by much more than rounding errors. Replaying the rollout's choices removes this difference (Ma et al. 2025,
-arXiv:2510.11370, "R3"). The router is still trained, because the routing weights come from the router's current scores.
+Rollout and training compute router scores with different kernels. After an update, they also use different weights. If two
+scores are close, training may choose different experts than the rollout. The log-probs of training and rollout then differ by
+much more than rounding errors. Replaying the rollout's choices removes this difference (Ma et al. 2025, arXiv:2510.11370,
+"R3"). The router is still trained, because the routing weights come from the router's current scores.
 
 This module supports any MoE architecture that selects experts with ``topk``. During the forward pass of an MoE layer, a
 :class:`Routing` replaces the result of the ``topk`` over all experts. The model then computes the routing weights.
@@ -31,7 +31,10 @@ class Routing(Protocol):
     """Observes the choices of routers, and can override them."""
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
-        """The experts [T, K] to use for the tokens of a pass, given the router's choice ``chosen`` [T, K]."""
+        """Return the experts [T, K] to use for the tokens of a pass.
+
+        ``mixture`` is the index of the MoE layer. ``chosen`` [T, K] is the router's own choice.
+        """
 
     def again(self) -> Routing:
         """The routing to use when activation checkpointing recomputes the forward pass."""
@@ -81,7 +84,8 @@ def current_routing() -> Routing | None:
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Context managers for a layer under activation checkpointing: one for the forward pass, one for its recomputation.
 
-    The recomputation may run in another thread, while the forward pass of other rows is running.
+    The recomputation may run in another thread, while the forward pass of other rows is running. The second context manager
+    therefore sets the routing for the recomputation.
     """
     routing = current_routing()
     return nullcontext(), Routed(None if routing is None else routing.again())
@@ -91,7 +95,6 @@ class _TopkMode(TorchFunctionMode, ABC):
     """Lets a subclass replace the result of a router's ``topk`` over scores [T, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the result of a router's ``topk``, and run all other functions unchanged."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOPK:
@@ -118,14 +121,16 @@ class Choosing(_TopkMode):
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the choices of the routing, or ``chosen`` if this ``topk`` is not over all experts."""
+        """Return the choices of the routing. If this ``topk`` is not over all experts, return ``chosen``."""
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
         return self._routing.choose(self._mixture, chosen)
 
 
 class ChoiceRecorder(_TopkMode):
-    """Records the choices of all routers in a forward pass, in the order of the calls, with the number of experts.
+    """Records the choices of all routers in a forward pass.
+
+    ``calls`` lists the number of experts and the choices of each call, in order.
 
     Rounding can make two forward passes over the same tokens choose different experts. When two passes are compared,
     :class:`ChoiceReplay` removes this difference.
@@ -145,11 +150,12 @@ class ChoiceReplay(_TopkMode):
     """Repeats recorded choices that differ from a router's own choices only by rounding.
 
     Args:
-        recorded: the recordings to repeat, concatenated along the tokens. If their calls differ, nothing is repeated.
-        first: index of the recorded token that is the first token of the pass. Tokens after the recorded ones keep the
+        recorded: the recordings to repeat, concatenated along the tokens. If the recordings have calls of different shapes,
+            nothing is repeated.
+        first: index of the recorded token that is the first token of the pass. Tokens after the last recorded token keep the
             router's choices.
-        tolerance: maximum difference between the scores of a recorded choice and the router's own choice, relative to
-            the largest score. With a larger difference, the router's choice is kept.
+        tolerance: maximum difference between the scores of a recorded choice and the router's own choice, relative to the
+            largest score. With a larger difference, the router's choice is kept.
     """
 
     def __init__(self, *recorded: ChoiceRecorder, first: int = 0, tolerance: float) -> None:
@@ -160,7 +166,7 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the next call's recorded choices, or ``chosen`` for tokens whose choices differ by more than rounding."""
+        """Return the recorded choices of the next call. If a token's choices differ by more than rounding, keep ``chosen``."""
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
             return chosen
@@ -188,7 +194,9 @@ class Recording:
 
 
 class RoutingCount:
-    """Counts replayed choices (one per token and MoE layer), and how many of them differ from the router's choice."""
+    """Counts replayed choices, and how many of them differ from the router's choice. Each token has one choice per MoE
+    layer.
+    """
 
     def __init__(self) -> None:
         self.replayed: Tensor | float = 0.0

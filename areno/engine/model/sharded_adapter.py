@@ -142,7 +142,10 @@ def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
 def _product_and_adapter(
     product: Callable[[nn.Module, Tensor], Tensor], base: nn.Module, layer: Any, in_columns: bool, x: Tensor
 ) -> Tensor:
-    """This rank's shard of the layer's output [..., O]: some of the columns, or a partial sum."""
+    """Compute this rank's part of the layer's output [..., O], with the adapter.
+
+    In a column-parallel layer, this is a part of the columns. In a row-parallel layer, it is a partial sum.
+    """
     out = product(base, x)
     if layer.disable_adapters or layer.merged:
         return out

@@ -1,8 +1,8 @@
 """Pipeline stages: models that hold only some of their layers.
 
-A stage is an instance of the model's class that has only the stage's layers, so ``transformers`` reads only the weights
-of these layers. Identity modules replace the layers of other stages. The first stage has the embedding. The last stage
-has the final norm and the output layer, and also the embedding if it is tied to the output layer.
+A stage is an instance of the model's class that has only the stage's layers. ``transformers`` therefore reads only the weights
+of these layers. Identity modules replace the layers of other stages. The first stage has the embedding. The last stage has the
+final norm and the output layer. If the embedding is tied to the output layer, the last stage also has the embedding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Absent(nn.Module):
 
 
 class StageLayers:
-    """The model chunks of a stage, each a range of consecutive layers, and the body of each chunk.
+    """The model chunks of a stage. Each chunk is a range of consecutive layers.
 
     Args:
         layout: how the ranks divide the model.
@@ -56,7 +56,11 @@ class StageLayers:
         return {layer for run in self.runs.values() for layer in run}
 
     def tied_names(self, module: Any) -> set[str]:
-        """Names of the parameters that are on both the first and the last stage: an embedding tied to the output layer."""
+        """Names of the embedding's weight, if it is tied to the output layer and therefore on both the first and the last
+        stage.
+
+        For other stages, and without tied weights, the result is empty.
+        """
         if not self.tied or not (self.first or self.last):
             return set()
         weight = getattr(module, module.base_model_prefix).get_input_embeddings().weight
@@ -84,7 +88,8 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
     """Names of the layer list and of the final norm.
 
-    Raises UnsupportedModelError unless the body consists of its embedding, one layer list and one other module with weights.
+    Raises UnsupportedModelError: besides its embedding, the body does not consist of one layer list and one other module with
+    weights.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
     lists = [
@@ -150,7 +155,9 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
 
 @torch.no_grad()
 def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
-    """Raise UnsupportedModelError if the body changes its input before the first layer, because every stage would do so."""
+    """Raise UnsupportedModelError if the body changes its input before the first layer. Every stage would repeat this
+    change.
+    """
     body = layers.body_of(getattr(module, module.base_model_prefix), None)
     width = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())

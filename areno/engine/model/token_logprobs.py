@@ -1,8 +1,9 @@
-"""Log-probs and entropies from logits. The backward pass needs one buffer as large as the logits; autograd would need five.
+"""Log-probs and entropies from logits. The backward pass needs one buffer as large as the logits. With autograd, it would need
+five.
 
-The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, the rank
-sends three numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the
-entropy. The gradient of a slice needs no further communication.
+The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, the rank sends three
+numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the entropy. The gradient
+of a slice needs no further communication.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def token_logprobs(
         share: this rank's slice of the vocabulary; None if the vocabulary is not sharded.
 
     Returns:
-        Log-probs [N] in fp32, and entropies [N] (an empty tensor if not requested).
+        Log-probs [N] in fp32, and entropies [N]. If entropies are not requested, their tensor is empty.
     """
     width = logits.shape[-1]
     share = share or VocabularyShare(0, width, width, width, Channel())
@@ -52,7 +53,10 @@ def token_logprobs(
 
 
 def logit_bounds(logits: Tensor, share: VocabularyShare | None = None) -> Tensor:
-    """Minimum and maximum logit [N, 2] of each row [N, V], over the slices of all ranks. The result has no gradient."""
+    """Return the minimum and maximum logit [N, 2] of each row [N, V], without gradient.
+
+    If the vocabulary is sharded, the result covers the slices of all ranks.
+    """
     logits = logits.detach()
     least, greatest = logits.amin(-1).float(), logits.amax(-1).float()
     if share is not None:
@@ -68,7 +72,10 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 class _TokenLogprobs(torch.autograd.Function):
     """Log-softmax at one index per row, from this rank's slice of each row. All ranks make the same calls and get the same
-    results. Saves the slice's probabilities if the entropy needs them, otherwise the scaled logits.
+    results.
+
+    If the entropy is requested, the slice's probabilities are saved for the backward pass. Otherwise, the scaled logits are
+    saved.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Attention plan for sequences with common prefixes: the tokens form a tree, so shared tokens are computed once.
+"""Attention plan for sequences with common prefixes. The tokens form a tree, so shared tokens are computed once.
 
-A token attends to itself and to its ancestors. The ancestors are exactly the tokens that precede it in its sequence, and its
-position is its depth in the tree. Up to rounding, hidden states, log-probs and gradients therefore equal those of separate
-sequences.
+A token attends to itself and to its ancestors. The ancestors are exactly the tokens that precede the token in its sequence. The
+token's position is its depth in the tree. Up to rounding, hidden states, log-probs and gradients therefore equal those of
+separate sequences.
 
-A sequence adds nodes only for the tokens after the longest prefix that it shares with an earlier sequence. Attention is
-computed only for these new tokens, over the full sequence.
+A sequence may begin with a prefix of an earlier sequence. It then adds nodes only for the tokens after the longest such prefix.
+Attention is computed only for these new tokens, which also attend to the prefix.
 """
 
 from bisect import bisect_left
@@ -62,7 +62,7 @@ class TreePlan(PackedPlan):
         super().__init__(lengths, device, prefixes)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Raise EngineError, because a token of a tree can have several successors, but a recurrent layer supports only one."""
+        """Raise EngineError: a token of a tree can have several successors, but a recurrent layer supports only one."""
         raise EngineError(
             "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"
         )

@@ -51,9 +51,9 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
-    """Weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if there is no head.
+    """Return weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if there is no head.
 
-    ``path`` is a folder or a hub id, whose weights are downloaded.
+    A head without a bias has the bias None. ``path`` is a folder or a hub id. For a hub id, the weights are downloaded.
     """
     names = [f"{prefix}{name}" for name in HEAD_NAMES for prefix in ("", "model.")]
     for file in _weight_files(path):
@@ -65,7 +65,7 @@ def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint, or PyTorch's files if there are none."""
+    """The safetensors files of a checkpoint. If there are none, PyTorch's files."""
     folder = Path(path).expanduser()
     is_local = folder.is_dir()
     # On the hub, other safetensors files are copies in other formats, such as Mistral's consolidated.safetensors.
@@ -105,7 +105,7 @@ def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None
 
 
 def _as_rows(weight: Tensor, path: str) -> Tensor:
-    """Normalize a head stored as [outputs, C], [C, 1] or [C] to [outputs, C]."""
+    """Reshape the weight of a head from [outputs, C], [C, 1] or [C] to [outputs, C]."""
     if weight.ndim == 1:
         return weight[None]
     if weight.ndim != 2:

@@ -1,9 +1,9 @@
 """Variable-length attention on a GPU, with ``torch.nn.attention.varlen`` or the ``flash-attn`` package.
 
-Training and prefill attend within packed sequences without padding. Unsupported cases, such as sinks, fp32, head sizes
-above 256 and old GPUs, fall back to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning per reason. A
-kernel is selected by its features, not by its version number. Each kernel must first pass a forward and backward test
-against PyTorch's attention.
+Training and prefill attend within packed sequences without padding. Some cases are not supported, such as sinks, fp32, head
+sizes above 256 and old GPUs. They use :func:`~areno.engine.model.attention.scaled_dot_product` instead, and each reason is
+logged once as a warning. A kernel is selected by its features, not by its version number. Each kernel must first pass a forward
+and backward test against PyTorch's attention.
 """
 
 import functools
@@ -49,9 +49,9 @@ class VarlenKernel:
     ) -> Tensor:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
 
-        The last query of each sequence is at the position of the sequence's last key. ``starts`` holds the start of
-        each sequence and the total length (int32 [N + 1]), and ``longest`` the maximum length. Each is a pair:
-        the first element is for queries, the second for keys.
+        The last query of each sequence is at the position of the sequence's last key. ``starts`` and ``longest`` are pairs: the
+        first element is for queries, the second for keys. An element of ``starts`` holds the start of each sequence and the
+        total length (int32 [N + 1]). An element of ``longest`` is the maximum length of a sequence.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Narrows the attention windows of a model, so that sequences of a few tokens show whether its layers apply them."""
+"""Narrows the attention windows of a model. Sequences of a few tokens then show whether its layers apply the windows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,9 @@ _NARROW = 4
 
 
 def limiting_window(config: Any) -> int | None:
-    """The attention window of a ``transformers`` configuration; None if there is none, or if the context fits into it."""
+    """The smallest attention window in a ``transformers`` configuration that is shorter than the context; None if there is
+    none.
+    """
     text, context = config.get_text_config(), context_length(config)
     windows = [window for name in _WINDOWS if isinstance(window := getattr(text, name, None), int) and window > 0]
     return min((window for window in windows if context is None or window < context), default=None)
@@ -21,7 +23,10 @@ def limiting_window(config: Any) -> int | None:
 
 @contextmanager
 def narrow_windows(module: nn.Module) -> Iterator[None]:
-    """Set the windows of the configuration, from which ``transformers`` builds masks, and those of the layers to 4 tokens."""
+    """Within the block, narrow the attention windows to 4 tokens.
+
+    The windows of the configuration are also changed, because ``transformers`` builds masks from them.
+    """
     text: Any = module.config.get_text_config()  # type: ignore[operator,union-attr]
     before: list[tuple[Any, str, int]] = []
     for name in _WINDOWS:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 
 def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Partition items into parts of similar total weight, by the largest differencing method (Karmarkar and Karp 1982).
+    """Partition items into parts of similar total weight.
 
-    The result is deterministic.
+    This is the largest differencing method (Karmarkar and Karp 1982). The result is deterministic. Weights must not be
+    negative.
 
-    Returns the sorted indices of the items in each part. A part may be empty. Weights must not be negative.
+    Returns the sorted indices of the items in each part. A part may be empty.
     """
     if parts == 1:
         return [list(range(len(weights)))]

@@ -27,7 +27,7 @@ from areno.engine.parallel.rendezvous import Rendezvous, node_id, own_address
 from areno.engine.parallel.segment import ANONYMOUS, Segment, map_segment
 
 PATIENCE = timedelta(days=7)
-"""A timeout that is never reached in practice: the process that watches the ranks detects stuck ranks."""
+"""A timeout that is never reached in practice, because the process that watches the ranks detects stuck ranks earlier."""
 
 
 class Channel:
@@ -64,12 +64,15 @@ class Channel:
         return part
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Send chunk i of the values [size * n] to rank i; return the received chunks [size * n], ordered by sender."""
+        """Send chunk i of the values [size * n] to rank i. Return the received chunks [size * n], ordered by sender."""
         equal = [len(parts) // self.size] * self.size
         return self.all_to_all_v(parts, equal, equal)
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send the next ``sent[i]`` rows to each rank i, in order; return the received rows, ordered by sender."""
+        """Send the next ``sent[i]`` rows to each rank i, in order. Return the received rows, ordered by sender.
+
+        ``received[i]`` is the number of rows that come from rank i.
+        """
         return rows
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -85,16 +88,18 @@ class Channel:
         return values
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
-        """Allocate a buffer that reduces ``count`` (a multiple of ``size``) numbers; None if the ranks share no memory."""
+        """Allocate a buffer that reduces ``count`` (a multiple of ``size``) numbers. Return None if the ranks share no
+        memory.
+        """
         return None
 
     def shared_memory(self, count: int, dtype: torch.dtype) -> SharedMemory | None:
-        """Allocate an array of ``count`` entries that all ranks share; None if the ranks share no memory."""
+        """Allocate an array of ``count`` entries that all ranks share. Return None if the ranks share no memory."""
         return None
 
 
 class RankGroup(Channel):
-    """A group of several ranks. Objects are sent from ``device``, which is the CPU for gloo and the rank's GPU for NCCL."""
+    """A group of several ranks. Objects are sent from ``device``: the CPU for gloo, and the rank's GPU for NCCL."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -149,7 +154,7 @@ class RankGroup(Channel):
         return gathered
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send the next ``sent[i]`` rows to each rank i, in order; return the received rows, ordered by sender."""
+        """Send the next ``sent[i]`` rows to each rank i, in order. Return the received rows, ordered by sender."""
         self.traffic["all_to_all_v"] += rows.nbytes - rows[: sent[self.rank]].nbytes
         output = rows.new_empty(sum(received), *rows.shape[1:])
         self._group.alltoall_base(output, rows, received, sent).wait()
@@ -170,7 +175,7 @@ class RankGroup(Channel):
         return received
 
     def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect all ranks' tensors in rank 0's host memory, one tensor at a time; return {} on the other ranks."""
+        """Collect all ranks' tensors in rank 0's host memory, one tensor at a time. Return {} on the other ranks."""
         specs = self.all_gather([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
         gathered = {} if self.rank else {name: value.cpu() for name, value in values.items()}
         for rank, entries in enumerate(specs[1:], 1):
@@ -220,9 +225,9 @@ class SharedGroup(RankGroup):
         self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Map one segment per size on all ranks; rank i creates the segment of ``sizes[i]`` bytes.
+        """Map one segment per size on all ranks. Rank i creates the segment of ``sizes[i]`` bytes.
 
-        Returns an empty list if any rank cannot map a segment.
+        Return an empty list if any rank cannot map a segment.
         """
         segment: Segment | None = None
         with suppress(OSError):
@@ -256,7 +261,9 @@ class SharedReduceBuffer:
         self._others = parts
 
     def part(self) -> Tensor:
-        """Return this rank's shard [n] of the sums: a view of ``values``, valid until ``values`` changes."""
+        """Return this rank's shard [n] of the sums. The shard is a view of ``values``, and is valid until ``values``
+        changes.
+        """
         self._group.traffic["reduce_scatter"] += self.values.nbytes - self._part.nbytes  # the others read it
         self._group.barrier()
         for other in self._others:
@@ -296,7 +303,7 @@ def meet(
 
     Args:
         where: meeting point of the members.
-        name: name of the group; a name must not be reused.
+        name: name of the group. A name must not be reused.
         rank: rank of this process.
         size: number of members.
         device: device of the tensors that members send.

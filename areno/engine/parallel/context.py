@@ -1,16 +1,16 @@
-"""Context parallelism: the ranks of a replica divide the tokens of each pass; in attention they divide the heads
+"""Context parallelism: the ranks of a replica divide the tokens of each pass. In attention, the ranks divide the heads instead
 (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-Each rank computes the embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens
-of a sequence, so an all-to-all gives each rank all tokens of some heads. The rank computes attention for these heads as
-a single process would, and a second all-to-all reverses the exchange. Attention plans (packing, trees, windows, sinks)
-therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's
+Each rank computes the embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens of a
+sequence, so an all-to-all gives each rank all tokens of some heads. The rank computes attention for these heads as a single
+process would. A second all-to-all then returns the outputs to the ranks of their tokens. Attention plans (packing, trees,
+windows, sinks) therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's
 queries, keys, values or outputs.
 
-In grouped-query attention, key heads are repeated if c does not divide their number. If c does not divide the number of
-query heads, zero heads are added. Using more ranks than heads wastes compute.
+In grouped-query attention, key heads are repeated if c does not divide their number. If c does not divide the number of query
+heads, zero heads are added. Using more ranks than heads wastes compute.
 
-All ranks compute the same loss from the predictions of all ranks, so a weight's gradient is the sum of the ranks'
+All ranks compute the same loss from the predictions of all ranks. A weight's gradient is therefore the sum of the ranks'
 gradients.
 """
 
@@ -30,7 +30,10 @@ from areno.engine.parallel.channels import Channel
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange local tokens of all heads [n, size * h, D] for all tokens of local heads [size * n, h, D], or the reverse."""
+    """Exchange local tokens of all heads [n, size * h, D] for all tokens of local heads [size * n, h, D].
+
+    If ``to_heads`` is False, the exchange is reversed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, to_heads: bool) -> Tensor:
@@ -57,7 +60,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks. All ranks compute the same loss from the sum, so each term's gradient is the sum's gradient."""
+    """Sum over the ranks.
+
+    All ranks compute the same loss from the sum. The gradient of each term is therefore the gradient of the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
@@ -81,7 +87,7 @@ def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class ContextPlan:
-    """Attention plan of this rank's tokens, which may be padded; ``whole`` is the plan of all ranks' tokens."""
+    """Attention plan of this rank's tokens, which may be padded. ``whole`` is the plan of all ranks' tokens."""
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
         self.whole, self.channel = whole, channel
@@ -99,7 +105,7 @@ class ContextPlan:
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Return the indices into ``positions`` at which the packed position belongs to this rank."""
+        """Return the indices of the entries of ``positions`` (packed positions) that belong to this rank."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -124,7 +130,7 @@ class ContextPlan:
         return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run a recurrent layer over the gathered ``hidden`` [n, C] of all ranks; return this rank's slice of the output."""
+        """Gather ``hidden`` [n, C] from all ranks, and run a recurrent layer on it. Return this rank's slice of the output."""
         gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 
@@ -134,7 +140,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return the smallest repetition of key heads that gives each rank the key heads of its query heads."""
+    """Return the smallest number of repetitions of key heads that gives each rank the key heads of its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

@@ -1,12 +1,12 @@
-"""Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to the experts (Lepikhin et al.
-2020, arXiv:2006.16668).
+"""Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to the experts (Lepikhin et al. 2020,
+arXiv:2006.16668).
 
-Each of e ranks holds E / e experts of each MoE layer. Per layer, one all-to-all sends every token to the ranks with its
-experts, and a second all-to-all returns the experts' outputs. The module's own ``forward`` computes the experts, so this code
-is independent of the architecture. No token is dropped, however unbalanced the routing is.
+Each of e ranks holds E / e experts of each MoE layer. In each layer, one all-to-all sends every token to the ranks with its
+experts. A second all-to-all returns the experts' outputs. The module's own ``forward`` computes the experts, so this code is
+independent of the architecture. No token is dropped, even if the routing is unbalanced.
 
-All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, so
-no tokens are sent.
+All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, so no
+tokens are sent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ExpertParallelExperts:
     """The experts of one MoE layer, sharded across a group.
 
     Args:
-        module: module with all experts; afterwards it holds only this rank's experts.
+        module: module with all experts. Afterwards, it holds only this rank's experts.
         mesh: device mesh with the axes ``ep`` and ``tp``.
         channel: collectives of the ranks that divide the experts.
     """
@@ -89,7 +89,9 @@ class ExpertParallelExperts:
         self.module.num_experts = self.own
 
     def _computed(self, *inputs: Tensor) -> Tensor:
-        """Run the module's own ``forward`` with the local or gathered experts as plain tensors."""
+        """Run the module's own ``forward`` with plain tensors: the gathered experts, or this rank's experts if none are
+        gathered.
+        """
         sharded = dict(self.module._parameters)
         local = self._gathered or {name: cast(Any, parameter).to_local() for name, parameter in sharded.items()}
         self.module._parameters.update(local)
@@ -99,7 +101,9 @@ class ExpertParallelExperts:
             self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums [T, C] of the ``chosen`` [T, K] experts' outputs for ``hidden`` [T, C]."""
+        """Send each row of ``hidden`` [T, C] to its ``chosen`` [T, K] experts. Return the weighted sums [T, C] of their
+        outputs.
+        """
         if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]

@@ -1,9 +1,9 @@
-"""Fully sharded weights (FSDP2, ZeRO stage 3), which are sharded across the ranks of a stage and gathered for
-computation.
+"""Fully sharded weights (FSDP2, ZeRO stage 3): the ranks of a stage shard the weights, and gather them for computation.
 
-Between passes each rank holds a shard of every tensor. A training pass gathers one decoder layer at a time, in the forward
-pass and (with :attr:`Layout.reshards`) again in the backward pass, and reduce-scatters the layer's gradient. For the many
-passes of rollouts and scoring, all weights are gathered once, in the compute dtype, and released afterwards.
+Between passes each rank holds a shard of every tensor. A training pass gathers one unit (by default a decoder layer) at a
+time. With :attr:`Layout.reshards`, the backward pass gathers each unit again. The backward pass reduce-scatters the gradients.
+Rollouts and scoring run many passes, so all weights are gathered once before these passes, in the compute dtype, and released
+afterwards.
 
 Shards of trained weights are fp32 and serve as the optimizer's master weights.
 """
@@ -31,14 +31,14 @@ from areno.engine.parallel.rank_context import RankContext
 from areno.errors import UsageError
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether FSDP can reduce gradients of parameters that a backward pass does not use; requires PyTorch 2.13 or newer."""
+"""Whether FSDP can reduce gradients of parameters that a backward pass does not use (PyTorch 2.13 or newer)."""
 
 
 class FullyShardedWeights(Weights):
-    """A model's weights, sharded across the ranks of the default process group, which this rank must have joined.
+    """A model's weights, sharded across the default process group. This rank must have joined the group.
 
     Args:
-        module: the model before FSDP; afterwards it holds this rank's shards, in fp32 if they are ``trained``.
+        module: the model before FSDP. Afterwards it holds this rank's shards. Shards of ``trained`` weights are fp32.
         reduces: dtype in which gradients are reduced.
     """
 
@@ -103,9 +103,9 @@ class FullyShardedWeights(Weights):
         self.release()
 
     def gather(self) -> None:
-        """Gather all weights until :meth:`release` is called; every rank must call this method.
+        """Gather all weights, which stay gathered until :meth:`release` is called. Every rank must call this method.
 
-        FSDP's hooks, which record the order of all passes, are removed while the weights are gathered. Otherwise ranks
+        FSDP's hooks record the order of all passes. While the weights are gathered, the hooks are removed. Otherwise ranks
         with different pass orders would gather different layers in the next backward pass.
         """
         if self.whole:
@@ -139,26 +139,28 @@ class FullyShardedWeights(Weights):
 def shard_over_replicas(
     model: PackedModel, peers: RankContext, *, trained: bool, reduces: torch.dtype = torch.float32
 ) -> None:
-    """Shard a model with FSDP (see :class:`FullyShardedWeights`); all ranks of its stage must call this function."""
+    """Shard a model with FSDP (see :class:`FullyShardedWeights`). All ranks of the model's stage must call this function."""
     model.weights = FullyShardedWeights(model.module, peers, model.device, trained, reduces)
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the ranks that shard each tensor: with tensor parallelism, the model mesh's ``fsdp`` axis."""
+    """Return the mesh of the ranks that shard each tensor. With tensor parallelism, it is the ``fsdp`` axis of the model's
+    mesh.
+    """
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
 
 
 def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
-    """Receive a module's parameters, except parameters with ids in ``known``, from the rank that has read them."""
+    """Receive a module's parameters from the rank that has read them. Parameters with ids in ``known`` are skipped."""
     for parameter in part.parameters():
         if id(parameter) not in known:
             peers.broadcast_from_reader(parameter.detach())
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules to shard as units: instances of the named classes, or the decoder layers if ``names`` is empty."""
+    """Return the modules to shard as units: instances of the named classes, by default the decoder layers."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
     blocks = [child for child in module.modules() if type(child).__name__ in names and child is not module]
@@ -173,7 +175,7 @@ def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:
-    """Convert trained parameters, except parameters with ids in ``but``, to fp32; frozen tensors keep their dtype."""
+    """Convert trained parameters to fp32. Frozen parameters and parameters with ids in ``but`` keep their dtype."""
     for parameter in part.parameters():
         if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in but:
             parameter.data = parameter.data.float()

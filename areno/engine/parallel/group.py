@@ -1,7 +1,7 @@
 """An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
 
-Every rank receives all rows and selects its own rows by a deterministic rule, so ranks need not coordinate. A request goes to
-the least loaded replica. The choice of the replica does not affect the result.
+Every rank receives all rows and selects its own rows by a deterministic rule. Therefore the ranks need not coordinate. A
+request goes to the least loaded replica. The choice of the replica does not affect the result.
 """
 
 import functools
@@ -53,7 +53,7 @@ class EngineGroup(Backend):
         path: checkpoint folder or hub id of the actor.
         config: configuration of the engine; ``device`` is the device of rank 0.
         layout: how the ranks divide the model.
-        devices: one device per rank. None: the CPU, or consecutive GPUs starting at ``config.device``.
+        devices: one device per rank. If None, all ranks use the CPU, or consecutive GPUs starting at ``config.device``.
         stall_s, processes, on_failure: see :class:`WorkerGroup` and :class:`Processes`.
 
     Raises:
@@ -160,7 +160,7 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas. Return the future answers by request numbers."""
+        """Send requests to the leaders of their replicas. Return the leaders' answers (futures) by request numbers."""
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
@@ -186,7 +186,9 @@ class EngineGroup(Backend):
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks. The called method may release the weights, so the next rollout gathers them."""
+        """Call a method on all ranks. With FSDP, the method may release gathered weights, so the next rollout gathers them
+        again.
+        """
         with self._order:
             self._gathered = not self.layout.fsdp
             answers = self.workers.begin(method, *arguments)
@@ -219,7 +221,7 @@ class EngineGroup(Backend):
             return self._pending.pop(number, None)
 
     def _refused(self, numbers: Sequence[int], asked: Future[Any]) -> None:
-        """Fail requests that a rank did not accept."""
+        """If a rank did not accept the requests, end them with the rank's error."""
         error = asked.exception()
         for number in numbers if error is not None else ():
             if (pending := self._take(number)) is not None:
@@ -236,7 +238,7 @@ class EngineGroup(Backend):
             pending.future.set_exception(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; its future resolves to the tokens sampled so far."""
+        """Abort one request. Its future resolves to the tokens sampled so far."""
         with self._lock:
             matches = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
         for number, replica in matches:
@@ -260,7 +262,7 @@ class EngineGroup(Backend):
         self.workers.call("engine.enable_prefix_cache", enabled)
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and free the KV caches unless ``keep_rollout_state`` is set."""
+        """Abort pending requests. Without ``keep_rollout_state``, also free the KV caches."""
         self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
         self._all("end_rollout")
 
@@ -358,7 +360,7 @@ class EngineGroup(Backend):
 
 
 def meeting_place(processes: Processes, folder: Path) -> Rendezvous:
-    """Return the ranks' rendezvous: a folder on this machine, or the launcher's name registry."""
+    """Return the ranks' rendezvous: ``folder`` if all ranks are on this machine, otherwise the launcher's name registry."""
     names = processes.names
     if names is None:
         return FolderRendezvous(folder)
@@ -373,9 +375,9 @@ def open_engine(
     stall_s: float = STALL_S,
     processes: Processes | None = None,
 ) -> Backend:
-    """Load an engine with a given layout. A single rank runs in this process, unless a launcher starts ``processes``
-    elsewhere.
+    """Load an engine with a given layout.
 
+    A single rank runs in this process. If a cluster launcher starts the ``processes``, a single rank is also a worker process.
     For the arguments see :class:`EngineGroup`.
     """
     if layout.world_size == 1 and (processes is None or processes.names is None):

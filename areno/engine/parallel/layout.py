@@ -2,7 +2,7 @@
 
 Ranks form a grid with the axes pipeline, data, context and tensor. The tensor axis varies fastest, so that the ranks that
 communicate most are adjacent. The ranks with the same index on the data axis form a replica. In training, all ranks of a
-replica work on the same rows. Without FSDP each replica holds a copy of the model; with FSDP all replicas share one sharded
+replica work on the same rows. Without FSDP, each replica holds a copy of the model. With FSDP, all replicas share one sharded
 copy. The ranks with the same index on the pipeline axis form a stage. All ranks of a stage hold the same layers.
 """
 
@@ -30,16 +30,17 @@ class Place(NamedTuple):
 class Layout:
     """Sizes of the axes.
 
-    ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without ``fsdp`` only the optimizer state is
+    With ``fsdp``, ``dp_size`` x ``cp_size`` ranks shard weights and gradients. Without ``fsdp``, only the optimizer state is
     sharded. Layouts with context or expert parallelism always use FSDP. In an MoE layer, each group of ``ep_size`` ranks
-    divides the experts, and ranks with the same experts shard these experts.
+    divides the experts. Ranks with the same experts shard these experts.
 
-    The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks, which are assigned to the stages round-robin. With
-    two chunks per stage, the first of two stages has the first and the third chunk. ``pp_less`` is the extra work of the
-    first and the last chunk (embedding and output layer), counted in layers. With ``reshards``, FSDP frees gathered layers
-    between the forward and the backward pass. ``units`` lists the module classes that FSDP shards as units; if empty, FSDP
-    shards decoder layers. ``offloads`` keeps shards in host memory. With ``reads_once`` and FSDP, one rank per stage reads
-    the weights and broadcasts them.
+    The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks. The chunks are assigned to the stages round-robin: of
+    two stages with two chunks each, the first stage has the first and the third chunk. ``pp_less`` is the extra work of the
+    first chunk (embedding) and of the last chunk (output layer), counted in layers.
+
+    With ``reshards``, FSDP frees gathered layers between the forward and the backward pass. ``units`` lists the module classes
+    that FSDP shards as units. If ``units`` is empty, FSDP shards decoder layers. ``offloads`` keeps shards in host memory.
+    With ``reads_once`` and FSDP, one rank per stage reads the weights and broadcasts them.
     """
 
     dp_size: int = 1

@@ -1,9 +1,9 @@
-"""Rollout loops of a replica that is sharded across several ranks: the first rank leads, and the other ranks follow in
+"""Rollout loops of a replica that is sharded across several ranks. The first rank leads, and the other ranks follow in
 lockstep.
 
-Each iteration (turn) of a rollout loop depends only on the requests. Before each turn the leader broadcasts new requests,
-cancellations and limits, so all ranks schedule, compute and sample identically. Each message contains the sum of all sampled
-token ids, so a diverging rank is detected at the next turn.
+Each iteration (turn) of a rollout loop depends only on the requests, cancellations and limits. Before each turn, the leader
+broadcasts all new ones. Therefore all ranks schedule, compute and sample identically. Each message contains the sum of all
+token ids sampled so far. A rank whose own sum differs raises an error.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ class _Message:
 
 
 class LockstepLoop(RolloutLoop):
-    """A loop that sums its sampled token ids, and reports its failure, because the other ranks wait for this rank."""
+    """A loop that sums its sampled token ids, to detect ranks that diverge.
+
+    The loop reports its failure, because the other ranks wait for this rank.
+    """
 
     sampled = 0
     on_failure: Callable[[BaseException], None] | None = None  # called with the error that ends the loop
@@ -60,7 +63,10 @@ class LockstepLoop(RolloutLoop):
 
 
 class LeadingLoop(LockstepLoop):
-    """The loop of a replica's first rank. ``turns`` broadcasts its messages; other arguments are as in :class:`RolloutLoop`."""
+    """The loop of a replica's first rank.
+
+    ``turns`` is the channel that broadcasts its messages. For the other arguments see :class:`RolloutLoop`.
+    """
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -95,7 +101,7 @@ class LeadingLoop(LockstepLoop):
         super()._apply(commands)
 
     def wait_idle(self) -> None:
-        """See :meth:`RolloutLoop.wait_idle`; every rank of the replica must call this method."""
+        """See :meth:`RolloutLoop.wait_idle`. Every rank of the replica must call this method."""
         with self._wake:
             super().wait_idle()
             if self.failure is None:
@@ -103,7 +109,7 @@ class LeadingLoop(LockstepLoop):
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
-        """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must call this method."""
+        """See :meth:`RolloutLoop.weights_changing`. Every rank of the replica must call this method."""
         with self._wake:
             self._check_alive()
             self._start()  # the loop's thread broadcasts the pause
@@ -159,7 +165,7 @@ class FollowingLoop(LockstepLoop):
         return True
 
     def wait_idle(self) -> None:
-        """Wait until the leader is idle: this loop may not have received the leader's requests yet."""
+        """Wait until the leader reports that it is idle. This loop may not have received all of the leader's requests yet."""
         with self._wake:
             self._wake.wait_for(lambda: self.failure is not None or self._idle)
             self._idle -= 1
@@ -168,7 +174,7 @@ class FollowingLoop(LockstepLoop):
         """Do nothing: the leader's next message contains its new limits."""
 
     def close(self) -> None:
-        """Wait until the leader stops this loop; then free the KV cache."""
+        """Wait until the leader stops this loop. Then free the KV cache."""
         if self._thread is not None:
             self._thread.join()
         self.decode.close()

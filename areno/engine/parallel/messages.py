@@ -16,8 +16,8 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the worker's object; takes a function that sends :class:`Event` payloads.
-        sharing: number of processes that share the CPU cores and adapt their thread counts to the load. 0: the thread count
+        make: creates the worker's object. Its argument is a function that sends :class:`Event` payloads.
+        sharing: number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread count
             is fixed.
     """
 
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat. ``progress`` increases while the worker makes progress; ``doing`` is the name of the running method."""
+    """A heartbeat. ``progress`` increases while the worker makes progress. ``doing`` is the name of the running method."""
 
     progress: float
     doing: str = ""

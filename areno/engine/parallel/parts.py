@@ -1,6 +1,6 @@
 """Convert between local shards and unsharded tensors.
 
-Sharded parameters are ``DTensor``s. All functions also accept plain tensors, which are treated as unsharded.
+Sharded parameters are ``DTensor``s. All functions also accept plain tensors, and treat them as unsharded.
 """
 
 import torch
@@ -16,7 +16,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of this rank's shard, even if the backward pass left an unsharded gradient or partial sums."""
+    """Return the gradient of this rank's shard.
+
+    If the backward pass left an unsharded gradient or partial sums, the gradient is redistributed first.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -30,7 +33,7 @@ def is_unsharded(tensor: Tensor) -> bool:
 
 
 def unsharded(part: Tensor, like: Tensor) -> Tensor:
-    """Gather the shards of a tensor that is sharded like ``like``; every rank of its mesh must call this function."""
+    """Gather the shards of a tensor that is sharded like ``like``. Every rank of the tensor's mesh must call this function."""
     if not isinstance(like, DTensor):
         return part
     mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
@@ -49,14 +52,14 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _split(placement: Placement, indices: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Return the indices along dimension ``dim`` of each of ``count`` shards."""
+    """Split the indices of dimension ``dim`` into the indices of each of ``count`` shards."""
     row = indices.view([1] * dim + [-1])
     shards, _ = placement._split_tensor(row, count, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
     return [shard.flatten() for shard in shards]
 
 
 def _joined(part: Tensor, dim: int, indices: list[Tensor], group: ProcessGroup) -> Tensor:
-    """Gather shards along ``dim``; ``indices`` holds the positions of each shard's entries in the result."""
+    """Gather shards along ``dim``. For each shard, ``indices`` holds the positions of its entries in the result."""
     longest = max(map(len, indices))
     padding = [0, 0] * (part.ndim - dim - 1) + [0, longest - part.shape[dim]]
     padded = functional.pad(part, padding).contiguous()

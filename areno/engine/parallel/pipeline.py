@@ -1,11 +1,11 @@
 """Pipeline parallelism: each stage holds some of the layers, and microbatches pass from stage to stage.
 
-All stages know all microbatches, so shapes are never communicated. Microbatches may differ in length. Each stage sends
-hidden states to the next stage and gradients to the previous stage. Sends are asynchronous, so the sender continues with its
+All stages know all microbatches, so shapes are never communicated. Microbatches may differ in length. Each stage sends hidden
+states to the next stage and gradients to the previous stage. Sends are asynchronous, so the sender continues with its
 schedule. The last stage computes the predictions and the loss.
 
-``torch.distributed.pipelining`` is not used, because it needs microbatches of one shape. In addition, its process group must
-be part of the default process group, which in areno covers at most one stage.
+``torch.distributed.pipelining`` is not used for two reasons. It needs microbatches of one shape. Its process group must be
+part of the default process group, which in areno covers at most one stage.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Microbatch(Protocol):
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
-"""The head of the last stage: maps a microbatch's index and hidden states [T, C] to an output tensor and its gradient.
+"""The head of the last stage. It maps a microbatch's index and hidden states [T, C] to an output tensor and its gradient.
 
-The gradient is None for a scalar loss. Without a backward pass, the return value is ignored.
+For a scalar loss, the gradient is None. Without a backward pass, the return value is ignored.
 """
 
 
@@ -65,7 +65,7 @@ class Pipeline:
         self._width = int(model.config.get_text_config().hidden_size)
 
     def run(self, batches: Sequence[Microbatch], finish: Finish, backward: bool) -> None:
-        """Run the forward pass of all microbatches through all stages; with ``backward``, run the backward pass too."""
+        """Run the forward pass of all microbatches through all stages. With ``backward``, also run the backward pass."""
         layout = self.peers.layout
         schedule = make_schedule(layout.pp_size, layout.pp_chunks, len(batches), backward)
         traffic = _Traffic(self, schedule, [len(batch.tokens) for batch in batches])
@@ -118,7 +118,7 @@ class Pipeline:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A pending send: the receiving stage, and the index of that stage's action that uses the values."""
+    """A pending send to a stage. ``taken_by`` is the index of that stage's action that uses the values."""
 
     stage: int
     taken_by: int
@@ -180,7 +180,7 @@ class _Traffic:
         return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """Drop the sends whose values ``stage`` took before its action ``number``."""
+        """Drop the sends whose values ``stage`` used before its action ``number``."""
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:
             sent.work.wait()

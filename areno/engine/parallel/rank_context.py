@@ -21,8 +21,8 @@ from areno.engine.parallel.rendezvous import Rendezvous
 Links = dict[tuple[bool, int], RankGroup]
 """Groups of two ranks. The first rank sends activations to the next stage, or gradients to the previous stage.
 
-A key is a pair: whether the group carries gradients, and the sending stage. Each direction has a separate group, so that the
-two directions cannot block each other.
+A key is the pair (whether the group carries gradients, index of the sending stage). Each direction has a separate group, so
+that the two directions cannot block each other.
 """
 
 
@@ -59,7 +59,7 @@ class RankContext:
 
     @property
     def decides(self) -> bool:
-        """Whether this is the first rank of its tensor-parallel group; the other ranks follow its decisions."""
+        """Whether this is the first rank of its tensor-parallel group. The other ranks of the group follow its decisions."""
         return self.tensor.rank == 0
 
     @property
@@ -84,7 +84,7 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of this rank's share of the rows in scoring, where the data and context axes together divide the rows."""
+        """Index of this rank's share of the rows in scoring. The data and context axes together divide the rows."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property
@@ -144,7 +144,7 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
 
 
 def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: torch.device) -> Links:
-    """Create the links of a stage. All stages create links in the same order, which rules out deadlocks."""
+    """Create the links of a stage. To prevent deadlocks, all stages create links in the same order."""
     links: Links = {}
     stages = layout.pp_size
     for gradients in (False, True) if stages > 1 else ():

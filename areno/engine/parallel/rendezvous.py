@@ -42,7 +42,7 @@ class Rendezvous(Protocol):
 
 
 def own_address() -> str:
-    """Return the address at which other machines reach this process; loopback if no cluster launcher started this process."""
+    """Return the address at which other machines reach this process. Without a cluster launcher, it is the loopback address."""
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 

@@ -37,9 +37,9 @@ class Segment:
 
 
 def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
-    """Map a segment for as long as tensors use it. Without ``writable``, changes stay private to this process.
+    """Map a segment. The mapping lasts as long as tensors use it. Without ``writable``, changes stay private to this process.
 
-    Raises OSError if the segment cannot be opened, and ValueError if it is smaller than ``size``.
+    Raises OSError if the segment cannot be opened. Raises ValueError if the segment is smaller than ``size``.
     """
     file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:

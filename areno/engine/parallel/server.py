@@ -51,9 +51,11 @@ class LoopFailure:
 
 
 class EngineServer:
-    """The engine of one rank. :class:`areno.engine.parallel.group.EngineGroup` calls the methods of this class and of its
-    ``engine``, usually on all ranks with the same arguments. ``where`` is the ranks' rendezvous. ``send`` sends a
-    :class:`TokenEvent`, :class:`RequestResult` or :class:`LoopFailure` to the group.
+    """The engine of one rank.
+
+    :class:`areno.engine.parallel.group.EngineGroup` calls the methods of this class and of its ``engine``. Most calls go to
+    all ranks with the same arguments. ``where`` is the ranks' rendezvous. ``send`` sends an event to the group: a
+    :class:`TokenEvent`, :class:`RequestResult` or :class:`LoopFailure`.
     """
 
     def __init__(
@@ -105,8 +107,9 @@ class EngineServer:
     # -- run one after the other -------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Free the KV cache unless ``keep_rollout_state`` is set. The deciding rank first aborts pending requests, and the
-        other ranks wait until no requests are left.
+        """Wait until no request is pending. Without ``keep_rollout_state``, then free the KV cache.
+
+        The deciding rank first aborts all pending requests.
         """
         if self.peers.decides:
             self.engine.end_rollout()
@@ -124,7 +127,9 @@ class EngineServer:
         temperatures: Sequence[float],
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
-        """Score this rank's rows. Return pairs (row index, result), or an empty list if another rank returns the results."""
+        """Score this rank's rows, and return pairs (row index, result). If another rank returns the results, the list is
+        empty.
+        """
         self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = [temperatures[index] for index in mine]

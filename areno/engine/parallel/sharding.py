@@ -1,6 +1,7 @@
-"""Shard a model across the ranks of a replica by the model's ``transformers`` tensor-parallel plan, and save it unsharded.
+"""Shard a model across the ranks of a replica, and save it unsharded.
 
-Sharded parameters are ``DTensor``s, and unsharded parameters are plain tensors.
+The model's ``transformers`` tensor-parallel plan states how each layer is sharded. Sharded parameters are ``DTensor``s, and
+unsharded parameters are plain tensors.
 """
 
 import re
@@ -40,9 +41,9 @@ def distributed_config(
 ) -> DistributedConfig:
     """Return the ``transformers`` configuration for sharding a model.
 
-    The plan would sum the gradients of some parameters in a hook. These parameters stay unsharded, and :func:`partial_names`
-    lists them, so that the optimizer sums their gradients once. Logits that the plan would gather stay sharded; see
-    :func:`vocabulary_share`.
+    The plan would sum the gradients of some unsharded parameters in a hook. These parameters get no hook.
+    :func:`partial_names` lists them, and the optimizer sums their gradients once. The plan may also gather the logits. In this
+    configuration, the logits stay sharded; see :func:`vocabulary_share`.
 
     Args:
         config: model configuration.
@@ -89,7 +90,7 @@ def _summed(plan: dict[str, str]) -> list[str]:
 
 
 def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
-    """Return the unsharded parameters whose gradient is partial on each rank, such as per-head norms."""
+    """Return the names of unsharded parameters whose gradient is partial on each rank, such as per-head norms."""
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     endings = [tuple(name.split(".")) for name in _summed(plan)]
 

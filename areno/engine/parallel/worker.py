@@ -1,7 +1,7 @@
-"""A worker process, ``python -m areno.engine.parallel.worker``, which :class:`WorkerGroup` starts.
+"""A worker process, which :class:`WorkerGroup` starts as ``python -m areno.engine.parallel.worker``.
 
-The worker creates the object that its first message describes, and calls the object's methods one after the other. Calls
-marked ``now`` run at once in the thread that reads messages. A separate thread sends a heartbeat every second. The worker
+The worker creates the object that its first message describes. It then calls the object's methods, one after the other. A call
+marked ``now`` runs at once, in the thread that reads messages. A separate thread sends a heartbeat every second. The worker
 exits when the process that started it exits.
 """
 
@@ -147,7 +147,7 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Return a number that grows when this process reads or writes, even through mapped files; 0 if unknown."""
+    """Return a count that grows with this process's I/O, including reads of mapped files; 0 if unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)
@@ -157,7 +157,7 @@ def _io_bytes() -> int:
 
 
 def _use_interface(connection: Connection) -> None:
-    """Use the network interface of this connection for CPU collectives, unless ``GLOO_SOCKET_IFNAME`` is set."""
+    """Use the network interface of this connection for CPU collectives. If ``GLOO_SOCKET_IFNAME`` is set, it is kept."""
     address = connection.socket.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     names = (name for name, addresses in interfaces if any(one.address == address for one in addresses))

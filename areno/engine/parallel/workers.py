@@ -60,9 +60,9 @@ class Processes:
     """Settings for starting the processes of a group.
 
     Attributes:
-        name: prefix of the processes' log lines, such as ``rollout 1``. With a name, only warnings and errors reach the log
-            of the starting process.
-        launcher: starts the processes as workers of ``role``, numbered from ``first``. None: the processes run on this
+        name: prefix of the processes' log lines, such as ``rollout 1``. With a name, only warnings and errors reach the log of
+            the starting process.
+        launcher: starts the processes as workers of ``role``, numbered from ``first``. If None, the processes run on this
             machine.
     """
 
@@ -86,12 +86,12 @@ class WorkerGroup:
     """Worker processes. Each worker holds one object and calls the object's methods.
 
     Args:
-        makers: one function per rank, serialized with ``cloudpickle``. The function creates the rank's object, and takes a
-            function that sends events.
-        on_event: receives the rank and the payload of each event; runs in the group's thread.
+        makers: one function per rank, serialized with ``cloudpickle``. Each function creates the rank's object. Its argument
+            is a function that sends events.
+        on_event: receives the rank and the payload of each event, in the group's thread.
         on_failure: called once when the group fails.
         busy: returns whether a rank has work other than calls, such as a generation request.
-        stall_s: time in seconds without progress after which a rank with work counts as failed.
+        stall_s: time limit in seconds. A rank that has work but makes no progress for this time counts as failed.
 
     Raises:
         EngineError: a worker could not be started, or could not create its object. If all workers raise errors of the same
@@ -156,11 +156,11 @@ class WorkerGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call a method on ``ranks`` (default: all ranks); return the results in the order of ``ranks``.
+        """Call a method on ``ranks`` (default: all ranks). Return the results in the order of ``ranks``.
 
-        If all ranks raise exceptions of the same type, raises the first rank's exception, and the group stays usable. Raises
-        EngineError if the errors differ in type, only some ranks raise an error, or a rank dies, is stopped or makes no
-        progress. The group has then failed.
+        If all ranks raise exceptions of the same type, the first rank's exception is raised, and the group stays usable. In
+        all other cases the group fails, and EngineError is raised: the errors differ in type, only some ranks raise an error,
+        or a rank dies, is stopped or makes no progress.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 
@@ -221,7 +221,7 @@ class WorkerGroup:
             rank.frames.send(text, SILENCE_S)
 
     def _gather(self, method: str, ranks: Sequence[int], futures: list[Future[Any]]) -> list[Any]:
-        """Wait for all results. Errors of only some ranks, or of different types, fail the group."""
+        """Wait for all results. If only some ranks raise errors, or the errors differ in type, the group fails."""
         wait(futures, return_when=FIRST_EXCEPTION)
         wait(futures, timeout=_SETTLE_S)
         done = [(rank, future) for rank, future in zip(ranks, futures, strict=True) if future.done()]
@@ -263,7 +263,7 @@ class WorkerGroup:
                 self._check()
 
     def _listen(self, rank: _Rank) -> bool:
-        """Read a rank's messages; return False once its connection is closed."""
+        """Read a rank's messages. Return False if the connection is closed or a message is invalid."""
         rank.heard = time.monotonic()  # even in the middle of a long message
         try:
             for text in rank.frames.arrived():
@@ -315,7 +315,7 @@ class WorkerGroup:
             logging.getLogger(line.logger).log(line.level, "%s", text)
 
     def _check(self) -> None:
-        """Fail the group if a rank has ended, is silent or makes no progress."""
+        """End the group with an error if a rank has ended, is silent or makes no progress."""
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:
@@ -367,7 +367,7 @@ class WorkerGroup:
         self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
 
     def _fail(self, error: EngineError) -> None:
-        """Kill all processes and fail all pending calls."""
+        """Kill all processes, and end all pending calls with ``error``."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -437,7 +437,7 @@ def _last(rank: _Rank) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; False if the system cannot tell."""
+    """Whether a signal has stopped a process. False if the system cannot tell."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"

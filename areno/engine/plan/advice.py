@@ -1,4 +1,4 @@
-"""Finds option changes with which a run fits into memory, by planning the run with each change."""
+"""Finds option changes with which a run fits into memory. For this purpose, the run is planned with each change."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ Change = dict[str, Any]
 
 
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
-    """Return command-line options that together make a run fit; the list is empty if no options do.
+    """Return command-line options that together make a run fit. If no options make it fit, the list is empty.
 
     The options are in order of increasing cost.
     """

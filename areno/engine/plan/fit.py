@@ -135,7 +135,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
-    """Train a few steps in each layout, and sort the layouts by measured time; those that failed come last.
+    """Train a few steps in each layout, and sort the layouts by measured time. Layouts that failed come last.
 
     Raises the first error if all layouts failed.
     """

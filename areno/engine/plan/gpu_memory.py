@@ -1,8 +1,8 @@
 """Divides a GPU's memory: reserves the peak memory of training, and assigns the rest to the KV cache.
 
-The cache is a pool of fixed size. By default, it stays allocated between rollouts and must leave room for later allocations:
-optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and prefills in every
-rollout.
+The cache is a pool of fixed size. By default, the pool stays allocated between rollouts. The pool must therefore leave room
+for later allocations: optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and
+prefills in every rollout.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Division:
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
     """Divide the memory that is free after the models have been loaded.
 
-    ``keeps_cache``: whether the cache stays allocated during training. ``recompute``: whether to recompute activations. None
-    recomputes only if gradients and activations would take more than ``KEPT_SHARE`` of the memory left after moments.
+    ``keeps_cache``: whether the cache stays allocated during training. ``recompute``: whether to recompute activations. If
+    ``recompute`` is None, activations are recomputed only if gradients and kept activations would take more than
+    ``KEPT_SHARE`` of the memory left after the moments.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -67,7 +68,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
     """Choose the KV cache size in tokens after the models have been loaded. The size is the same on all ranks.
 
-    On an unshared GPU, this function also decides whether to recompute activations, unless the configuration decides.
+    On an unshared GPU, this function also sets whether activations are recomputed. A choice in the configuration is kept.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
@@ -99,7 +100,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
 
 
 def pool_tokens(tokens: int, running: int, context: int | None) -> int:
-    """Limit the size of a cache to the tokens that all running sequences can fill, but at least 1024."""
+    """Limit the size of a cache to the tokens that all running sequences can fill. The result is at least 1024."""
     limit = running * round_up(context, _ROW) if context else tokens
     return max(min(tokens, limit), _MIN_TOKENS)
 

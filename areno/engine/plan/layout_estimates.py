@@ -1,7 +1,7 @@
-"""Estimates, from a model's sizes, the bytes that each rank of a training layout holds and sends per step.
+"""Estimates the bytes that each rank of a training layout holds and sends per step.
 
-These closed-form estimates, for ``areno plan --fit``, also cover FSDP. ``docs/layouts.md`` explains the terms.
-:mod:`areno.engine.plan.memory_plan` instead runs the engine's code on shapes, but does not support FSDP.
+The estimates, for ``areno plan --fit``, are formulas of a model's sizes, and also cover FSDP. ``docs/layouts.md`` explains the
+terms. :mod:`areno.engine.plan.memory_plan` instead runs the engine's code on shapes, but does not support FSDP.
 """
 
 from __future__ import annotations

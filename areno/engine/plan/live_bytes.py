@@ -13,7 +13,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Grouped matrix product of experts, computed in bf16 because PyTorch supports no other dtype for fake tensors."""
+    """Grouped matrix product of experts. It runs in bf16, because PyTorch supports no other dtype for fake tensors."""
     first, second, *rest = args
     product: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
     return product.to(first.dtype)
@@ -31,8 +31,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages created inside the block.
 
-    Fake tensors count like real tensors. Tensors created before the block are not counted. ``peak`` is the peak since the
-    start of the block or the last :meth:`restart`.
+    Fake tensors count like real tensors. Tensors created before the block are not counted. ``peak`` is the peak since the last
+    :meth:`restart`, or since the start of the block.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """Return logits of the full size [N, V] for a sampler, even if ``logits`` has only some columns."""
+    """Return logits of the full size [N, V] for a sampler. ``logits`` may have only some of the columns."""
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
 
@@ -48,7 +48,7 @@ def _style(plan: dict[tuple[str, ...], str], parts: tuple[str, ...]) -> str:
 
 
 def _split_dim(plan: dict[tuple[str, ...], str], parts: tuple[str, ...], own: str, ndim: int) -> int | None:
-    """The dimension along which a tensor is split; None if it is replicated."""
+    """The dimension along which a tensor is split. None if the tensor is replicated."""
     side = next((part for part in parts if part in ("lora_A", "lora_B")), "")
     owner = parts[: parts.index(side)] if side else parts
     style = _style(plan, (*owner, own)) or _style(plan, owner)

@@ -259,7 +259,7 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Size in bytes of fp32 logits in policy training: one chunk (all logits if kept) and the gradient of one chunk."""
+        """Size in bytes of fp32 logits in policy training: one chunk of logits (or all kept logits), and its gradient."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)

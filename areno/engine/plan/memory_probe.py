@@ -1,7 +1,8 @@
 """Free memory, and current and peak memory use of this process.
 
-On a GPU, the numbers come from CUDA and PyTorch's allocator; on a CPU, they come from the operating system. On Linux, the peak
-of the resident set can be reset. On other systems, the peak never decreases, so later, smaller peaks are overestimated.
+On a GPU, the numbers come from CUDA and PyTorch's allocator. On a CPU, the numbers come from the operating system. On Linux,
+the peak of the resident set can be reset. On other systems, the peak never decreases, so later, smaller peaks are
+overestimated.
 """
 
 import gc
@@ -57,7 +58,10 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
-    """On a CPU, return the allocator's free memory to the system if memory is short for ``ranks`` processes of this size."""
+    """On a CPU, return the allocator's free memory to the system if memory is short.
+
+    Memory is short if less than ``_SHORT`` times the memory of ``ranks`` processes of this size is available.
+    """
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         trim_freed_memory()
 

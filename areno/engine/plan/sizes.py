@@ -71,7 +71,7 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share one memory: on a CPU, the ranks of all engines on the machine; on a GPU, one rank."""
+        """Number of ranks that share one memory: 1 on a GPU, and the ranks of all engines on the machine on a CPU."""
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:

@@ -70,7 +70,7 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """State whether a run fits. If it does not, state the options to ``change``, or the ``remedy`` if there are none."""
+    """State whether a run fits. If not, state the options to ``change``. If there are none, state the ``remedy``."""
     figures = f"{needed / _MIB:,.1f} MiB peak{where}, {available / _MIB:,.1f} MiB free now"
     if needed <= available:
         return f"Fits: yes. {figures}."

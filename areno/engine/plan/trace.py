@@ -186,7 +186,7 @@ class ShapeOf:
             lengths: number of tokens of each row of a microbatch.
             scored: number of tokens of each row that are trained on.
             config: optimizer options.
-            several: whether there are several microbatches, so that gradients are accumulated.
+            several: whether there are several microbatches. If so, gradients are accumulated.
             checkpointing: whether to recompute activations.
             device: device of the run.
             entropy: whether the loss reads the policy's entropy.
@@ -307,7 +307,7 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences, and return the peak memory in bytes, not counting the cache."""
+        """Prefill the last ``rows`` of ``held`` sequences. Return the peak memory in bytes, without the cache."""
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()

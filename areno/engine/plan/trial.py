@@ -42,15 +42,16 @@ def peak(engine: Engine) -> int:
 
 
 def gpu_bytes(engine: Engine) -> int:
-    """Peak size in bytes of this rank's GPU tensors since :func:`begin` or the start of the process; 0 on a CPU."""
+    """Peak size in bytes of this rank's GPU tensors since :func:`begin` or the start of the process. On a CPU, it is 0."""
     device = engine.config.device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
-    """Compute and discard the gradients of this replica's rows. Returns the peak memory in bytes; None if GPU memory ran out.
+    """Compute and discard the gradients of this replica's rows. Return the peak memory in bytes.
 
-    With tensor parallelism, the out-of-memory error is raised, because the other ranks of the model cannot recover from it.
+    If GPU memory runs out, the result is None. With tensor parallelism, the out-of-memory error is raised instead, because the
+    other ranks of the model cannot recover.
     """
     begin(engine)
     try:

@@ -1,10 +1,12 @@
-"""``--tune-params`` finds a concurrency and batch sizes that fit into memory, before the first step, in the training processes.
+"""``--tune-params`` finds a concurrency and batch sizes that fit into memory.
 
-If the smallest size fits, sizes are considered from largest to smallest. A size whose memory plan is within the limit is
-tried with sequences of maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer
-states and random states are the same after the trials. Explicit options are not changed.
+The search runs in the training processes, before the first step.
 
-With several ranks, each rank tries its replica's share, and the largest measured peak counts.
+If the smallest size fits, sizes are considered from largest to smallest. A size whose memory plan is within the limit is tried
+with sequences of maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer states and
+random states are the same after the trials. Explicit options are not changed.
+
+With several ranks, each rank tries its replica's share. The largest measured peak counts.
 """
 
 import dataclasses
@@ -35,20 +37,20 @@ _PROBED_TOKENS = 2
 def tune_sizes(
     engine: Backend, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
 ) -> TrainOptions:
-    """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``, except for values that the user has set.
+    """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``. Values that the user has set are kept.
 
     Args:
         engine: engine or engine group with a loaded actor. Other models need not be loaded, because the plan counts them.
-        rows: number of prompts of the dataset, which limits the batch size; None means unlimited.
-        capacity: memory available to a process in bytes; None means the used plus the free memory, of
-            which each rank on a CPU gets an equal share.
+        rows: number of prompts of the dataset, which limits the batch size. None means unlimited.
+        capacity: memory available to a process in bytes. None means the used plus the free memory. On a CPU, each rank gets an
+            equal share of this memory.
 
     Returns:
         The options with the chosen sizes. ``drop_rollout_state`` is True unless the user has set this option.
 
     Raises:
         UsageError: the smallest sizes or an explicit ``mini_bs`` do not fit. The message states which options to lower.
-        EngineError: a rank of a tensor-parallel model ran out of memory, and the other ranks cannot recover.
+        EngineError: a rank of a tensor-parallel model ran out of memory. The other ranks cannot recover.
     """
     rng, random_of_ranks = capture_rng(), engine.run_on_all_ranks(trial.random_state)
     try:
@@ -227,7 +229,7 @@ class _Tuner:
         return max(self.engine.run_on_all_ranks(trial.peak))
 
     def _update(self, candidate: TrainOptions) -> int | None:
-        """Compute the gradients of up to two microbatches of maximum size on every replica, without an update."""
+        """Compute the gradients of up to two microbatches of maximum size on every replica. The weights are not updated."""
         sizes = self._sizes(candidate)
         lengths, microbatches = sizes.microbatch(self._longest(candidate))
         rows = [_row(length, own) for length, own in zip(lengths, sizes.scored(lengths), strict=True)]

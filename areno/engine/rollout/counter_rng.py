@@ -1,6 +1,6 @@
 """Counter-based random numbers, which are a stateless function of seed and counter.
 
-The arithmetic is int64, which wraps around like uint64; a mask makes the right shift logical. The same code works on NumPy
+The arithmetic is int64, which wraps around like uint64. A mask makes the right shift logical. The same code works on NumPy
 arrays and tensors. It reads no tensor values on the host, so CUDA graphs can capture the code.
 """
 
@@ -31,7 +31,7 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 
 def random_bits(seeds: Ints, counters: Ints) -> Ints:
-    """Return 53 random bits per pair of seed (see :func:`as_int64`) and counter. All arrays are int64 [N]."""
+    """Return 53 random bits for each pair of a seed and a counter. All arrays are int64 [N]. For seeds see :func:`as_int64`."""
     return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 
 

@@ -20,8 +20,8 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 class SharedPrefixes:
     """The leader of each row (the first row with the same prefix), and the length of the shared prefix.
 
-    Every slot holds a copy of the prefix, so samples can join and leave freely, and attention may read any copy. Rows from
-    the same prefill share a prefix. Rows without a prefill share no prefix.
+    Every slot holds a copy of the prefix. Therefore samples can join and leave freely, and attention may read any copy. Rows
+    from the same prefill share a prefix. Rows without a prefill share no prefix.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -57,7 +57,7 @@ class DecodeBatch:
     """Inputs of a decode step for the sequences in the first slots.
 
     ``counters`` holds the indices of the tokens to sample; see :mod:`counter_rng`. ``columns`` is the number of cache columns
-    to attend to, which is a multiple of :data:`READ_STEP` and covers all contexts.
+    to attend to. It is a multiple of :data:`READ_STEP` and covers all contexts.
     """
 
     def __init__(self, sequences: Seq[Sequence], rows: RowParameters) -> None:
@@ -86,8 +86,10 @@ class EagerDecode:
 
 
 class StepDecode:
-    """Runs a :class:`DecodeStep`, compiled or not, over the cache slots. If every row of the batch is plain (see
-    :attr:`SamplingTable.plain`), the step samples the tokens. Otherwise all tokens are sampled from the step's logits.
+    """Runs a :class:`DecodeStep`, compiled or not, over the cache slots.
+
+    If every row of the batch is plain (see :attr:`SamplingTable.plain`), the step samples the tokens. Otherwise all tokens are
+    sampled from the step's logits.
     """
 
     def __init__(self, step: StepPackage | DecodeStep, cache: SlotCache) -> None:

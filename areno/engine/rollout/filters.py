@@ -1,8 +1,8 @@
 """Top-k, top-p and min-p filters over rows of token weights, usually without sorting the vocabulary.
 
-Top-k and top-p keep the n largest weights, where n is k or the size of the nucleus. The search for the nucleus first covers
-only the few hundred largest weights. Ties at the threshold are broken by token id, so a row's result does not depend on the
-rest of the batch.
+Top-k and top-p keep the n largest weights of a row. For top-k, n is k. For top-p, n is the size of the nucleus. The search for
+the nucleus first covers only the few hundred largest weights. Ties at the threshold are broken by token id, so a row's result
+does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,10 @@ class Filters:
         return torch.where(keep, weights, 0.0)
 
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
-        """Return the size of each row's nucleus [R]: the fewest tokens whose mass reaches p times the mass after top-k."""
+        """Return the size of each row's nucleus [R].
+
+        The nucleus is the smallest set of tokens whose mass reaches p times the mass after top-k.
+        """
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)
         full_mass = weights.double().sum(-1)

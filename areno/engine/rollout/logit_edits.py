@@ -13,8 +13,8 @@ class LogitEdits:
     """Logit edits of one sample.
 
     A grammar (``constraint``) runs third-party code. If the grammar raises an exception, ``error`` holds the exception, and
-    only the sample's request fails. Prompt tokens count towards the repetition penalty. ``stop_ids`` are forbidden before the
-    minimum length, unless the grammar allows nothing else.
+    only the sample's request fails. Prompt tokens count towards the repetition penalty. Before the minimum length,
+    ``stop_ids`` are forbidden. If the grammar allows only ``stop_ids``, they are allowed.
 
     Attributes:
         forced: whether the grammar allowed only the text of the last sampled token.

@@ -1,8 +1,8 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
 Requests arrive at any time, and futures return the results. Each iteration (turn) admits and prefills waiting sequences, and
-runs one decode step. If sequences are running, a turn prefills only a bounded number of tokens, so a long prompt does not
-stall them. If the loop raises an error, all pending requests fail with this error as the cause.
+runs one decode step. If sequences are running, a turn prefills only a bounded number of tokens. Therefore a long prompt does
+not stall the running sequences. If the loop raises an error, all pending requests end with an error whose cause is this error.
 """
 
 import atexit
@@ -108,7 +108,7 @@ class RolloutLoop:
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; each future resolves to all samples of its request.
+        """Queue requests. Each future resolves to all samples of its request.
 
         Raises:
             EngineError: the loop has failed or is closed, or a request is invalid. Then no request is queued.
@@ -151,7 +151,7 @@ class RolloutLoop:
 
         Afterwards the KV cache is recomputed, and samples continue from their current output. Later tokens carry the new
         version. A merged adapter is unmerged for the block and merged again afterwards. If the block raises an exception, the
-        loop fails too, because the weights may be partly updated.
+        weights may be partly updated. Therefore the loop ends with this exception.
         """
         with self._pause.held(lambda: self._thread is None or self._closing or self.failure is not None):
             self._check_alive()
@@ -170,19 +170,19 @@ class RolloutLoop:
             self.version = version
 
     def cancel_all(self) -> None:
-        """Abort all pending requests, which then return their partial output, and wait until the loop is idle."""
+        """Abort all pending requests, and wait until the loop is idle. The requests return their partial output."""
         with self._wake:
             self._commands.cancel_all = self._pending()
             self._wake.notify()
         RolloutLoop.wait_idle(self)  # of this rank only
 
     def wait_idle(self) -> None:
-        """Wait until no request is pending. Returns at once if the loop has failed, because all requests have then failed."""
+        """Wait until no request is pending. If the loop has failed, return at once, because no request is pending then."""
         with self._wake:
             self._wake.wait_for(lambda: self.failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """If the loop is idle, bind a compiled step to the model's current weights, so that the old weights can be freed."""
+        """If the loop is idle, bind a compiled step to the model's current weights. Then the old weights can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
@@ -213,7 +213,7 @@ class RolloutLoop:
         self.version = version
 
     def restart(self) -> BaseException | None:
-        """Drop the cache, and reset the loop if it has failed. Returns the error that stopped the loop, or None."""
+        """Drop the cache. If the loop has failed, reset it, and return the error that stopped it. Otherwise return None."""
         if (cause := self.failure) is not None:
             if self._thread is not None:
                 self._thread.join()

@@ -21,7 +21,7 @@ class Pause:
 
     @contextmanager
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Run the ``with`` block while the loop is paused or, according to ``stopped()``, not running."""
+        """Run the ``with`` block while the loop is paused. If ``stopped()`` is true, do not wait for the loop."""
         with self._turns:
             with self._wake:
                 self.wanted = True

@@ -83,7 +83,7 @@ class PrefixStore:
             self.drop_oldest()
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently used entry; return False if the store is empty."""
+        """Drop the least recently used entry. Return False if the store is empty."""
         if not self._entries:
             return False
         key, (tokens, _) = self._entries.popitem(last=False)
@@ -103,7 +103,7 @@ class PrefixStore:
 
 
 def remember(prefixes: PrefixStore, cache: SlotCache, finished: list[Sequence], version: int) -> None:
-    """Add finished samples to the store, without their last tokens, which may not have been fed to the model."""
+    """Add finished samples to the store, without their last tokens. A last token may not have been fed to the model."""
     if not prefixes.budget_tokens or cache.states.tensors():
         return  # a recurrent state belongs to one length only
     for sequence in finished:

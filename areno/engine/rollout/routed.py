@@ -10,7 +10,7 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
     """Copy expert choices from the cache to a sample, for the sample's tokens without a record.
 
-    A token may be recomputed under new weights or after a preemption, but keeps its first record. For an output token, this
+    If a token is recomputed (under new weights or after a preemption), it keeps its first record. For an output token, this
     record is from the pass that sampled the next token. The last token has no record, because no token was sampled after it.
     ``slot`` is the sample's former slot, if the sample no longer has a slot.
     """

@@ -1,11 +1,11 @@
 """Batched sampling for rows with different sampling parameters, reproducible per row.
 
 Each token uses one uniform number from a counter-based generator, keyed by the sample's seed and the token's index. Inverting
-the cumulative distribution at this number gives the token. So the random numbers of a sample depend only on its seed, not on
-the rest of the batch, preemptions or restarts.
+the cumulative distribution at this number gives the token. So the random numbers of a sample depend only on its seed. The rest
+of the batch, preemptions and restarts have no effect.
 
-If all rows are plain (temperature sampling or greedy decoding only), a decode step may sample without this module, with the
-same result up to rounding. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and
+Rows with only temperature sampling or greedy decoding are plain. If all rows are plain, a decode step may sample without this
+module. The result is the same up to rounding. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and
 :mod:`areno.engine.kernels.plain_draw`.
 """
 

@@ -87,7 +87,7 @@ class Scheduler:
                 ``chunked_prefill``, and no other sequence is admitted until the chunked prefill is done.
 
         Returns:
-            Lists of sequences with the same context; each list needs one prefill. Call again to admit more sequences.
+            Lists of sequences with the same context. Each list needs one prefill. Call again to admit more sequences.
         """
         shared: list[list[Sequence]] = []
         used = 0
@@ -111,7 +111,7 @@ class Scheduler:
         return shared
 
     def _start_chunked_prefill(self) -> None:
-        """Start a chunked prefill of the queue's head, and of all samples with the same context that fit."""
+        """Start a chunked prefill of the queue's head. All samples with the same context join the prefill if they fit."""
         first = self.waiting[0]
         self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))

@@ -1,8 +1,8 @@
 """KV cache in slots, and the attention plans that read and write this cache.
 
-CPUs and tensor-parallel replicas use this cache; other GPU rollouts use the cache in ``paged/``.
+CPUs and tensor-parallel replicas use this cache. Other GPU rollouts use the cache in ``paged/``.
 
-Each slot holds one live sequence; a layer's keys and values are each ``[slots, heads, columns, size]``. The slots in use have
+Each slot holds one live sequence. A layer's keys and values are each ``[slots, heads, columns, size]``. The slots in use have
 no gaps, so a decode step reads a view without copying. Columns are added as the sequences grow, instead of being reserved for
 the worst case.
 """
@@ -32,7 +32,7 @@ READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """Return the cache index of an MoE layer's expert choices, which is negative, unlike the indices of layers."""
+    """Return the cache index of an MoE layer's expert choices. It is negative, and so differs from the index of any layer."""
     return -1 - mixture
 
 
@@ -62,7 +62,7 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if recording is disabled."""
+        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if not recording."""
         if self.records is None:
             return None
         kind = self.records.kind
@@ -280,8 +280,8 @@ class DecodePlan:
     Args:
         cache: the KV cache.
         positions: position of each row's new token [rows]; any value for padding rows.
-        write_at: cache column of each row's new token [rows]: the token's position, or the unused last column for padding
-            rows.
+        write_at: cache column of each row's new token [rows]. It is the token's position. For padding rows, it is the unused
+            last column.
         columns: indices 0, 1, ... of the cache columns to attend to [columns], which cover all positions.
         state_rows: indices of the recurrent states [rows]; None if no layer is recurrent.
     """

@@ -84,7 +84,10 @@ class VerifyPlan(DecodePlan):
         return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def accepted(self, sampled: Seq[int]) -> list[list[int]]:
-        """Return the indices in ``cells`` of each sequence's kept tokens: accepted draft tokens and the token after them."""
+        """Return the indices in ``cells`` of each sequence's kept tokens.
+
+        The kept tokens are the accepted draft tokens and the token after them.
+        """
         result, start = [], 0
         for draft_tokens in self._drafts:
             count = 1

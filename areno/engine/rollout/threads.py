@@ -1,8 +1,8 @@
 """Choose the thread count of each forward pass of a rollout.
 
-A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains.
-So a pass runs on one thread if the work of its average matrix product is below a threshold, and otherwise on all threads of
-the process (:mod:`areno.engine.cpu_threads`).
+A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains. So
+a pass runs on one thread if the work of its average matrix product is below a threshold. Otherwise the pass runs on all
+threads of the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch

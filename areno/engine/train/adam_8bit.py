@@ -1,20 +1,20 @@
 """AdamW with moments of one byte each: block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-Each block of 256 numbers has one fp32 scale: the number of largest magnitude in the block. A table has 256 factors
-between -1 and 1 (between 0 and 1 for the second moment). A number is divided by its block's scale, and stored as the
-code of the nearest factor. The relative spacing of the factors is finest near 1, and the smallest positive factor is
-below 1e-6. This implementation differs from others in three ways.
+Each block of 256 numbers has one fp32 scale: the number of largest magnitude in the block. A table has 256 factors between -1
+and 1 (between 0 and 1 for the second moment). A number is divided by its block's scale, and stored as the code of the nearest
+factor. The relative spacing of the factors is finest near 1, and the smallest positive factor is below 1e-6. This
+implementation differs from others in three ways.
 
-*The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero;
-otherwise, a nonzero first moment would be divided by epsilon alone. The root spans half as many decades as the
-moment. A weight therefore has a usable denominator even if its gradients are a thousandth of the largest in the block.
+*The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero. If it were, a
+nonzero first moment would be divided by epsilon alone. The root spans half as many decades as the moment. A weight therefore
+has a usable denominator even if its gradients are a thousandth of the largest in the block.
 
-*A table lookup finds the code.* The upper half of an fp32 number (sign, exponent and seven bits of the mantissa) is the
-index into a second table. The lookup is several times faster than a binary search, and its resolution is finer than
-that of the codes.
+*A table lookup finds the code.* The upper half of an fp32 number (sign, exponent and seven bits of the mantissa) is the index
+into a second table. The lookup is several times faster than a binary search, and its resolution is finer than that of the
+codes.
 
-*Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
-Rounding uses no random numbers, so a run that resumes in the same layout is bitwise identical.
+*Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU. Rounding
+uses no random numbers, so a run that resumes in the same layout is bitwise identical.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Quantised:
 class LowPrecisionAdam(torch.optim.Optimizer, ABC):
     """Replacement for :class:`torch.optim.AdamW`. Updates weights, fp32 masters, or flat shards of either.
 
-    ``params`` are contiguous fp32 tensors or groups of tensors. A group's ``quantised`` determines whether its moments
-    have 8 bits (:class:`Adam8bit` only). If it is None or missing, the size of each tensor decides.
+    ``params`` are contiguous fp32 tensors or groups of tensors. A group's ``quantised`` determines whether its moments have 8
+    bits (:class:`Adam8bit` only). If ``quantised`` is None or missing, the size of each tensor decides.
     """
 
     def __init__(

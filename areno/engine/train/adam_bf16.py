@@ -1,9 +1,9 @@
 """AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or masters are in fp32.
 
 Each step computes in fp32. The first moment is rounded to the nearest bf16 number. The second moment is rounded up or down at
-random: if beta2 is near 1, a step changes it by less than the spacing of bf16 numbers, and nearest rounding would never let it
-shrink.
-The weights or masters are not rounded to bf16, because an update of a thousandth of a weight would be lost.
+random. If beta2 is near 1, a step changes the second moment by less than the spacing of bf16 numbers. With rounding to
+nearest, the second moment would never shrink. The weights or masters are not rounded to bf16, because an update of a
+thousandth of a weight would be lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class AdamBf16(LowPrecisionAdam):
 
 
 def _rounded(values: Tensor, step: int) -> Tensor:
-    """Round fp32 values to bf16 numbers, up with a probability equal to the fraction that rounding down would drop.
+    """Round fp32 values to bf16 numbers, up or down at random.
+
+    The probability of rounding up is the fraction that rounding down would drop.
 
     The random bits are a hash of the value and the step, so that every layout and a resumed run round alike.
     """

@@ -45,10 +45,12 @@ def pack_rows(
     routers: Routers | None = None,
     count: RoutingCount | None = None,
 ) -> PackedBatch:
-    """Concatenate rows into a microbatch. With ``tree``, pack common prefixes once if this saves at least 10% of the tokens.
+    """Concatenate rows into a microbatch. With ``tree``, pack common prefixes once if the packing saves at least 10% of the
+    tokens.
 
-    The loss receives the same data with and without ``tree``; see :mod:`areno.loss_fns.loss_interface` for the keys of
-    ``data``. With ``routers``, the rows' recorded expert choices are replayed. ``count`` counts the replayed choices.
+    The loss receives the same data with and without ``tree``. For the keys of ``data``, see
+    :mod:`areno.loss_fns.loss_interface`. With ``routers``, the rows' recorded expert choices are replayed. ``count`` counts
+    the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
@@ -98,7 +100,7 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The per-token lists ``name`` of all rows on the action axis; None if no row has this list."""
+    """The per-token lists ``name`` of all rows, on the action axis. If no row has this list, the result is None."""
     lists = [getattr(row, name) for row in rows]
     if not any(lists):
         return None
@@ -107,7 +109,7 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """Raise ValueError unless all rows have the same per-token lists, because training would use zeros for missing lists."""
+    """Raise ValueError if rows have different per-token lists. Training would use zeros for missing lists."""
     for name in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):

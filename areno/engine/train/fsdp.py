@@ -62,7 +62,10 @@ class FullyShardedAdamW(Optimizer):
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor to update: this rank's shard, or a copy if the shard is not fp32 or ``offload`` is set."""
+        """Return the fp32 tensor to update: this rank's shard, or a copy of the shard.
+
+        A copy is needed if the shard is not fp32 or ``offload`` is set.
+        """
         own = local(parameter.detach())
         return own.to("cpu" if self.config.offload else own.device, torch.float32, copy=self.config.offload)
 
@@ -150,7 +153,10 @@ class FullyShardedAdamW(Optimizer):
         return self._head(self._names, self._counts(self._names, self._shares), any(self._rounded))
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield moments, and masters unless the model computes in fp32. Shards that an earlier rank also holds are skipped."""
+        """Yield the moments. If the model does not compute in fp32, also yield the masters.
+
+        Shards that an earlier rank also holds are skipped.
+        """
         kinds = zip(self._tied, self._rounded, strict=True)
         for name, parameter, share, (tied, rounded) in zip(
             self._names, self._parameters, self._shares, kinds, strict=True

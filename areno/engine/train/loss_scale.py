@@ -1,8 +1,9 @@
-"""The loss scale of fp16 training. It is as large as the gradients allow, so that small gradients do not underflow to zero.
+"""The loss scale of fp16 training. A large scale keeps small gradients from underflowing to zero, so the scale is as large as
+the gradients allow.
 
-An optimizer step whose gradient is not finite is skipped. The ``hysteresis``-th skipped step and every later skipped
-step halve the scale. After ``window`` consecutive steps with a finite gradient, the scale is doubled and the count of
-skipped steps is reset, as in Megatron.
+An optimizer step whose gradient is not finite is skipped. The ``hysteresis``-th skipped step and every later skipped step
+halve the scale. After ``window`` consecutive steps with a finite gradient, the scale is doubled, and the count of skipped
+steps is reset. Megatron uses the same rule.
 """
 
 from __future__ import annotations

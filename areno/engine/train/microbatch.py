@@ -1,8 +1,9 @@
 """Divide rows into forward passes: bins of rows within a token budget.
 
-There are two algorithms. Without ``tree``, ``ffd`` (first fit decreasing) puts each row, longest first, into the first
-bin with enough room or, without a budget, into the lightest bin. ``kk`` (the differencing method of Karmarkar and Karp)
-makes bins of nearly equal weight, which balances the work.
+There are two algorithms. ``ffd`` (first fit decreasing) assigns rows in the order of decreasing length. With a token
+budget, each row goes to the first bin that has enough room. Without a budget, each row goes to the lightest bin. With
+``tree``, ``ffd`` instead groups rows that share prefixes. ``kk`` is the differencing method of Karmarkar and Karp. The
+bins of ``kk`` have nearly equal weight, so all passes do about the same work.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ Weights = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How the rows of an optimizer step are divided into microbatches. Except for rounding, the
-    division affects only time and memory.
+    """How the rows of an optimizer step are divided into microbatches. The division changes time and memory. It changes
+    the result only by rounding.
 
     Raises:
         ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
@@ -58,7 +59,11 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Sort blocks by the tokens of their first rows. Add each block to the tree that has room and grows least."""
+        """Assign blocks to bins that share prefixes. Blocks are sorted by the tokens of their first rows.
+
+        Each block goes to a bin that has room for it. Among these bins, the one whose tree grows least is chosen. If no
+        bin has room, the block starts a new bin.
+        """
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
         trees: list[TokenTree] = []
@@ -121,7 +126,7 @@ def _lightest_first(weights: Weights, count: int) -> list[list[int]]:
 
 
 def _split_to(bins: list[list[int]], weights: Weights, count: int) -> list[list[int]]:
-    """Of the bins that have several items, split the heaviest, until there are ``count`` bins. No bin grows."""
+    """Split bins in two until there are ``count`` bins. Each time, split the heaviest bin that has several items."""
     while len(bins) < count:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(weights[i] for i in b))
         halves = shares([weights[i] for i in heaviest], 2)

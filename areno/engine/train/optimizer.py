@@ -1,12 +1,13 @@
 """The interface of the engine's optimizers, and AdamW on one rank.
 
-Master weights are in fp32. If the model computes in fp32, its weights are also the master weights, unless master
-weights are offloaded. If the model computes in bf16 or fp16, the master weights are a second copy. Gradients of
-microbatches are summed in fp32. Each step updates the master weights, and copies them, rounded, to the model. Small
-updates, as with a learning rate of 1e-6, therefore accumulate. Without master weights, rounding would undo them.
+Master weights are in fp32. If the model computes in bf16 or fp16, the master weights are a second copy of the weights.
+If the model computes in fp32, its weights are also the master weights. On a GPU, offloaded master weights are always a
+second copy. Gradients of microbatches are summed in fp32. Each step updates the master weights, and copies their
+rounded values to the model. Small updates, as with a learning rate of 1e-6, accumulate in the master weights. Without
+master weights, rounding would undo small updates.
 
-Moments are in fp32, bf16 or 8 bits; see :class:`OptimizerOptions`. Masters, moments and summed gradients may be in host memory
-instead of GPU memory.
+The format of the moments is fp32, bf16 or 8 bits; see :class:`OptimizerOptions`. Masters, moments and summed gradients
+may be in host memory instead of GPU memory.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from areno.errors import UsageError
 class OptimizerOptions:
     """Optimizer options of one trainable role. :class:`LrSchedule` explains the learning-rate fields.
 
-    ``adam_8bit`` keeps the moments in 8 bits, and ``adam_bf16`` in bf16. ``sgd`` has no moments. For a model on a GPU,
-    ``offload`` keeps masters, moments and summed gradients in host memory, and updates the masters on the CPU.
+    ``adam_8bit`` keeps the moments in 8 bits, and ``adam_bf16`` in bf16. ``sgd`` has no moments. ``offload`` is for
+    models on a GPU. It keeps masters, moments and summed gradients in host memory, and updates the masters on the CPU.
     """
 
     lr: float = 1e-4
@@ -60,8 +61,8 @@ class OptimizerOptions:
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
         """Size in bytes of both moments of ``count`` weights.
 
-        With ``adam_8bit``, small tensors keep fp32 moments. ``quantised`` says whether these weights have 8-bit moments.
-        If it is None, ``count`` decides, and must be the size of a whole tensor.
+        With ``adam_8bit``, small tensors keep fp32 moments. ``quantised`` is whether these weights have 8-bit moments.
+        If ``quantised`` is None, ``count`` must be the size of a whole tensor, and decides.
         """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
@@ -77,7 +78,9 @@ class OptimizerOptions:
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerOptions:
         """Create options from a mapping.
 
-        Raises UsageError, which names ``owner``: a key is unknown, or the rate decays and ``lr_decay_steps`` is missing.
+        Raises:
+            UsageError: a key is unknown, or ``lr_decay_steps`` is missing although the learning rate decays. The
+                message begins with ``owner``.
         """
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
@@ -123,7 +126,10 @@ class GradientStats:
 def make_adam(
     tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerOptions
 ) -> torch.optim.Optimizer:
-    """Create the update rule for fp32 tensors or groups of tensors: weights, masters, or flat shards of either."""
+    """Create the update rule for fp32 tensors or for groups of them.
+
+    The tensors are weights, masters, or flat shards of weights or masters.
+    """
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
     rates: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
@@ -135,7 +141,7 @@ def make_adam(
 
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
-    """Allocate missing moments, as zeros, in an optimizer created by :func:`make_adam`."""
+    """Allocate the missing moments of an optimizer of :func:`make_adam`, and set them to 0."""
     if isinstance(adam, torch.optim.SGD):
         return
     for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
@@ -171,7 +177,7 @@ class Optimizer(ABC):
         self._constant_rate = value
 
     def allocate(self) -> None:
-        """Allocate the moments, which the first step would otherwise allocate."""
+        """Allocate the moments now. Otherwise the first step allocates them."""
         take_moments(self._adam)
 
     @abstractmethod
@@ -196,15 +202,24 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Return the size in bytes of the moments and master weights that all ranks of this stage write to a checkpoint."""
+        """Return the size in bytes of the optimizer state that all ranks of this stage save.
+
+        The state has the moments, and the masters of weights that are not fp32.
+        """
 
     @abstractmethod
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's master weights and, with ``moments``, of its moments, allocated or not."""
+        """Return the size in bytes of this rank's master weights, without those that are the model's weights.
+
+        With ``moments``, add the size of this rank's moments, even if they are not allocated yet.
+        """
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
-        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes, not counting states and gradients."""
+        """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes.
+
+        States and gradients are not counted.
+        """
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
@@ -222,7 +237,7 @@ class Optimizer(ABC):
         """Load an optimizer state saved in any layout.
 
         Raises:
-            ValueError: the state belongs to different parameters, a different compute dtype or a different optimizer type.
+            ValueError: the state is for other parameters, for another compute dtype or for another optimizer type.
             KeyError: a tensor is missing.
         """
 
@@ -241,7 +256,7 @@ class Optimizer(ABC):
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the fields that all saved states have. ``counts`` are the update counts of the parameters with moments."""
+        """Return the fields that all saved states have. ``counts`` has the update count of each parameter with moments."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -254,7 +269,7 @@ class Optimizer(ABC):
         }
 
     def _take_head(self, head: Mapping[str, Any], names: Sequence[str], masters: bool) -> None:
-        """Load the saved fields of :meth:`_head` after checking that they match the parameters.
+        """Load the saved fields of :meth:`_head`. Raise ValueError if the state does not fit the parameters.
 
         A pipeline stage has only some of the saved parameters.
         """
@@ -285,7 +300,10 @@ class MasterAdamW(Optimizer):
         self._adam = make_adam(self._masters, config)
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter, or an fp32 copy that accumulates the parameter's gradients in every backward pass."""
+        """Return the master of a parameter: the parameter itself, or an fp32 copy.
+
+        The copy accumulates the parameter's gradients in every backward pass.
+        """
         place = torch.device("cpu") if self.config.offload else parameter.device
         if parameter.dtype == torch.float32 and place == parameter.device:
             return parameter
@@ -351,7 +369,7 @@ class MasterAdamW(Optimizer):
         return self._head(self._names, self._counts(self._names, self._masters), any(map(is_rounded, self._parameters)))
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield unsharded moments, and unsharded master weights unless they equal the model's weights."""
+        """Yield the unsharded moments, and the unsharded master weights of parameters that are not fp32."""
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
             for kind, values in self._adam.state.get(master, {}).items():
                 if kind != "step":
@@ -371,7 +389,7 @@ class MasterAdamW(Optimizer):
 
 
 def is_rounded(parameter: Tensor) -> bool:
-    """Return whether a parameter of the model is the rounded copy of an fp32 master, which a checkpoint also needs."""
+    """Return whether a parameter is the rounded copy of an fp32 master. A checkpoint then also needs the master."""
     return parameter.dtype != torch.float32
 
 
@@ -386,7 +404,10 @@ def master_key(name: str) -> str:
 
 
 def saved_master(saved: SavedState, name: str, weights: Tensor, index: Index) -> Tensor:
-    """Load the masters of a parameter's shard ``weights``; return ``weights`` if it is fp32 and no masters were saved."""
+    """Load the masters of a parameter's shard ``weights``.
+
+    If no masters were saved and ``weights`` is fp32, return ``weights``.
+    """
     key = master_key(name)
     return saved.read(key, index) if key in saved or is_rounded(weights) else weights
 
@@ -404,12 +425,12 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of a parameter's shard, which ``index`` selects.
+    """Load both moments of the shard of a parameter that ``index`` selects.
 
-    Like :func:`adam_8bit.moments_in`, return the square root of an 8-bit second moment.
+    An 8-bit second moment is returned as its square root, as in :func:`adam_8bit.moments_in`.
 
-    The file has 8-bit codes if the rank that wrote it used the quantization blocks of the unsharded tensor. Otherwise
-    the file has decoded numbers.
+    A rank writes 8-bit codes if its quantization blocks are those of the unsharded tensor. Otherwise it writes decoded
+    numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:
@@ -426,7 +447,7 @@ _CODED = ("codes", "scales")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the global L2 norm as a 0-d fp32 tensor; it is 0 without gradients."""
+    """Return the global L2 norm as a 0-d fp32 tensor. Without gradients, the norm is 0."""
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))

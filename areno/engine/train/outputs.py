@@ -1,4 +1,7 @@
-"""Compute what a loss needs from the model: log-probs of a policy, values of a critic, or scores of a reward model."""
+"""Compute the predictions that a loss needs from the model.
+
+A policy predicts log-probs, a critic values, and a reward model scores.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ModelKind = Literal["policy", "value", "reward"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens of a packed batch that this rank computes: all tokens, or some of them with context parallelism."""
+    """The tokens of a packed batch that this rank computes. Without context parallelism, these are all tokens."""
 
     batch: PackedBatch
     tokens: Tensor  # token ids of this rank [T]
@@ -45,7 +48,7 @@ class Part:
         return cls(batch, plan.own(batch.tokens), plan, scored)
 
     def predicted(self, model: PackedModel, kind: ModelKind, hidden: Tensor, entropy: bool, bounds: bool) -> Tensor:
-        """Return the predictions for the loss from hidden states [T, C]; see :func:`predict`."""
+        """Return the predictions for the loss from hidden states [T, C]. :func:`predict` explains the arguments."""
         plan = self.plan if isinstance(self.plan, ContextPlan) else None
         outputs = _outputs(model, kind, self.scored, hidden, entropy, bounds, plan)
         if plan is not None:
@@ -65,9 +68,11 @@ def predict(
 ) -> Tensor:
     """Run a model over a batch, and return the predictions for the loss. Entries outside the mask are 0.
 
-    A policy returns the log-probs [A] of the actions taken, a critic the values [A] before each action, and a reward model the
-    scores [sequences] at the last tokens. With ``entropy``, a policy adds ``packed_entropy`` to the data. With ``bounds``, a
-    policy adds ``packed_min_logits`` and ``packed_max_logits``. The ranks of ``context`` divide the tokens.
+    A policy returns the log-probs [A] of the actions taken. A critic returns the values [A] before each action. A
+    reward model returns the scores [sequences] at the last tokens.
+
+    With ``entropy``, a policy adds ``packed_entropy`` to the data of the batch. With ``bounds``, a policy adds
+    ``packed_min_logits`` and ``packed_max_logits``. The ranks of ``context`` divide the tokens.
     """
     part = Part.of(batch, context)
     hidden = model.body(part.tokens, part.plan.position_ids, part.plan)
@@ -83,7 +88,10 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """Return the predictions from hidden states [T, C] under the key "", and further entries of the data under their keys."""
+    """Return the predictions from hidden states [T, C] under the key "".
+
+    Other keys of the result are names in the data of the batch, such as ``packed_entropy``.
+    """
     if kind == "reward":
         assert isinstance(model, ValueModel)
         return {"": _scores(model, last_tokens(batch.plan.starts, hidden.device), hidden, part)}
@@ -105,7 +113,7 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Scores [sequences] at packed ``positions``; 0 at positions of other ranks."""
+    """Scores [sequences] at packed ``positions``. At positions of other ranks, the score is 0."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)

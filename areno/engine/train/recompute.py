@@ -25,7 +25,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """Size in bytes of the tensors that a forward pass keeps for the backward pass if no layer is recomputed."""
+    """Size in bytes of the tensors that a forward pass keeps for the backward pass. No layer is recomputed."""
 
     per_token: float
     per_pair: float  # per pair of tokens of a row; above 0 if attention keeps explicit scores
@@ -36,7 +36,10 @@ class KeptBytes:
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measure the kept tensors on three short rows. Weights are not counted, because they do not grow with the row length."""
+    """Measure the kept tensors on three short rows.
+
+    Only sizes that grow with the row length are counted. Weights therefore do not count.
+    """
     n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
     first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
     per_pair = (third - 2 * second + first) / (2 * n * n)
@@ -62,8 +65,8 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
     """Moves the floating-point tensors that autograd saves inside the ``with`` block to host memory.
 
-    Copies from a GPU are exact, use page-locked memory, and run in order with the GPU's other work. The next layer can
-    therefore reuse the GPU memory.
+    Copies from a GPU are exact and use page-locked memory. The GPU makes each copy in order with its other work, so the
+    next layer can reuse the GPU memory.
     """
 
     def __init__(self) -> None:
@@ -90,8 +93,8 @@ def recompute_layers(
 ) -> None:
     """Enable or disable activation checkpointing with the methods of the installed ``transformers`` release.
 
-    Only layer inputs are kept. ``keeping`` determines how they are stored; None leaves them in place. ``contexts`` creates
-    the context managers of a layer's forward pass and of its recomputation.
+    Only layer inputs are kept. ``keeping`` determines how layer inputs are stored. If ``keeping`` is None, they stay in
+    place. ``contexts`` creates the context managers of a layer's forward pass and of its recomputation.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"

@@ -20,19 +20,20 @@ def replay_of(
     places: Tensor | None = None,
     count: RoutingCount | None = None,
 ) -> Replay | None:
-    """Return the replay of a pass; None if no row has a record.
+    """Create the :class:`Replay` of a pass from the records of its rows. Return None if no row has a record.
 
     Args:
         records: expert choices of each row, or None.
         lengths: number of tokens of each row.
         routers: the model's routers.
         device: device of the model.
-        places: packed position of each token of the concatenated rows, if rows share tokens. If several rows have a record
-            for a shared token, the record of the first of these rows is used.
+        places: packed position of each token of the concatenated rows, if rows share tokens. If several rows have a
+            record for a shared token, the first of them counts.
         count: counter of the replayed choices, or None.
 
     Raises:
-        ValueError: a record comes from another model or is longer than its row, or the numbers of records and rows differ.
+        ValueError: a record comes from another model, or is longer than its row. Or ``records`` and ``lengths`` differ
+            in length.
     """
     if all(record is None for record in records):
         return None
@@ -62,7 +63,7 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
 
 
 def _at(records: RoutingRecord, places: np.ndarray) -> RoutingRecord:
-    """Map the records of tokens to packed positions."""
+    """Move the records of tokens to their packed positions."""
     replayed = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
     known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first row is written last, so it counts
     replayed[places[known]] = records[known]

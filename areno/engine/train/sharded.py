@@ -1,14 +1,14 @@
 """AdamW with master weights and moments sharded across the replicas (ZeRO stage 1, Rajbhandari et al. 2020).
 
 Each replica holds all weights. All gradients are in one flat fp32 buffer, which is reduce-scattered over the replicas.
-Each replica updates its shard, and the updated shards are all-gathered, window by window. With tensor parallelism, the
-ranks that hold the same shard of the model exchange gradients and weights. If possible, replicas on the CPUs of one
-Linux machine share one copy of the weights, and each replica updates its shard in place. Each rank saves its shard, and
-any layout can resume from the saved shards.
+Each replica updates its shard of the weights. The updated shards are all-gathered in windows. With tensor parallelism,
+only ranks that hold the same shard of the model exchange gradients and weights. If possible, replicas on the CPUs of
+one Linux machine share one copy of the weights. Each replica then updates its shard in place. Each rank saves its
+shard, and any layout can resume from the saved shards.
 
 With 8-bit moments, parameters and shards are aligned to quantization blocks of the flat buffer. The blocks are
-therefore the same for any number of replicas. Tensors sharded by tensor parallelism have different blocks. When a
-run resumes in another layout, the moments of these tensors are quantized again.
+therefore the same for any number of replicas. The blocks of tensors that are sharded by tensor parallelism depend on
+the layout. When a run resumes in another layout, the moments of these tensors are quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy data
 through the GPU.
@@ -70,8 +70,9 @@ class _Segment:
 class ZeroAdamW(Optimizer):
     """AdamW over a shard of the parameters. All ranks must make the same calls.
 
-    Unlike :class:`MasterAdamW`, this optimizer treats a missing gradient as a gradient of 0. The
-    ``partial`` parameters are unsharded, but each rank of a replica computes only a partial gradient of them.
+    A missing gradient counts as a gradient of 0. :class:`MasterAdamW` instead leaves the parameter unchanged. The
+    ``partial`` parameters are unsharded, but each rank of a replica computes only a part of their gradient. The parts
+    are summed.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ZeroAdamW(Optimizer):
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
         """Yield each tensor to update, whether its moments have 8 bits, and its place in this rank's shard.
 
-        With ``adam_8bit``, there is one tensor per parameter, otherwise one tensor for the whole shard.
+        With ``adam_8bit``, each parameter in the shard is a tensor of its own. Otherwise the whole shard is one tensor.
         """
         if not self.config.adam_8bit:
             yield self._master, False, slice(0, self._share)
@@ -162,12 +163,11 @@ class ZeroAdamW(Optimizer):
             parameter.data = common.tensor(segment.start, parameter.numel()).view(parameter.shape)
 
     def _own_weights(self) -> Tensor:
-        """Return this rank's shard of the weights in shared memory."""
         assert self._shared_memory is not None
         return self._shared_memory.tensor(self._first, self._share)
 
     def _buffer(self) -> Tensor:
-        """Return the flat gradient [replicas * share]."""
+        """Return the flat gradient [replicas * share]. Allocate it if necessary."""
         if self._flat is None:
             self._flat = torch.zeros(self._share * self.peers.data.size, device=self._home)
         return self._flat
@@ -178,27 +178,33 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
-        """Return this rank's fp32 shard of a flat tensor. ``value`` returns the values of the flat tensor for one parameter."""
+        """Return this rank's fp32 shard of a flat tensor.
+
+        ``value`` returns the values of the flat tensor for one parameter.
+        """
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's shard of a flat tensor to ``part`` [share]; see :meth:`_own_part` for ``value``."""
+        """Write this rank's shard of a flat tensor to ``part`` [share]. :meth:`_own_part` explains ``value``."""
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
-        """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``. ``values`` are the values of the parameter."""
+        """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``.
+
+        ``values`` has all values of the flat tensor for the parameter of ``segment``.
+        """
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
-        """Yield each segment that overlaps this rank's shard, with the range of the overlap."""
+        """Yield each segment that overlaps this rank's shard, and the start and stop of the overlap."""
         return self._between(self._first, self._first + self._share)
 
     def _between(self, first: int, last: int) -> Iterator[tuple[_Segment, int, int]]:
-        """Yield each segment that overlaps a range of the flat buffer, with the range of the overlap."""
+        """Yield each segment that overlaps a range of the flat buffer, and the start and stop of the overlap."""
         for segment in self._segments[max(bisect_right(self._starts, first) - 1, 0) :]:
             if segment.start >= last:
                 return
@@ -207,14 +213,14 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients, and free their memory unless replicas share it."""
+        """Discard accumulated gradients. Free their memory if it is not shared with other replicas."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
 
     def gradients(self) -> list[Tensor]:
-        """Return the flat gradient before its reduction over the ranks, or [] if it is not allocated."""
+        """Return the flat gradient before its reduction over the ranks. If it is not allocated, return []."""
         return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()
@@ -245,7 +251,7 @@ class ZeroAdamW(Optimizer):
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
     def _sum_partial(self, flat: Tensor) -> None:
-        """Sum the partial gradients, with one collective per group of ranks."""
+        """Sum the partial gradients over the ranks. Each group of ranks needs one collective."""
         self._sum_over(self.peers.tensor, [flat[one.start : one.stop] for one in self._segments if one.partial])
         self._sum_over(self.peers.ends, [flat[one.start : one.stop] for one in self._segments if one.tied])
 
@@ -256,7 +262,7 @@ class ZeroAdamW(Optimizer):
                 part.copy_(values)
 
     def _windows(self) -> Iterator[slice]:
-        """Yield the windows of a shard. Each collective communicates one window."""
+        """Yield the windows of a shard. Each collective sends one window."""
         step = max(_EXCHANGED // self.peers.data.size, 1)
         for begin in range(0, self._share, step):
             yield slice(begin, min(begin + step, self._share))
@@ -274,7 +280,10 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _gathered(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """All-gather the ranks' shards, and yield pieces of the flat buffer, on the model's device, with their offsets."""
+        """All-gather the shards ``part`` of all replicas. Yield pieces of the flat buffer with their offsets.
+
+        The pieces are on the model's device.
+        """
         for window in self._windows():
             gathered = self.peers.data.all_gather_tensor(part[window].to(self._device).contiguous())
             for rank, piece in enumerate(gathered.view(self.peers.data.size, -1)):
@@ -287,7 +296,7 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient, copy the new weights to the model, and return the learning rate used."""
+        """Apply the collected gradient, and copy the new weights to the model. Return the learning rate used."""
         for piece, _, place in self._pieces:
             piece.grad = self._gradient[place]
         rate = self._update()
@@ -335,7 +344,7 @@ class ZeroAdamW(Optimizer):
 
     @property
     def _weight_dtype(self) -> torch.dtype:
-        """The dtype of all parameters; fp32 if they differ."""
+        """The dtype of the parameters. If their dtypes differ, fp32."""
         kinds = {segment.parameter.dtype for segment in self._segments}
         return kinds.pop() if len(kinds) == 1 else torch.float32
 
@@ -359,7 +368,7 @@ class ZeroAdamW(Optimizer):
     def state_parts(self) -> Iterator[StatePart]:
         """Yield this rank's shards of the moments, and of the masters of weights that are not fp32.
 
-        Shards that an earlier rank also holds are skipped.
+        A shard that an earlier rank also holds is skipped.
         """
         pieces = iter(self._pieces)
         for segment, start, stop in self._owned():
@@ -384,7 +393,10 @@ class ZeroAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Yield the moments of a tensor: codes if its blocks are those of the unsharded tensor, otherwise decoded moments."""
+        """Yield the moments of a tensor.
+
+        If the tensor's blocks are those of the unsharded tensor, yield codes. Otherwise yield decoded moments.
+        """
         if not state:
             return
         if segment.quantised and is_unsharded(segment.parameter):
@@ -442,7 +454,7 @@ def _segments(
     tied: Collection[str],
     block: int,
 ) -> Iterator[_Segment]:
-    """Yield the places of the parameters, aligned to blocks."""
+    """Yield the place of each parameter in the flat buffers. Each place starts at a block boundary."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()

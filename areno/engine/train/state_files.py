@@ -1,13 +1,15 @@
-"""Optimizer state on disk. One of the ranks that hold a shard writes it. Each rank reads the shards that its layout needs.
+"""Optimizer state on disk. If several ranks hold a shard, one of them writes it. Each rank reads the shards that its
+layout needs.
 
     state.json                                      step count, parameter names, format of the moments
     shard-00001-model-00001-of-00001.safetensors    shards of rank 0: ``state.<parameter>.exp_avg``, ``master.<parameter>``
 
 The files are PyTorch distributed checkpoints in safetensors format, which the ``HuggingFaceStorageReader`` of
 ``torch.distributed.checkpoint`` can read. A file's metadata has the offset of each shard in its tensor. A file holds
-one shard per tensor, so a rank with several shards of a tensor writes several files. PyTorch's writer is not used,
-because it needs one process group of all ranks and mistakes strided shards for contiguous shards. Its default format is
-pickle, which, unlike safetensors, can run code when a file is read.
+only one shard of a tensor. A rank with several shards of a tensor therefore writes several files.
+
+PyTorch's own writer is not used. It needs one process group of all ranks, and mistakes strided shards for contiguous
+shards. Its default format is pickle, which can run code when a file is read.
 """
 
 from __future__ import annotations
@@ -46,8 +48,6 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A shard of a tensor, in a file."""
-
     file: Any
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -59,9 +59,10 @@ def full_index(shape: Sequence[int]) -> Index:
 
 
 def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
-    """Split the entries ``values`` [N] of a flattened tensor, which begin at ``start``, into rectangular shards.
+    """Split a range of a flattened tensor into rectangular shards.
 
-    ``index`` is the :data:`Index` of the tensor before it was flattened. The tensor may be a shard.
+    ``values`` [N] are the entries of the range, which begins at ``start``. ``index`` is the :data:`Index` of the tensor
+    before it was flattened. This tensor may itself be a shard.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]
@@ -93,7 +94,7 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the ``state.json`` fields of all pipeline stages. Stages have different parameters, except for tied parameters."""
+    """Merge the ``state.json`` fields of all pipeline stages. Only tied parameters occur in several stages."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     names = list(dict.fromkeys(n for stage in stages for n in stage["names"]))
     return stages[0] | {"names": names, "counts": counts, "masters": any(stage["masters"] for stage in stages)}
@@ -133,7 +134,9 @@ class SavedState:
     def read(self, key: str, index: Index) -> Tensor:
         """Read a shard of a tensor into host memory.
 
-        Raises KeyError if there is no tensor ``key``, and ValueError if the files lack some entries of the shard.
+        Raises:
+            KeyError: there is no tensor ``key``.
+            ValueError: the files lack some entries of the shard.
         """
         chunks = self._chunks[key]
         if not index:
@@ -155,7 +158,9 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the overlap of a box and a chunk, as slices of both. Yield nothing if they are disjoint."""
+    """Yield the overlap of a box and a chunk, as slices of the shard and slices of the chunk. Yield nothing if there is
+    none.
+    """
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
         first, last = max(offset, start), min(offset + own.stop - own.start, start + size)
@@ -167,13 +172,16 @@ def _overlap(
 
 
 def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Yield boxes that are contiguous in the unsharded tensor: slices of the shard, and offsets in the unsharded tensor."""
+    """Split the shard of ``index`` into boxes that are contiguous in the unsharded tensor.
+
+    Yield the slices of each box in the shard, and its offsets in the unsharded tensor.
+    """
     for runs in product(*map(_runs, index)):
         yield tuple(slice(first, last) for first, last, _ in runs), tuple(offset for *_, offset in runs)
 
 
 def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
-    """Return ranges of consecutive indices: start, stop and first index."""
+    """Return ranges of consecutive indices, each as start, stop and first index."""
     if not len(axis):
         return []
     breaks = (axis.diff() != 1).nonzero().flatten() + 1
@@ -181,7 +189,7 @@ def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the boxes that make up a range of the flattened tensor, in order."""
+    """Split a range of a flattened tensor into boxes. Yield them in order."""
     if start >= stop:
         return
     if len(shape) <= 1:

@@ -57,7 +57,7 @@ MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
 def most_tokens(device_type: str) -> int:
-    """Return the maximum number of tokens of a pass on a device type, for losses that declare their reduction."""
+    """Return the maximum number of tokens of a pass on a device type. It applies to losses that declare their reduction."""
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
@@ -67,7 +67,7 @@ Sums = dict[str, tuple[str, Parts]]
 
 @dataclass(slots=True)
 class _Measured:
-    """Losses and statistics of passes. They stay on the device, because reading them synchronizes."""
+    """Losses and statistics of passes. They stay on the device, because each read waits for the device."""
 
     counts_passes: bool  # count the passes that are backpropagated
     values: list[Tensor | float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read all recorded tensors at once, and return the weighted sum of the losses and the merged statistics."""
+        """Read all recorded tensors at once. Return the weighted sum of the losses, and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
@@ -97,7 +97,6 @@ class _Measured:
 
 
 def _merge(sums: Sums, more: Sums) -> None:
-    """Add ``more`` to ``sums``, in place."""
     for name, (kind, parts) in more.items():
         sums[name] = (kind, merge_parts(kind, sums[name][1], parts) if name in sums else parts)
 
@@ -131,19 +130,22 @@ class TrainStep:
         """Train on rows in order.
 
         Args:
-            rows: at least one row; for a pair loss, chosen and rejected rows alternate.
-            mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each replica's rows into passes.
-            accumulation: with an integer ``mini_bs``, an optimizer step takes ``mini_bs * accumulation`` rows; None makes one
-                step of all rows.
+            rows: at least one row. For a pair loss, chosen and rejected rows alternate.
+            mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each replica's rows into
+                passes.
+            accumulation: with an integer ``mini_bs``, an optimizer step takes ``mini_bs * accumulation`` rows. If None,
+                all rows make one optimizer step.
 
         Returns:
-            Scalar statistics: means over the optimizer steps of this call. ``logp_*`` are from the first step, and ``lr``
-            is from the last step.
+            Scalar statistics. Most are means over the optimizer steps of this call. ``logp_*`` are from the first step,
+            and ``lr`` is from the last step.
 
         Raises:
             ValueError: there are no rows, rows have different per-token lists, the rows cannot be divided as requested,
-                ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is set for a reward model.
-            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates, and the loss scale cannot fall.
+                ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is set for a reward
+                model.
+            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. Updates do not count while
+                the loss scale can still fall.
         """
         unit = reduction_of(loss_fn)
         if not rows:
@@ -165,10 +167,10 @@ class TrainStep:
         return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute and discard gradients over this replica's rows, to check whether memory suffices.
+        """Compute gradients over this replica's rows, and discard them. The call checks whether memory suffices.
 
         Prefixes are not shared, because rows may be synthetic. Without FSDP, this method does not communicate with
-        other replicas, because a replica may have failed.
+        other replicas. It therefore also works if another replica has failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -180,7 +182,8 @@ class TrainStep:
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Return loss and statistics over all rows, without gradients and in evaluation mode.
 
-        Raises ValueError: there are no rows, rows have different per-token lists, or a pair is incomplete.
+        Raises:
+            ValueError: there are no rows, rows have different per-token lists, or a pair is incomplete.
         """
         if not rows:
             raise ValueError("measure needs at least one row")
@@ -223,7 +226,10 @@ class TrainStep:
         rows: Sequence[TrainSequence],
         tree: bool,
     ) -> tuple[float, Sums]:
-        """Accumulate loss, statistics and gradient over this replica's rows ``mine``. ``rows`` are the rows of all replicas."""
+        """Accumulate the gradient over this replica's rows ``mine``. Return the loss and the statistics.
+
+        ``rows`` are the rows of all replicas.
+        """
         if tree and self.kind == "reward":
             raise ValueError("reward models do not support tree training; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
@@ -273,7 +279,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all stages. Only the first ``weighing`` passes have a nonzero weight."""
+        """Run the passes through all stages. Passes from the index ``weighing`` on have weight 0."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -298,7 +304,10 @@ class TrainStep:
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Make passes of weight 0 while other ranks still have rows, because each pass gathers every layer from all ranks."""
+        """Make passes of weight 0 while other ranks still have rows.
+
+        Every pass gathers each layer from all ranks, so a rank without rows must take part.
+        """
         for rows in passes:
             HEARTBEAT.tick()
             predicted = self._predict(pack_rows(rows, self.model.device), loss_fn)
@@ -323,7 +332,7 @@ class TrainStep:
     def _loss_of(
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return loss and statistics of a pass over rows, and keep the token records of observed rows."""
+        """Return the loss and the statistics of a pass over rows. Keep the token records of observed rows."""
         loss, metrics = checked_output(loss_fn(batch.data, predicted), loss_fn)
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
         if self.kind == "policy":
@@ -335,7 +344,10 @@ class TrainStep:
         return loss, metrics
 
     def apply(self) -> dict[str, float]:
-        """Clip and apply the accumulated gradient if it is finite, and return statistics."""
+        """Apply the accumulated gradient after clipping, and return statistics.
+
+        If the gradient is not finite or there is none, the update is skipped.
+        """
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         gradient, scale = self.optimizer.collect(), self.optimizer.loss_scale
         gradient = replace(gradient, norm=gradient.norm / self._scale)
@@ -362,13 +374,13 @@ class TrainStep:
 
     @property
     def _scale(self) -> float:
-        """The loss scale by which gradients are divided; 1 without loss scaling."""
+        """The loss scale, by which gradients are divided. Without loss scaling, it is 1."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
         """Turn training mode on or off. Layers are recomputed only in training mode.
 
-        ``recompute``: whether to recompute layers, if the configuration allows recomputation.
+        ``recompute`` is whether to recompute layers. If the configuration forbids recomputation, it has no effect.
         """
         recompute = recompute and self.activation_checkpointing is not False
         if isinstance(self.model, CausalLM):
@@ -383,8 +395,9 @@ class TrainStep:
     ) -> bool:
         """Whether to recompute layers.
 
-        If ``activation_checkpointing`` is None, layers are recomputed unless the model is on a CPU with enough free memory,
-        and there is no tensor parallelism, FSDP or pipeline.
+        If ``activation_checkpointing`` is not None, it decides. Otherwise layers are recomputed, with one exception: a
+        model on a CPU, without tensor parallelism, FSDP and pipeline, keeps its activations if there is enough free
+        memory.
         """
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
@@ -401,7 +414,10 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Return the rows of each pass. With an integer ``mini_bs``, tokens are limited too if the loss declares its unit."""
+        """Return the rows of each pass.
+
+        If ``mini_bs`` is an integer and the loss declares its unit, a pass also has a maximum number of tokens.
+        """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = (
@@ -412,13 +428,13 @@ class TrainStep:
 
 
 def _backward_of_nothing(predicted: Tensor) -> None:
-    """Run a backward pass with zero gradient."""
+    """Run a backward pass with zero gradient. Other ranks wait for the communication of this pass."""
     if predicted.requires_grad:
         predicted.backward(torch.zeros_like(predicted))
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average each statistic over the optimizer steps that have it. Steps without clipped tokens lack some statistics."""
+    """Average each statistic over the optimizer steps that have it. A step without clipped tokens lacks some statistics."""
     by_name: dict[str, list[float]] = {}
     for name, value in ((name, value) for result in results for name, value in result.items()):
         by_name.setdefault(name, []).append(value)
@@ -426,7 +442,7 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
-    """Return the number of rows per optimizer step. Raises ValueError if the rows cannot be divided as requested."""
+    """Return the number of rows per optimizer step. Raise ValueError if the rows cannot be divided as requested."""
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"

@@ -1,7 +1,7 @@
 """Per-token values that an update computes, kept for recorded samples.
 
-Values are kept only for observed rows, that is, rows for which ``observed`` is not -1. The values stay on the device
-until they are taken.
+Values are kept only for observed rows. A row is observed if its ``observed`` is not -1. The values stay on the device
+until :meth:`TokenRecords.take` reads them.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,17 @@ from areno.types import TokenRecord, TrainSequence
 
 
 class TokenRecords:
-    """The records of this rank's observed rows since the last :meth:`take`."""
+    """Records of this rank's observed rows, made since the last :meth:`take`."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._done: set[int] = set()  # rows recorded on any rank in an earlier step
 
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
-        """Keep the log-probs and clip flags (both [A]) of a pass over ``rows``, for observed rows that have no record yet."""
+        """Record the log-probs and clip flags of a pass over ``rows``, both of shape [A].
+
+        Only observed rows that have no record yet are recorded.
+        """
         start = 0
         for row in rows:
             end = start + len(row.tokens) - 1  # the action axis has no entry for a row's first token

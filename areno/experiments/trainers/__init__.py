@@ -1,4 +1,4 @@
-"""The trainers of ``areno run``: ``rl`` and ``supervised`` define the steps, and ``experiment`` the base class.
+"""The trainers of ``areno run``. ``rl`` and ``supervised`` define the steps. ``experiment`` has the base class.
 
 A step of reinforcement learning is ``PPOTrainer.run_step`` in ``rl``:
 

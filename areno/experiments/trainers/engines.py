@@ -59,7 +59,11 @@ def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def training_layout(actor: TrainEngineConfig) -> Layout:
-    """The layout of the actor's engine; UsageError if the layers cannot be divided into the pipeline stages."""
+    """The layout of the actor's engine.
+
+    Raises:
+        UsageError: the layers cannot be divided into the pipeline stages.
+    """
     allocation = ModelAllocation.from_str(actor.backend, "actor")
     parallel = allocation.parallel
     wrapped = actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap if actor.fsdp.wrap_policy is not None else None
@@ -115,16 +119,16 @@ def this_machine() -> Machine:
 
 
 def machine_of(config: BaseExperimentConfig) -> Machine:
-    """The resources available to the experiment: a cluster's or this machine's."""
+    """The resources of the experiment's cluster or, without a cluster, of this machine."""
     return cluster_machine(config) or this_machine()
 
 
 def engine_config(
     section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, gpu: bool | None = None, **more: Any
 ) -> EngineConfig:
-    """The engine configuration for the model of a section whose ``auto`` values are resolved.
+    """The engine configuration for the model of a section. The section's ``auto`` values must be resolved.
 
-    ``gpu`` selects the device; None uses a GPU if this machine has one.
+    ``gpu`` is whether to use a GPU. If it is None, a GPU is used if this machine has one.
     """
     adapter = None
     if section.use_lora:
@@ -161,7 +165,7 @@ def _deterministic(section: TrainEngineConfig) -> bool:
 
 
 def optimizer_of(section: TrainEngineConfig) -> OptimizerOptions:
-    """The optimizer of a section; its learning rate is set for each update, see :func:`schedule_of`."""
+    """The optimizer options of a section. Each update sets the learning rate; see :func:`schedule_of`."""
     if section.optimizer is None:
         return OptimizerOptions()
     config, loss_scale = section.optimizer, None
@@ -213,7 +217,10 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """Number of rows of at most ``longest`` tokens to score at once within ``max_tokens_per_mb``; 8 without a limit."""
+    """Number of rows to score at once, so that they have at most ``max_tokens_per_mb`` tokens. Without a limit, 8.
+
+    A row has at most ``longest`` tokens.
+    """
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 
@@ -233,7 +240,11 @@ def make_engine(
 
 
 def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
-    """Options of the inference servers, or None for areno's own engine; UsageError if the server software is missing."""
+    """Options of the inference servers, or None for areno's own engine.
+
+    Raises:
+        UsageError: the server software is missing.
+    """
     product: Any = server_of(config)
     if not product:
         return None
@@ -264,7 +275,10 @@ def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
-    """A device per rollout rank: those after the actor's devices, or the actor's own with ``colocation``; None on a CPU."""
+    """The device of each rollout rank. On a CPU, None.
+
+    The ranks use the devices after the actor's devices. With ``colocation``, they use the actor's own devices.
+    """
     if not gpus:
         return None
     first = 0 if shares_devices(config) else ModelAllocation.from_str(config.actor.backend).world_size

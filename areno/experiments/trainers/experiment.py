@@ -1,6 +1,6 @@
 """Base class of the trainers of ``areno run``: run specification, folders, log, engine and models.
 
-Subclasses define a step (:meth:`ExperimentTrainer.run_step`) and the measurements of an evaluation; the loop is
+Subclasses define a step (:meth:`ExperimentTrainer.run_step`) and the measurements of an evaluation. The loop is in
 :class:`areno.training.loop.TrainingLoop`.
 """
 
@@ -65,12 +65,12 @@ def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = Fal
 
 
 class ExperimentTrainer(TrainingLoop):
-    """Base of the trainers; use it as a context manager, or close it. Datasets that are None are loaded."""
+    """Base class of the trainers. Use a trainer as a context manager, or close it. Datasets that are None are loaded."""
 
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
-    """Kind of rows: a prompt, a prompt with a response, or a pair; None if the workflow decides."""
+    """Kind of rows: a prompt, a prompt with a response, or a pair. If the workflow decides, None."""
     section: ClassVar[str] = "ppo_actor"
     """Prefix of the names of the update's statistics."""
     logger = _log
@@ -132,7 +132,7 @@ class ExperimentTrainer(TrainingLoop):
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
-        """Set the environment variables, which ranks inherit, and the number of PyTorch threads of the training process."""
+        """Set the environment variables and the number of PyTorch threads of this process. Ranks inherit the variables."""
         spec = self.config.actor.scheduling_spec[0]
         variables = spec.environment()
         before = {name: os.environ.get(name) for name in variables}
@@ -149,7 +149,7 @@ class ExperimentTrainer(TrainingLoop):
     def _read_rows(
         self, train: Sequence[Any] | None, valid: Sequence[Any] | None
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """Load the datasets that were not passed. Done before a model is loaded, because data errors are frequent."""
+        """Load the datasets that were not passed. Data errors are frequent, so this happens before a model is loaded."""
         config, passed = self.config, {"train_dataset": train, "valid_dataset": valid}
         Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if passed[name] is None)))
         if train is None and valid is None and held_out_is_trained(config):
@@ -166,13 +166,15 @@ class ExperimentTrainer(TrainingLoop):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Raise :class:`DataError` if the first row of the section ``name`` lacks what the experiment needs."""
+        """Raise :class:`DataError` if the first row lacks what the experiment needs. ``name`` is the section of the
+        dataset.
+        """
         section, loader = getattr(config, name) or config.train_dataset, f"{name}.dataset_kwargs.{LOADER}"
         if cls.needs and (problem := row_problem(cls.needs, rows[0], f"{name} {section.path}", loader)):
             raise DataError(problem)
 
     def _open_services(self) -> list[TrackingService]:
-        """Open the tracking services before a model is loaded, because a login may be missing."""
+        """Open the tracking services. A login may be missing, so this happens before a model is loaded."""
         loggers = self.config.stats_logger
         return open_services(
             RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
@@ -185,7 +187,7 @@ class ExperimentTrainer(TrainingLoop):
         )
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """Open the engine, with the weights of a checkpoint if there is one."""
+        """Open the engine. If there is a checkpoint, load its weights."""
         Problems.raise_all(family_problems(self.config))
         section = self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
@@ -281,12 +283,12 @@ class ExperimentTrainer(TrainingLoop):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Trace a step, and record its memory if the memory profiler selects it."""
+        """Trace a step. If the memory profiler selects the step, also record the memory."""
         with super().around_step(step), self.memory.step(step, self.engine.run_on_all_ranks):
             yield
 
     def end(self) -> None:
-        """Save the models of the last step unless they are saved already, and write the summary."""
+        """Save the models of the last step, and write the summary. Models that are already saved are skipped."""
         self._save_last_models()
         summary = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
         self.run_dir.write_summary({**summary, "best_evaluation": self.state.best})
@@ -320,14 +322,17 @@ class ExperimentTrainer(TrainingLoop):
         self.report.rewind(self.state)
 
     def save_at_stop(self) -> None:
-        """Write a checkpoint, or the models if checkpoints are disabled."""
+        """Write a checkpoint. If checkpoints are disabled, save the models."""
         if self.spec.checkpoints.enabled:
             self.checkpoint()
         else:
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Finish pending saves, then save the models of the last step unless they are saved already or saving is disabled."""
+        """Finish pending saves, and save the models of the last step.
+
+        Nothing is saved if the models are saved already, or if ``saver.mode`` disables saving.
+        """
         self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
@@ -336,7 +341,7 @@ class ExperimentTrainer(TrainingLoop):
             self.save_models(at)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Shut everything down, and record ``error`` as the reason for ending; a second call does nothing."""
+        """Shut everything down, and record ``error`` as the reason for the end. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -352,7 +357,7 @@ class ExperimentTrainer(TrainingLoop):
                     stack.callback(part.close)
 
     def _end_log(self, error: BaseException | None) -> None:
-        """Close the log, and record in the run's status how the run ended; ``error`` is the cause, if any."""
+        """Close the log, and record in the run's status how the run ended. After a failure, ``error`` is the cause."""
         self._closing.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def __enter__(self) -> Self:

@@ -25,9 +25,10 @@ _SHOWN = {
 
 
 class ExperimentReporter(Reporter):
-    """Reports to the log, the metrics file and services; ``known_names`` maps names of the health monitor to statistics.
+    """Reports to the log, to the metrics file and to tracking services.
 
-    ``fp32``: rollout and training both compute in fp32.
+    ``known_names`` maps names of the health monitor to names of statistics. ``fp32`` is whether rollout and training
+    both compute in fp32.
     """
 
     joins_evaluation: ClassVar[bool] = True
@@ -61,7 +62,9 @@ class ExperimentReporter(Reporter):
         return {known: outcome.stats[name] for known, name in self._known_names.items() if name in outcome.stats}
 
     def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The known statistics, the statistics that only the display uses, and the trained tokens per second of the step."""
+        """The statistics for the display: the known statistics, further ones, and the trained tokens per second of the
+        step.
+        """
         stats = outcome.stats
         shown = {known: stats[name] for known, name in _SHOWN.items() if name in stats}
         tokens = next((value for name, value in stats.items() if name.endswith("/n_valid_tokens")), None)
@@ -79,14 +82,14 @@ class ExperimentReporter(Reporter):
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Show the step on a terminal; elsewhere do nothing, because the log has a table."""
+        """Show the step on a terminal. Elsewhere do nothing, because the log has a table."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 
     def rewind(self, state: RunState) -> None:
-        """Before the first step, drop the records of an attempt that left no checkpoint.
+        """Drop the records of an earlier attempt if the run starts at its first step. Such an attempt left no checkpoint.
 
-        When a run resumes from a checkpoint, :meth:`load_state_dict` drops the later records.
+        When a run resumes from a checkpoint, :meth:`load_state_dict` drops the records of later steps.
         """
         if state.step == 0:
             self._stats_logger.reset()

@@ -1,9 +1,12 @@
-"""PPO, GRPO and related algorithms. Separate processes generate while this process trains, unless one engine does both.
+"""PPO, GRPO and related algorithms.
+
+By default, separate processes generate while this process trains. Alternatively, one engine generates and trains in
+turn.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
 
-The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
+While a batch is trained, the next batches are generated. ``rollout.max_head_offpolicyness`` limits how far ahead.
 """
 
 import logging
@@ -66,12 +69,12 @@ _TIMED = {
     ("train", ACTOR): "train_step",
     ("train", update.CRITIC): "critic_train_step",
 }
-"""Timer names of an update's stages; the log-probs of other roles are timed as ``{role}_logp``."""
+"""Timer names of an update's stages. The log-probs of other roles are timed as ``{role}_logp``."""
 _EVAL_AHEAD = 10**12
 
 
 class PPOTrainer(ExperimentTrainer):
-    """Policy-gradient training; see the module's docstring and :class:`ExperimentTrainer`."""
+    """Trains with PPO, GRPO and related algorithms; see the module's docstring and :class:`ExperimentTrainer`."""
 
     config: PPOConfig
     best_metric = "eval-rollout/reward/avg"
@@ -132,7 +135,7 @@ class PPOTrainer(ExperimentTrainer):
             raise DataError(f"{name}, row 1: {error}") from None
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
-        """The prompts, without those longer than ``max_length``."""
+        """The training prompts and held-out prompts. Prompts longer than ``max_length`` are dropped."""
         config, section = self.config, self.config.train_dataset
 
         def length(row: Any) -> int:
@@ -153,7 +156,7 @@ class PPOTrainer(ExperimentTrainer):
         return RowSource(rows, section, config.seed), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
-        """``max_length``, capped so that the model's context leaves room for an answer."""
+        """``max_length``, but less than the model's context, so that an answer has room."""
         context = self.engine.context_length
         return max_length if max_length is None or context is None else min(max_length, context - 1)
 
@@ -174,12 +177,12 @@ class PPOTrainer(ExperimentTrainer):
         return actor.path, replace(engine, trains="nothing", shares_device=shares_devices(config))
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """Check the inference servers before a model is loaded, then open the engine."""
+        """Check the inference servers, then load the model and open the engine."""
         self._server = engines.server_options(self.config, self.machine.gpus > 0)
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Options of the actor's engine: routing replay, and the generation options if this engine generates too."""
+        """Options of the actor's engine: routing replay. If this engine also generates, its generation options are added."""
         routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routing | (self._generation_options() if takes_turns(self.config) else {})
 
@@ -251,7 +254,7 @@ class PPOTrainer(ExperimentTrainer):
         return dispatcher
 
     def _trace_episode(self, task: int, status: str, reason: str) -> None:
-        """Trace an episode's status; may be called from any thread."""
+        """Trace the status of an episode. Any thread may call this method."""
         tracing.instant(f"rollout {status}", Category.SCHEDULER, {"task": task})
         if status != "running":
             outcome: Any = status
@@ -269,13 +272,13 @@ class PPOTrainer(ExperimentTrainer):
         """Run the experiment.
 
         Args:
-            workflow: an object, a class or a name; None uses the ``workflow`` section.
-            eval_workflow: the workflow of evaluations; None uses ``workflow`` with ``eval_gconfig``.
+            workflow: an object, a class or a name. If None, the ``workflow`` section is used.
+            eval_workflow: the workflow of evaluations. If None, ``workflow`` is used with ``eval_gconfig``.
             workflow_kwargs: keyword arguments of ``workflow``.
-            eval_workflow_kwargs: keyword arguments of the evaluation's workflow; if this and ``eval_workflow`` are None,
-                ``workflow_kwargs`` apply.
-            dynamic_filter_fn: returns whether to train on the trajectory of a group; None uses the function named in the
-                ``workflow`` section, if any.
+            eval_workflow_kwargs: keyword arguments of the evaluation's workflow. If this and ``eval_workflow`` are
+                None, ``workflow_kwargs`` apply.
+            dynamic_filter_fn: returns whether to train on the trajectory of a group. If None, the function in the
+                ``workflow`` section is used, if one is named there.
             total_epochs: replaces ``total_train_epochs``.
 
         Raises:
@@ -317,7 +320,7 @@ class PPOTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, rewards=rewards, sequences=sequences, sample=sample)
 
     def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the rewards with the reward model, if there is one."""
+        """Set the rewards with the reward model. Without a reward model, do nothing."""
         if not self.config.reward_section.path or not trajectories:
             return
         tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]
@@ -431,7 +434,7 @@ class PPOTrainer(ExperimentTrainer):
         return in_scope("eval-rollout", {**summaries(populations), **counts})
 
     def _record_answers(self, batch: Batch) -> None:
-        """Record the first answer to each of the first held-out prompts whose episodes were accepted."""
+        """Record answers to the first held-out prompts whose episodes were accepted: the first answer to each prompt."""
         rows = train_sequences(batch.trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
         samples = EvalSamples()
         records = reward_records(batch.task_ids, rows, self.engine.tokenizer, batch.data)

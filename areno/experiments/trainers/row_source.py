@@ -14,8 +14,8 @@ from areno.rewards.worker import describe_error, source_file
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:
     """Load the rows of a ``train_dataset`` or ``valid_dataset`` section.
 
-    A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``. Without a
-    loader, ``path`` is a file, a folder or a Hugging Face Hub dataset; ``split`` does not apply to a file.
+    If ``dataset_kwargs.loader`` names a function, the function is called as ``loader(path, split=..., **further
+    kwargs)``. Otherwise ``path`` is a file, a folder or a Hugging Face Hub dataset. ``split`` does not apply to a file.
     """
     more = dict(section.dataset_kwargs)
     loader = more.pop(LOADER, None)
@@ -40,7 +40,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 
 
 class RowSource:
-    """Endless iterator over rows, epoch after epoch, in the given order or shuffled by seed and epoch.
+    """Endless iterator over rows, epoch after epoch. With ``shuffle``, seed and epoch determine the order of the rows.
 
     With ``drop_last``, the rows of an incomplete last batch are skipped in each epoch.
     """
@@ -85,7 +85,7 @@ class RowSource:
         return {"epoch": self.epoch, "position": self.position, "rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore a position; UsageError if the number of rows has changed."""
+        """Restore a position. Raise UsageError if the number of rows has changed."""
         if state["rows"] != len(self.rows):
             raise UsageError(
                 f"train_dataset has {len(self.rows)} rows, but the recovery checkpoint was written with "
@@ -99,7 +99,11 @@ class RowSource:
 def without_long(
     rows: Sequence[Any], length_of: Callable[[Any], int], longest: int | None
 ) -> tuple[Sequence[Any], int]:
-    """Rows of at most ``longest`` tokens (None: all), and the number of dropped rows; DataError if none is left."""
+    """Rows of at most ``longest`` tokens, and the number of dropped rows. If ``longest`` is None, all rows.
+
+    Raises:
+        DataError: no row is left.
+    """
     if longest is None:
         return rows, 0
     short = [row for row in (rows[index] for index in range(len(rows))) if length_of(row) <= longest]

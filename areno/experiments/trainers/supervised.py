@@ -44,7 +44,10 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         self.fit()
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Examples | None]:
-        """Training and held-out rows or pairs, without those longer than ``max_length`` or the model's context."""
+        """Training and held-out rows or pairs.
+
+        Those longer than ``max_length`` or longer than the model's context are dropped.
+        """
         config, section = self.config, self.config.train_dataset
         examples = self._encoded(train, section, "train_dataset")
         held_out = None
@@ -99,7 +102,9 @@ def _sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 class SFTTrainer(SupervisedExperimentTrainer):
-    """Supervised fine-tuning on the response to a prompt, the answer to a question, or the last message of a conversation."""
+    """Supervised fine-tuning. Trains on the response to a prompt, the answer to a question, or a conversation's last
+    message.
+    """
 
     objective = SFT
     needs = objective.needs
@@ -108,7 +113,7 @@ class SFTTrainer(SupervisedExperimentTrainer):
 
 
 class RWTrainer(SupervisedExperimentTrainer):
-    """A reward model (Bradley and Terry 1952); ``batch_size`` counts pairs."""
+    """Trains a reward model (Bradley and Terry 1952). ``batch_size`` counts pairs."""
 
     objective = REWARD_MODEL
     needs = objective.needs
@@ -119,7 +124,7 @@ class RWTrainer(SupervisedExperimentTrainer):
 
 
 class DPOTrainer(SupervisedExperimentTrainer):
-    """DPO, IPO and SLiC with a frozen reference model that scores all rows once; ``batch_size`` counts pairs."""
+    """DPO, IPO and SLiC. A frozen reference model scores all rows once. ``batch_size`` counts pairs."""
 
     config: DPOConfig
     objective = DPO
@@ -129,7 +134,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Set the reference log-probs of all rows, unless ``actor.algorithm`` is set: its loss uses no reference."""
+        """Set the reference log-probs of all rows. If ``actor.algorithm`` is set, do nothing: its loss uses no reference."""
         if self.config.actor.algorithm:
             return
         self.display.phase("reference")
@@ -150,10 +155,11 @@ class DPOTrainer(SupervisedExperimentTrainer):
 
 
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
-    """The preference loss of a section. IPO compares means per token, so that its target 1 / (2 beta) is length-independent.
+    """The preference loss of a section. IPO compares means per token, so its target 1 / (2 beta) does not depend on the
+    length.
 
-    If the loss of ``actor.algorithm`` was made with :func:`areno.loss_fns.units.mean_loss`, its statistics are reported under
-    the names that DPO uses.
+    ``actor.algorithm`` can name a loss of :func:`areno.loss_fns.units.mean_loss`. The statistics of such a loss are
+    reported under the names that DPO uses.
     """
     if actor.algorithm:
         spec, options = named_algorithm(actor)

@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The models besides the actor: a reference (if a KL term needs one), a critic, a local teacher and a reward model."""
+    """The configured models besides the actor: reference, critic, local teacher and reward model.
+
+    The reference is included only if a KL term needs it.
+    """
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
@@ -46,7 +49,7 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """Return how rows are scored, and how their rewards are shaped, before the optimizer steps.
+    """Return how to score rows and shape their rewards before the optimizer steps.
 
     Raises:
         UsageError: the teacher's server does not answer.
@@ -78,7 +81,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
 
 
 def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
-    """The loss of ``actor.algorithm``, or the policy loss, with all parameters bound except ``version``."""
+    """The loss of ``actor.algorithm`` or, without an algorithm, the policy loss. All parameters but ``version`` are bound."""
     loss: Any = policy_loss_fn
     if actor.algorithm:
         spec, options = named_algorithm(actor)
@@ -126,14 +129,15 @@ def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Number of model turns in the episode of each row; only from workflows that report it."""
+    """Number of model turns in the episode of each row. Episodes whose workflow does not report turns are left out."""
     return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
 
 
 def workflow_values(trajectories: Sequence[Trajectory], key: str, *, required: bool) -> list[float]:
     """The numbers that workflows returned under a custom key.
 
-    Raises UsageError if a value is not a number, or if the key is ``required`` and no trajectory has it.
+    Raises:
+        UsageError: a value is not a number, or no trajectory has a ``required`` key.
     """
     try:
         values = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]

@@ -50,8 +50,8 @@ class AgentServer:
         engine: generates the answers.
         sampling: default sampling parameters of requests.
         context_limit: maximum number of tokens in a conversation.
-        seed: base seed, from which the seeds of requests are derived.
-        max_running_prompts: maximum number of samples decoded at once; agents can query this number.
+        seed: base seed. The seeds of requests are derived from this seed.
+        max_running_prompts: maximum number of samples that are decoded at once. Agents can query this number.
         serving: further fields of :class:`areno.serving.service.ServingConfig`.
     """
 

@@ -1,9 +1,11 @@
-"""Continues a conversation from its recorded tokens, and tokenizes only the new text of a request.
+"""Continues a conversation from its recorded tokens. Only the new text of a request is tokenized.
 
-The chat template renders the conversation twice: up to the model's last answer, and with the new messages. If the first text is
-a prefix of the second text, only the rest of the second text is tokenized and appended to the recorded tokens. Otherwise, the
-template renders the history differently, usually without the reasoning. In deployment, the model would not see the recorded
-tokens, so the request starts a new row (:class:`Forked`).
+The chat template renders two texts: the conversation up to the model's last answer, and the conversation with the new messages.
+If the first text is a prefix of the second text, the rest of the second text is tokenized. The new tokens are appended to the
+recorded tokens.
+
+Otherwise, the template now renders the history differently, usually without the reasoning. In deployment, the model would read
+this new history instead of the recorded tokens. The request therefore starts a new row (:class:`Forked`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ from areno.types import FinishReason
 from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
-"""Why a request cannot continue from recorded tokens: the template rewrites earlier turns, the template drops their reasoning,
-the end of the answer differs from the end that the template renders, or the client edited the history."""
+"""Why a request cannot continue from recorded tokens.
+
+- ``rewritten``: the template renders earlier turns differently.
+- ``thinking dropped``: the template omits the reasoning of earlier turns.
+- ``ended otherwise``: the recorded answer does not end as the template ends answers.
+- ``edited``: the client edited the history.
+"""
 
 _MARK = "\u241fareno\u241f"
 _LETTER = "a"
@@ -89,10 +96,10 @@ class Turn:
 
 
 def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], render: Render) -> Turn:
-    """Continue an answered turn with zero or more messages. The returned turn has no answer yet.
+    """Return a turn that continues an answered turn with zero or more messages. The new turn has no answer yet.
 
     Raises:
-        Forked: the template renders the history differently than it was recorded.
+        Forked: the recorded tokens cannot be continued, for example because the template rewrites the history.
         UsageError: the template rejects the messages.
     """
     history = [dict(message) for message in (*past.messages, past.answer)]
@@ -128,7 +135,7 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """Return the text after the sampled tokens, and the ``anchor`` with which :func:`tokens_after` tokenizes this text."""
+    """Return the text after the sampled tokens, and the ``anchor`` of this text (see :func:`tokens_after`)."""
     if past.by_token and past.tokens:
         return _after_stop_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)
     if past.finish != "length":  # a stop string is in the tokens, but not in the text
@@ -141,9 +148,10 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """Implement :func:`_after_answer` for an answer that ended at a stop token. The template must also render this token.
+    """Return the text and the anchor of :func:`_after_answer` for an answer that ended at a stop token.
 
-    Usually, the stop token ends the turn. In formats without an end token, the stop token starts the next turn.
+    The template must also render this token. Usually, the stop token ends the turn. In formats without an end token, the stop
+    token starts the next turn.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

@@ -1,7 +1,7 @@
-"""Compares message lists, and ignores differences that are due to reformatting by clients.
+"""Compares message lists. Differences from reformatting by clients are ignored.
 
-Clients split content into parts, reserialize the arguments of tool calls, drop reasoning, and add empty fields. These changes
-do not count as edits.
+Clients may split content into parts, reserialize the arguments of tool calls, drop reasoning, or add empty fields. These
+changes do not count as edits.
 """
 
 import itertools

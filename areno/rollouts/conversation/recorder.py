@@ -1,8 +1,8 @@
 """Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
 
-A recorder belongs to one API key, and its turns form trees. A request that extends an answered turn becomes a child of that
-turn and adds only its new tokens. Any other request starts a new tree. Paths from roots to leaves become training rows,
-see :mod:`areno.rollouts.conversation.trajectory_rows`. A lock guards changes, because several server threads use a recorder.
+A recorder belongs to one API key. Its turns form trees. If a request extends an answered turn, it becomes a child of that turn,
+and adds only its new tokens. Any other request starts a new tree. Each path from a root to a leaf becomes training rows (see
+:mod:`areno.rollouts.conversation.trajectory_rows`). Several server threads use a recorder, so a lock guards its changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HASH_BITS = (1 << 63) - 1
 
 
 class ConversationRecorder:
-    """The conversations of one API key; implements :class:`areno.serving.recording.SessionRecorder`.
+    """The conversations of one API key. Implements :class:`areno.serving.recording.SessionRecorder`.
 
     The seeds of requests are derived from ``seed``. ``session`` is the tracing session in which the recorder was created.
     """
@@ -65,7 +65,10 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """Answered turns with the longest history that a request extends, likeliest first, and the length of this history."""
+        """Return the answered turns that a request may extend, likeliest first, and the length of their history.
+
+        Only the turns with the longest history are returned.
+        """
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
@@ -77,7 +80,7 @@ class ConversationRecorder:
         return []
 
     def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
-        """Return ``edited`` if a request has changed the history of a recorded conversation, and None otherwise."""
+        """Return ``edited`` if a request has changed the history of a recorded conversation. Otherwise, return None."""
         pairs = zip(keys[known:], messages[known:], strict=True)
         answers = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
@@ -96,10 +99,13 @@ class ConversationRecorder:
         return self._by_id.get(turn_id or "")
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of the latest answer that has tokens, or of the answers with this response id or turn id.
+        """Set the reward of answers.
+
+        With ``response_id``, the answers with this response id or turn id get the reward. Otherwise, the latest answer that has
+        tokens gets the reward.
 
         Raises:
-            ValueError: the session has no answer with this id, or no answer with tokens.
+            ValueError: the session has no such answer.
         """
         with self._lock:
             name = (response_id or "").removeprefix("chatcmpl-").removeprefix("resp_").removeprefix("msg_")

@@ -106,7 +106,7 @@ def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Conta
 
 
 def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list[Role]:
-    """The role of each new prompt token of a turn; ``template`` for messages whose ``keys`` are in ``seen``.
+    """The role of each new prompt token of a turn. Messages whose ``keys`` are in ``seen`` have the role ``template``.
 
     Raises UsageError if the tokenizer cannot map tokens to text.
     """

@@ -1,6 +1,6 @@
-"""Converts recorded turns to training rows: one row of prompt and sampled tokens per branch of a conversation.
+"""Converts recorded turns to training rows. A row has the prompt tokens and sampled tokens of one branch of a conversation.
 
-Consecutive turns share a row. If a conversation forks, each branch is a separate row, and only the first branch trains on the
+Consecutive turns share a row. If a conversation forks, each branch becomes a separate row. Only the first branch trains on the
 common prefix. Prompt messages that an earlier row contains are not trained on again. Turns that were sampled at different
 temperatures become separate rows.
 """
@@ -99,7 +99,7 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """The path to a turn. Turns of another sample are replaced by identical turns of this sample, if there are any."""
+    """The path to a turn. A turn of another sample is replaced by an identical turn of this sample, if there is one."""
     own_turns = set(turns)
     path: list[Turn] = []
     for step in turn.path:

@@ -1,7 +1,8 @@
-"""Changes the number of replicas of a running experiment: implements ``areno scale``, and handles its requests in the fleet.
+"""Changes the number of replicas of a running experiment, for ``areno scale``.
 
-A running fleet writes the number of replicas and the results of requests to ``replicas.json`` in its run directory.
-``areno scale`` writes a request to ``replicas.wanted.json``. The fleet handles one request at a time; further callers wait.
+A running fleet writes the number of replicas to ``replicas.json`` in its run directory. ``areno scale`` writes a request to
+``replicas.wanted.json``. The fleet handles the request, and writes its result to ``replicas.json``. One request is handled at a
+time, and further callers wait.
 """
 
 import json
@@ -72,7 +73,7 @@ class ReplicaControl:
                 (self._folder / _WANTED).unlink(missing_ok=True)
 
     def _heartbeat(self) -> None:
-        """Update the modification time of the state file as a heartbeat, even while a request is handled."""
+        """Update the modification time of the state file regularly. This heartbeat continues while a request is handled."""
         while not self._ended.wait(_POLL_S):
             with suppress(OSError):
                 os.utime(self._folder / _STATE)
@@ -130,8 +131,8 @@ def request(
 
     Raises:
         UsageError: the run has ended, has no replicas, or belongs to another user.
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the run has
-            begun to resize by then, it continues; otherwise the request is withdrawn.
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the run has not
+            begun to resize by then, the request is withdrawn. Otherwise, the run continues to resize.
     """
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():
@@ -182,7 +183,7 @@ def _last_heartbeat(folder: Path) -> float:
 
 
 def _place(path: Path, values: dict[str, Any]) -> bool:
-    """Write a file, unless it exists. Return whether it was written."""
+    """Write a file if it does not exist. Return whether the file was written."""
     partial = _partial(path, values)
     try:
         os.link(partial, path)

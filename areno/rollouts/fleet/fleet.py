@@ -1,8 +1,10 @@
 """A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine.
 
-Each replica is an inference server, or an engine in separate processes without an optimizer or gradients. Replicas fail
-independently. A request goes to the least loaded replica. If this replica dies, the request restarts on another replica, unless
-tokens of its answer were already streamed to a client.
+Each replica is an inference server, or an engine in processes of its own. Such an engine has no optimizer and no gradients.
+Replicas fail independently.
+
+A request goes to the least loaded replica. If this replica dies, the request restarts on another replica. If tokens of its
+answer were already streamed to a client, the request ends with an error.
 """
 
 import os
@@ -48,7 +50,7 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Size and supervision of a fleet; see also :class:`ReplicaJob`."""
+    """Size and supervision of a fleet. See also :class:`ReplicaJob`."""
 
     replicas: int = 1  # engines of ``tp_size`` ranks each
     tp_size: int = 1
@@ -96,14 +98,14 @@ class RolloutFleet:
 
     Args:
         path: checkpoint folder or hub id of the policy.
-        config: configuration of the trainer's engine; its training options are ignored.
+        config: configuration of the trainer's engine. Its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, replica by replica; None: the CPU, the devices that the launcher
-            assigns, or consecutive GPUs starting at ``config.device``.
+        devices: one device per rank, replica by replica. None: the CPU if ``config.device`` is the CPU. Otherwise, the launcher
+            assigns the devices. Without a launcher, these are consecutive GPUs starting at ``config.device``.
 
     Attributes:
-        threads: PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share of the
-            cores. The trainer should use the same number.
+        threads: number of PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share
+            of the cores. The trainer should use the same number.
 
     Raises:
         UsageError: the checkpoint is unsupported or does not fit the layout, or there are too few devices.
@@ -164,7 +166,7 @@ class RolloutFleet:
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
-            WorkerFailedError: a replica has used up its restarts, or no replica is left.
+            WorkerFailedError: a replica has used up its restarts. Without restarts: no replica is left.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
@@ -186,7 +188,9 @@ class RolloutFleet:
         return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
-        """Do nothing, because replicas, unlike a :class:`SharedEngine`, can always generate."""
+        """Do nothing, because replicas can always generate. In contrast, a :class:`SharedEngine` must first switch to
+        generation.
+        """
         return nullcontext()
 
     def enable_prefix_cache(self, enabled: bool) -> None:
@@ -204,14 +208,14 @@ class RolloutFleet:
     ) -> UpdateReport:
         """Transfer the weights of a trainer to all replicas. The trainer must not train during the transfer.
 
-        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``, but
-        running samples of an inference server keep their adapter and its version.
-        ``mode`` and ``verify`` override the :class:`WeightOptions`.
+        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``. On an
+        inference server, running samples keep their adapter, and their tokens have the version of this adapter. ``mode`` and
+        ``verify`` override the :class:`WeightOptions`.
 
         Raises:
             UsageError: the mode is unknown, or the trainer and the replicas have different models.
-            EngineError: the trainer failed, the fleet is closed, a server's log-probs are wrong, or a replica that is not
-                restarted could not load the weights.
+            EngineError: the trainer failed, the fleet is closed, or a server's log-probs are wrong. Without restarts, also: a
+                replica could not load the weights.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)
@@ -224,7 +228,10 @@ class RolloutFleet:
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """If replicas run on the CPU, limit this process to ``threads`` PyTorch threads, by default as many as a rank has."""
+        """Limit this process to ``threads`` PyTorch threads, if replicas run on the CPU.
+
+        By default, the limit is the number of threads of a rank.
+        """
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
@@ -237,13 +244,14 @@ class RolloutFleet:
         return len(self._supervisor.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
-        """Add replicas, or remove the last replicas after their requests have been answered. Blocks until this is done.
+        """Change the number of replicas, and wait until this is done.
 
-        ``addresses`` lists further servers to join. A new replica gets the newest weights before its first request.
+        The last replicas are removed after their requests have been answered. ``addresses`` lists further servers to join. A
+        new replica gets the newest weights before its first request.
 
         Raises:
             UsageError: there are no resources for that many replicas, or an address cannot be joined.
-            EngineError, WorkerCreationError: a new replica could not be started; the number of replicas is unchanged.
+            EngineError, WorkerCreationError: a new replica could not be started. The number of replicas is unchanged.
         """
         with self._resizing:
             if addresses:
@@ -377,7 +385,7 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """Return the broadcast channel, or None if servers were joined, load only an adapter, or cannot receive broadcasts."""
+        """Return the broadcast channel. None if servers were joined, load only an adapter, or cannot receive broadcasts."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None
@@ -385,6 +393,8 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """Reject requests if a replica has used up its restarts. Without restarts, reject requests if no replica is left."""
+        """Reject requests after a replica has used up its restarts. Without restarts, reject requests only if no replica is
+        left.
+        """
         if self.options.restart or not self._up():
             self._router.end(error)

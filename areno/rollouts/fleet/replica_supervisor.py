@@ -1,7 +1,7 @@
 """Starts, supervises and restarts replicas in worker processes, and changes their number.
 
-Each replica is a group of processes with a log file. Replicas fail independently. A replica that dies or makes no progress is
-restarted with exponential backoff, until its restarts are used up.
+Each replica is a group of processes with a log file. Replicas fail independently. If a replica dies or makes no progress, it is
+restarted with exponential backoff. A replica that has used up its restarts is given up.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class ReplicaJob:
     """How to start and supervise the replicas of one role.
 
     Attributes:
-        make: starts a replica, given its number, its process options and a failure callback.
+        make: starts a replica. Called with the number of the replica, its process options and a failure callback.
         on_start: called with the number and the replica before the replica is ready. If ``on_start`` raises, the start fails.
         on_given_up: called with the number and the error of a replica that is not restarted.
     """
@@ -95,7 +95,7 @@ class ReplicaJob:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """State of one replica. ``id`` is ``role/number``. ``error`` is the last failure; empty if there was no failure."""
+    """State of one replica. ``id`` is ``role/number``. ``error`` is the last failure, or empty if there was none."""
 
     id: str
     state: State
@@ -128,7 +128,7 @@ class ReplicaSupervisor:
 
     Raises:
         UsageError: a replica's arguments are invalid.
-        WorkerCreationError: a replica could not be started; the other replicas are stopped.
+        WorkerCreationError: a replica could not be started. The other replicas are stopped.
     """
 
     def __init__(self, job: ReplicaJob) -> None:
@@ -140,7 +140,9 @@ class ReplicaSupervisor:
         self.resize(job.replicas)
 
     def resize(self, replicas: int) -> None:
-        """Start further replicas, or stop the last replicas as soon as they are unused. Calls must not overlap.
+        """Start further replicas, or stop the last replicas. Calls must not overlap.
+
+        A replica is stopped as soon as it is unused.
 
         Raises:
             UsageError, WorkerCreationError: as in the constructor. Replicas that this call started are stopped.
@@ -262,7 +264,7 @@ class ReplicaSupervisor:
             slot.thread.start()
 
     def _revive(self, slot: _Slot, dead: Replica) -> None:
-        """Restart a failed replica, until it is ready or its restarts are used up."""
+        """Restart a failed replica. Repeat this until the replica is ready, or until its restarts are used up."""
         job = self._job
         logger.warning("%s failed: %s", slot.name, slot.error)
         job.on_lost(slot.number)
@@ -295,7 +297,7 @@ def _text(error: Exception) -> str:
 
 
 def tail(log_file: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log file, with a heading, or the reason why it cannot be read."""
+    """The last lines of a log file, with a heading. If the file cannot be read, the reason is returned instead."""
     try:
         with open(log_file, encoding="utf-8", errors="replace") as file:
             last = deque((line.rstrip("\n") for line in file), lines)

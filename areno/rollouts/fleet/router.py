@@ -19,7 +19,7 @@ _DRAIN_POLL_S = 0.1
 
 
 class RolloutReplica(Replica, Protocol):
-    """A replica as the router sees it."""
+    """The methods of a replica that the router needs."""
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """See :class:`areno.engine.backend.Generator`."""
@@ -90,7 +90,7 @@ class RequestRouter:
         return self._error is not None
 
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
-        """Route requests, and return one future per request. After :meth:`end`, raises the error that ``end`` was given."""
+        """Route requests, and return one future per request. After :meth:`end`, raises the error that ``end`` received."""
         opened = {}
         for request in requests:
             future: Future[RolloutResult] = Future()
@@ -189,7 +189,7 @@ class RequestRouter:
             self._failed(routed, replica, error)
 
     def _failed(self, routed: _RoutedRequest, replica: RolloutReplica, error: BaseException) -> None:
-        """Resubmit a request whose replica died, if possible. Otherwise end the request."""
+        """Handle the error of a request. If its replica died, the request is resubmitted where possible. Otherwise, it ends."""
         routed.tries += 1
         if not replica.workers.failed:
             self._finish(routed, error)

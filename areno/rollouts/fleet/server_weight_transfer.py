@@ -1,4 +1,5 @@
-"""Transfers new weights from a trainer to inference servers, by a broadcast or as a folder on disk or in shared memory.
+"""Transfers new weights from a trainer to inference servers. They are broadcast, or saved in a folder on disk or in shared
+memory.
 
 A transfer is verified by comparing the server's log-probs of test tokens with the trainer's. A "success" response or changed
 output would not prove that the weights are right.
@@ -29,7 +30,7 @@ _MAX_GAP = {True: 0.01, False: 0.3}
 
 
 class ServerWeightTransfer:
-    """Transfers weights to servers, one update at a time, and keeps the newest weights for servers that start later.
+    """Transfers weights to servers, one update at a time. Servers that start later get the newest weights.
 
     ``channel`` broadcasts to servers that support broadcasts. Without a channel, weights are sent as folders.
     """
@@ -48,7 +49,8 @@ class ServerWeightTransfer:
     def deliver(
         self, engine: Backend, replicas: Mapping[int, Any], version: int, mode: Mode, verify: bool
     ) -> UpdateReport:
-        """Transfer the trainer's weights to all servers. Verify the first transfer or, with ``verify``, every transfer.
+        """Transfer the trainer's weights to all servers. The first transfer is verified. With ``verify``, every transfer is
+        verified.
 
         Raises:
             EngineError: the trainer failed, or a server's log-probs differ from the trainer's.

@@ -62,8 +62,10 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Raise a UsageError on every rank if a tensor is missing or has another shape, or if an adapter cannot be merged
-    exactly."""
+    """Raise a UsageError on every rank if the trainer's tensors do not fit ``specs``.
+
+    This is so if a tensor is missing or has another shape, or if the trainer's adapter cannot be merged exactly.
+    """
     model = engine.actor.model
     trainer_shapes = shapes(engine)
     for spec in specs:
@@ -129,7 +131,7 @@ def _base_name(name: str) -> str:
 def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:
     """Copy full tensors by name into the parameters of a paused rollout engine. Each rank copies its shard.
 
-    With ``check``, compare the parameters with the tensors bit by bit, and raise EngineError if they differ.
+    With ``check``, the parameters are then compared with the tensors bit by bit. Raises EngineError if they differ.
     """
     parameters = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():

@@ -36,10 +36,11 @@ class WeightOptions:
     """Options of weight transfers.
 
     Attributes:
-        mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast with gloo between CPUs and with NCCL between GPUs;
-            ``disk``, a checkpoint folder.
-        verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit.
-            With inference servers, compare log-probs after every transfer instead of only the first.
+        mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
+            GPUs. ``disk`` is a checkpoint folder.
+        verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
+            inference servers, log-probs are compared instead. Without ``verify``, they are compared only after the first
+            transfer.
     """
 
     mode: Mode = "shm"
@@ -61,11 +62,13 @@ def refuse_unknown(mode: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Result of a weight update: the bytes transferred, the seconds taken, and the pause of generation on each replica.
+    """Result of a weight update.
 
-    For an inference server, ``pauses_s`` has the duration of the whole transfer. ``logprob_gap`` compares the log-probs of
-    test tokens on inference servers and on the trainer. The gap is the mean absolute difference in nats on the server with the
-    largest difference; None if it was not measured.
+    ``nbytes`` is the number of bytes transferred, and ``seconds`` is the duration. ``pauses_s`` has the seconds for which each
+    replica paused generation. For an inference server, this is the duration of the whole transfer.
+
+    ``logprob_gap`` compares the log-probs of test tokens on inference servers and on the trainer. It is the mean absolute
+    difference in nats on the server with the largest difference. None if the difference was not measured.
     """
 
     version: int
@@ -77,7 +80,7 @@ class UpdateReport:
 
 
 def save_weights(engine: Backend, root: Path, version: int) -> Path:
-    """Write a trainer's checkpoint to a temporary folder below ``root``, and rename the folder when it is complete."""
+    """Write a trainer's checkpoint to a folder below ``root``. The folder gets its name when it is complete."""
     folder = root / f"weight_update_v{version}"
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -89,7 +92,7 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 
 
 def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> None:
-    """Let rank 0 of a trainer send its kept weights to the members of a new collective, even during training."""
+    """Let rank 0 of a trainer send its kept weights to the members of a new collective. The trainer may be training."""
     if isinstance(engine, EngineGroup):  # `tell` does not wait for a training step to end
         engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
     else:
@@ -99,8 +102,8 @@ def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> 
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives. If
-    ``where`` is None, the rendezvous is a temporary folder, and the trainer and all replicas must be on one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives. With
+    None, the rendezvous is a temporary folder. The trainer and all replicas must then be on one machine.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class WeightTransfer:
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
 
     def _store(self, update: Update) -> None:
-        """Mark the weights of ``update`` as complete, so that replicas that start later can get them."""
+        """Mark the weights of ``update`` as complete. Replicas that start later can then get these weights."""
         self.newest, self._torn = update if self._keeps else None, False
 
     def catch_up(self, replica: EngineGroup) -> None:
@@ -159,7 +162,7 @@ class WeightTransfer:
             replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """Transfer the weights that rank 0 of the trainer has kept, in a collective with only this replica."""
+        """Transfer the kept weights of the trainer's rank 0 to one replica. The collective has no other members."""
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
@@ -256,7 +259,7 @@ class WeightTransfer:
         return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
-        """Return the name of the collective of the trainer and the replicas. Form a new one if a member has changed."""
+        """Return the name of the collective of the trainer and the replicas. If a member has changed, form a new collective."""
         members: list[Backend] = [engine, *replicas.values()]
         if self._channel and members == self._members:
             return self._channel

@@ -1,7 +1,7 @@
 """The steps of a weight update on each rank. The trainer's ranks send weights, and the replicas' ranks receive them.
 
-A replica receives the new weights while it continues to generate, and installs them between two tokens. Only the installation
-pauses generation. If the transfer fails before the installation, the old weights stay in place.
+A replica continues to generate while it receives the new weights. It then pauses generation between two tokens, and installs
+the weights. If the transfer fails before the installation, the old weights stay in place.
 """
 
 import logging
@@ -79,9 +79,10 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory, keep a copy, or broadcast them, as ``update`` specifies.
+    """Send the weights of the trainer as ``update`` specifies. All ranks of the trainer must call this function.
 
-    Returns an empty string, or the error of a failed broadcast.
+    With ``segment``, the weights are written to shared memory. Otherwise, with ``kept``, rank 0 keeps a copy. With ``channel``,
+    the weights are also broadcast. Returns an empty string, or the error of a failed broadcast.
     """
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
@@ -111,13 +112,12 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on data-parallel replica 0 (with FSDP: on all ranks). Other ranks yield nothing."""
+    """Yield the full tensors on data-parallel replica 0, or with FSDP on all ranks. Other ranks yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
 
 def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
-    """Broadcast tensors in one buffer."""
     memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
     for target, tensor in zip(views(memory, bucket), tensors, strict=True):
         target.copy_(tensor)
@@ -135,7 +135,7 @@ def _broadcast(channel: str, memory: Tensor) -> None:
 
 
 def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
-    """Yield buckets of consecutive tensors. A bucket has at most ``limit`` bytes, unless a single tensor is larger."""
+    """Yield buckets of consecutive tensors. A bucket has at most ``limit`` bytes. A larger tensor is alone in its bucket."""
     bucket: list[TensorSpec] = []
     for spec in specs:
         if bucket and sum(s.nbytes for s in bucket) + spec.nbytes > limit:
@@ -147,7 +147,7 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
-    """Send the kept weights to the members of a new collective, in a thread, so that other calls are not blocked."""
+    """Send the kept weights to the members of a new collective. Runs in a thread, because other calls must not wait."""
 
     def send_kept() -> None:
         memory = _kept.get(update.version)
@@ -173,7 +173,7 @@ def receive(engine: Engine, update: Update) -> float:
     """Receive and install new weights. Return the seconds for which generation paused.
 
     Raises:
-        BrokenChannelError: the new weights did not arrive; the old weights remain.
+        BrokenChannelError: the new weights did not arrive. The old weights remain.
         EngineError: the received tensors differ from the sent tensors.
     """
     tensors = _arrived(engine, update)
@@ -240,10 +240,10 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
-    """Join a collective of ``size`` members. Returns an empty string if all members have joined, otherwise the error.
+    """Join a collective of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. Of a trainer, only rank 0 joins.
+        engine: engine of a trainer or a replica. All ranks of a replica join, but only rank 0 of a trainer.
         where: rendezvous of the members.
         channel: name of the collective.
         first: the rank of this engine's rank 0 in the collective; 0 for the trainer.
@@ -261,7 +261,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
 
 
 def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> None:
-    """Wait until all members have joined, or until the collective is cancelled because a member died."""
+    """Wait until all members have joined. Raises OSError if the collective is cancelled because a member died."""
     where.come(channel, rank)
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
@@ -291,7 +291,7 @@ def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.d
 
 @dataclass(frozen=True, slots=True)
 class DialledStore:
-    """A :class:`Rendezvous` at an existing TCP store, which programs other than areno can join."""
+    """A :class:`Rendezvous` at an existing TCP store. Programs other than areno can join this store."""
 
     host: str
     port: int
@@ -307,7 +307,7 @@ class DialledStore:
         """Do nothing, because members are not announced."""
 
     def members(self, name: str) -> int:
-        """Return a number above any group size, because the members wait when they create the group."""
+        """Return a number above any group size. The members wait for each other only when they create the group."""
         return 2**31
 
     def call_off(self, name: str) -> None:

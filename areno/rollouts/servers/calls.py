@@ -28,7 +28,7 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class ServerAnswer:
-    """A server's answer; lists have an entry per token. Raises EngineError if a token lacks a log-prob or a version."""
+    """A server's answer. Each list has one entry per token. Raises EngineError if a token lacks a log-prob or a version."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -71,7 +71,7 @@ class ServerCalls(Protocol):
         """Abort samples, so that ``generate`` returns partial answers. Samples in the server's queue may still start."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint while generation is paused, and discard caches that were computed with the old weights."""
+        """Load a checkpoint while generation is paused. Caches that were computed with the old weights are discarded."""
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path) -> None:
         """Load an adapter under a name."""
@@ -80,7 +80,7 @@ class ServerCalls(Protocol):
         """Unload an adapter. Running samples keep it."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
-        """Log-prob of each prompt token except the first, at temperature 1."""
+        """Log-probs of the prompt tokens at temperature 1. The first token has no log-prob, and no entry."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
@@ -103,8 +103,10 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 
 
 async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
-    """POST, and return the JSON of the response, or None if there is no JSON. Raises EngineError as :class:`ServerCalls`
-    does."""
+    """Send a POST request, and return the JSON of the response. If the response is not JSON, return None.
+
+    Raises EngineError as :class:`ServerCalls` does.
+    """
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 
 

@@ -1,6 +1,7 @@
-"""Broadcasts weights from a trainer to vLLM servers, with vLLM's weight transfer calls and areno's transfer engine.
+"""Broadcasts weights from a trainer to vLLM servers.
 
-vLLM expects the tensor names of the checkpoint. If the trainer's parameters have other names, weights are sent as folders.
+Uses vLLM's weight transfer calls and areno's transfer engine. vLLM expects the tensor names of the checkpoint. If the trainer's
+parameters have other names, weights are sent as folders.
 """
 
 import logging
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class ServerChannel:
-    """A process group of the trainer's rank 0 and the workers of all servers. It is recreated when a member changes.
+    """A process group of the trainer's rank 0 and the workers of all servers. When a member changes, the group is recreated.
 
-    The members of the group connect to a store in this process, which listens at ``host``.
+    This process runs a store, which listens at ``host``. The members of the group connect to this store.
     """
 
     def __init__(self, path: str, host: str, bucket_bytes: int) -> None:
@@ -114,9 +115,9 @@ class ServerChannel:
                 self._sender.run_on_all_ranks(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """Return the name of the group of all members. Return an empty string if the members could not connect.
+        """Return the name of the group of all members, or an empty string if the members could not connect.
 
-        If no server has failed, a failure to connect disables broadcasts, so that weights are sent as folders.
+        If they could not connect although no server has failed, broadcasts are disabled. Weights are then sent as folders.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:

@@ -1,4 +1,4 @@
-"""The vLLM or SGLang servers of a fleet, and the command line and environment variables of a server.
+"""Options of a fleet's vLLM or SGLang servers, and the command line and environment variables of a server.
 
 :mod:`areno.config.experiment.server_arguments` converts settings of an experiment to command-line arguments.
 """
@@ -34,9 +34,10 @@ class ServerOptions:
     """The inference servers of a fleet.
 
     Attributes:
-        arguments: command-line arguments, from the settings section of the product.
-        command: command that starts a server; empty: ``vllm`` from this Python's folder or PATH, or the ``sglang`` module.
-        addresses: running servers to join, one per replica, instead of starting servers.
+        arguments: command-line arguments of a server, from the settings section of the product.
+        command: command that starts a server. If empty, vLLM is the program ``vllm`` in this Python's folder or in PATH, and
+            SGLang is the module ``sglang.launch_server``.
+        addresses: running servers to join, one per replica. If empty, areno starts the servers.
         adapter: name of the trainer's adapter; empty without an adapter.
     """
 
@@ -101,7 +102,7 @@ def arguments_of(path: str, options: ServerOptions) -> list[str]:
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Default environment variables of a server. ``devices`` is None on CPUs, or if a launcher assigns the devices."""
+    """Default environment variables of a server. On CPUs, and if a launcher assigns the devices, ``devices`` is None."""
     chosen = {}
     if devices is not None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -1,4 +1,4 @@
-"""Starts the server process of a replica, watches it, and stops it with all its child processes."""
+"""Starts the server process of a replica, and watches it. Stopping the server also stops its child processes."""
 
 import shlex
 import signal
@@ -20,10 +20,10 @@ _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 
 class InferenceServerProcess:
-    """A server process on this machine, or on a machine that the launcher of ``processes`` chooses.
+    """A server process on this machine. If ``processes`` has a launcher, the launcher chooses the machine.
 
     Args:
-        command: the command with arguments; ``{host}`` and ``{port}`` stand for the address on which the server listens.
+        command: the command with arguments. ``{host}`` and ``{port}`` are replaced by the address at which the server listens.
         environment: additional environment variables.
         processes: launcher, log file and startup timeout.
         on_failure: called once, in a thread of this object, when the server exits unexpectedly or is abandoned.
@@ -69,7 +69,7 @@ class InferenceServerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of running processes: the supervisor and, on this machine, the server and its child processes."""
+        """Ids of the supervisor, the server and its child processes. On another machine, only the id of the supervisor."""
         if self._process.poll() is not None:
             return []
         return [self._process.pid, *(sorted(descendants(self._process.pid)) if not self._process.node else ())]

@@ -1,4 +1,4 @@
-"""An inference server as a rollout replica. Each sample is one HTTP call, and weights are sent as folders or by a broadcast.
+"""An inference server as a rollout replica. Each sample is one HTTP call. Weights are sent as folders, or by a broadcast.
 
 All calls run in one thread with an event loop. The server is a process that areno has started, or an external server.
 """
@@ -38,7 +38,7 @@ _PROBE_ANSWER = 16
 
 
 class ExternalServer:
-    """A server that areno has not started. areno detects when it fails, but cannot stop it."""
+    """A server that areno has not started. areno detects its failure, but does not stop the server."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()
@@ -147,14 +147,14 @@ class ServerReplica:
             self._begin(self._abort(entry))
 
     async def _abort(self, entry: _Open) -> None:
-        """Repeat the abort until the request has ended, because the server may start a queued sample after an abort."""
+        """Abort a request. The abort is repeated, because the server may start a queued sample after an abort."""
         while not entry.future.done():
             with suppress(EngineError):  # an unreachable server no longer processes the request
                 await self.calls.abort(self._http, entry.rids)
             await asyncio.sleep(_ABORT_S)
 
     def load(self) -> EngineLoad:
-        """The numbers of running samples and generated tokens, as counted by this class."""
+        """The numbers of running samples and generated tokens. This class counts them, and does not query the server."""
         with self._lock:
             running = sum(entry.request.n for entry in self._open.values())
             return EngineLoad(running=running, generated_total=self._load.generated_total)
@@ -193,7 +193,7 @@ class ServerReplica:
             )
 
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
-        """Abandon an unhealthy server before the request fails, so that the router resubmits the request."""
+        """Abandon the server if it is unhealthy. Called before the request ends, so that the router resubmits the request."""
         if self.workers.failed or await self._healthy():
             return
         self.workers.abandon(str(error))
@@ -202,7 +202,7 @@ class ServerReplica:
             await asyncio.sleep(0.05)
 
     def _sequence(self, entry: _Open, index: int, answer: ServerAnswer) -> RolloutSequence:
-        """Convert an answer, and pass all its tokens to the listener at once, because answers are not streamed."""
+        """Convert an answer. The listener gets all its tokens at once, because answers are not streamed."""
         sampling, listener = entry.request.sampling, entry.request.listener
         checker = StopChecker(self.tokenizer, sampling.stop or [], sampling.skip_special_tokens)
         for token in answer.tokens:
@@ -241,8 +241,9 @@ class ServerReplica:
         return time.perf_counter() - began
 
     async def _change_adapter(self, name: str, folder: Path, version: int) -> None:
-        """Load an adapter and use it for later requests. The previous adapter stays until the next change, because
-        its requests may not have reached the server yet.
+        """Load an adapter, and use it for later requests.
+
+        The previous adapter stays loaded until the next change. Its requests may not have reached the server yet.
         """
         if self._previous:
             await self.calls.unload_adapter(self._http, self._previous)
@@ -277,8 +278,8 @@ class ServerReplica:
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
         """Return token ids, and the server's log-probs of a suffix of these tokens.
 
-        Without an adapter, the prompt is scored. With an adapter, a generated answer is scored, because vLLM 0.32 on CPUs
-        crashes when it computes prompt log-probs concurrently with other requests of an adapter.
+        Without an adapter, the prompt is scored. With an adapter, the server generates an answer, and the answer is scored.
+        This avoids a crash: vLLM 0.32 on CPUs cannot compute prompt log-probs concurrently with other requests of an adapter.
 
         Raises EngineError if the call failed. An unhealthy server is also abandoned.
         """
@@ -320,7 +321,7 @@ class ServerReplica:
         return False
 
     async def _watch_health(self) -> None:
-        """Abandon a server that fails three health checks in a row, for example because its engine died."""
+        """Abandon the server after three failed health checks in a row. Its engine has probably died."""
         sick = 0
         while not self.workers.failed:
             await asyncio.sleep(_HEALTH_S)
@@ -329,7 +330,9 @@ class ServerReplica:
                 self.workers.abandon(f"{self._http.base_url}/health failed three times in a row")
 
     def close(self) -> None:
-        """Fail all open requests, and stop the server unless it is external. A second call does nothing."""
+        """End all open requests with an error, and stop the server. An external server keeps running. A second call does
+        nothing.
+        """
         if self._loop.is_closed():
             return
         self.workers.close()

@@ -36,7 +36,7 @@ class ServerScorer:
         """Log-probs of the tokens of each row, given the previous tokens. Entry 0 of a row is 0.0.
 
         Raises:
-            UsageError: a row was sampled at a temperature other than 1, which servers do not support in scoring.
+            UsageError: a row was sampled at a temperature other than 1. Servers score rows only at temperature 1.
             EngineError: the server rejected the request, is unreachable, or returns no prompt log-probs.
         """
         if others := sorted({temperature for temperature in temperatures if temperature != 1}):

@@ -28,7 +28,10 @@ class SglangCalls:
     product = "SGLang"
 
     async def describe(self, http: httpx.AsyncClient) -> int:
-        """Query the context length. Raises UsageError if the weight version is not a number, because versions are compared."""
+        """Query the context length.
+
+        Raises UsageError if the weight version is not a number. areno compares weight versions as numbers.
+        """
         info = await get_json(http, "/server_info")
         version = str(info.get("weight_version", _UNSET))
         if version != _UNSET and not version.isdecimal():

@@ -30,8 +30,9 @@ def open_server(
     processes: Processes,
     on_failure: Callable[[EngineError], None],
 ) -> ServerReplica:
-    """Start or join the server of replica ``number``, and wait until the server is healthy. The weights in ``path`` have
-    version 0.
+    """Start or join the server of replica ``number``, and wait until the server is healthy.
+
+    The weights in ``path`` have version 0.
 
     Raises:
         UsageError: the product is not installed.

@@ -30,8 +30,8 @@ _PREFIX = "generate-tokens-"
 class VllmCalls:
     """The HTTP calls of vLLM.
 
-    ``transfers`` tells whether the server has areno's worker extension and transfer engine, and so can receive broadcasts.
-    A ``joined`` server may lack them.
+    ``transfers`` tells whether the server should have areno's worker extension and transfer engine, which broadcasts need. A
+    ``joined`` server may still lack them.
     """
 
     product = "vLLM"
@@ -95,7 +95,7 @@ class VllmCalls:
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """Like :meth:`load_weights`, but load weights that the group's first member broadcasts.
+        """Load weights that the group's first member broadcasts. Otherwise like :meth:`load_weights`.
 
         After a failure, the server must reload its weights before it can compute.
         """

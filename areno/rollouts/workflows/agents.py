@@ -1,7 +1,7 @@
-"""Runs any agent as a workflow. An agent has a method ``async run(data, **extra)``, and uses an OpenAI or Anthropic client.
+"""Runs any agent as a workflow. An agent has a method ``async run(data, **extra)``, which uses an OpenAI or Anthropic client.
 
-The client must use the address and the API key of areno's server, which records the exact tokens of all turns. The turns become
-training rows after ``run`` has returned.
+The client must use the address and the API key of areno's server. The server records the exact tokens of all turns. After
+``run`` has returned, the turns become training rows.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
 class AgentWorkflow(RolloutWorkflow):
     """Runs an agent once per sample.
 
-    ``run`` returns a number as the reward of the last answer, or a dictionary from response ids to rewards. It may return
-    None if the agent has sent rewards to ``/rl/set_reward``. A run without any reward is an error.
+    ``run`` returns the reward of the last answer as a number, or a dictionary from response ids to rewards. If the agent has
+    sent rewards to ``/rl/set_reward``, ``run`` may return None. A run without any reward is an error.
 
     Args:
         agent: has a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode
-            ``inline`` also ``http_client``. A ``run`` without ``**extra`` gets only the arguments that it declares.
+            ``inline`` also ``http_client``. If ``run`` has no ``**extra``, it gets only the arguments that it declares.
         gconfig: default sampling settings of the agent's requests.
-        options: how the agent is run. In mode ``subproc``, the address and the key are also environment variables of the agent
+        options: how the agent is run. In mode ``subproc``, the agent also gets the address and the key as environment variables
             (see :attr:`AgentSession.environment`).
         model_name: the model's name in requests.
 
@@ -169,11 +169,15 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
     """Return the training rows of a session's turns, in chronological order.
 
-    The export style ``individual`` makes one row per answer, including the prompt. ``concat`` makes one row per conversation,
-    with all answers and the return of the last answer. A conversation that forks has one row per branch, and the common
-    prefix is trained on once. The return of an answer is its reward plus ``turn_discount`` times the return of the next
-    answer. An answer without a reward has the reward 0. An answer without tokens (because the context was full) has no row,
-    but its reward is part of the returns of the answers before it.
+    The rows depend on the export style:
+
+    - ``individual``: one row per answer, including the prompt.
+    - ``concat``: one row per conversation, with all answers. The reward is the return of the last answer. If a conversation
+      forks, each branch has a row, and the common prefix is trained on once.
+
+    The return of an answer is its reward plus ``turn_discount`` times the return of the next answer. An answer without a reward
+    has the reward 0. If the context was full, an answer has no tokens and no row. Its reward still counts in the returns of
+    earlier answers.
     """
     answered = [turn for turn in turns if turn.tokens]
     counted = [turn for turn in turns if turn.tokens or turn.reward]
@@ -192,5 +196,5 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
 
 
 def _single_turn_rows(turn: Turn, tokenizer: Any) -> list[TrajectoryRow]:
-    """The row of one answer; none if a grammar forced all its tokens."""
+    """The row of one answer. The list is empty if a grammar forced all tokens of the answer."""
     return build_rows([replace(turn, parent=None, context_tokens=turn.prompt)], LossMaskPolicy(), tokenizer)

@@ -35,7 +35,7 @@ class Interaction:
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`), interactions by name, or None to reject the episode."""
+"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`) or interactions by name. None rejects the episode."""
 
 
 class RolloutWorkflow(ABC):
@@ -96,7 +96,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors. Returns None for a rejected episode (None, or a result without rows).
+    """Convert the result of a workflow to tensors. A result that is None or has no rows is a rejected episode, and gives None.
 
     With ``check``, the keys, shapes and values of tensors are checked.
 

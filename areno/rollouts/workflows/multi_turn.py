@@ -1,7 +1,7 @@
 """A workflow with several attempts at one task. After a wrong answer, the model is told to try again.
 
-This workflow has no tools. See :mod:`areno.rollouts.workflows.agents` for tools in ``areno run``, and
-:mod:`areno.api.agentic` for tools in ``areno train``.
+This workflow has no tools. For tools, see :mod:`areno.rollouts.workflows.agents` (``areno run``) or :mod:`areno.api.agentic`
+(``areno train``).
 """
 
 from dataclasses import replace
@@ -30,14 +30,16 @@ TRY_AGAIN = (
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Generates up to ``max_turns`` answers, until an answer has a reward other than 0.
+    """Generates answers until an answer has a reward other than 0, but at most ``max_turns`` answers.
 
     The conversation continues from the sampled tokens, and becomes one training row with all answers. If the chat template
-    rewrites the history, there are several rows. Each row has the last reward times ``turn_discount ** (turns - 1)``.
+    rewrites the history, there are several rows. The reward of each row is the last answer's reward times
+    ``turn_discount ** (turns - 1)``.
+
     :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` documents the other arguments.
 
     Args:
-        reward_fn: function that scores every answer; the argument ``completions`` is the latest answer.
+        reward_fn: function that scores every answer. Its argument ``completions`` is the latest answer.
         max_turns: maximum number of answers.
         turn_discount: factor in (0, 1] by which each further attempt reduces the reward.
         retry_message: user message after a wrong answer.

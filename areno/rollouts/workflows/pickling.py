@@ -22,8 +22,8 @@ def name_of(thing: Any) -> str:
 def pickled(thing: Any, option: str) -> bytes:
     """Pickle an object for another process. Error messages mention ``option``.
 
-    Objects that are defined in a user's file are pickled by value, because the import of the file may fail in the other
-    process, or load a whole trainer. Objects of installed packages are pickled by reference.
+    Objects of installed packages are pickled by reference. Objects that are defined in a user's file are pickled by value. By
+    reference, the other process would import the file, which may fail or load a whole trainer.
     """
     function = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(function, "__module__", None) or "")

@@ -1,7 +1,7 @@
-"""Runs agents in separate processes, so that an agent that blocks or crashes affects only its own episode.
+"""Runs agents in separate processes. An agent that blocks or crashes affects only its own episode.
 
-A process runs one agent at a time, with the environment variables of the agent's session (server address and API key). It
-imports torch or model code only if the agent does.
+A process runs one agent at a time. It gets the server address and the API key of the agent's session as environment variables.
+A process imports torch or model code only if the agent imports them.
 """
 
 import asyncio
@@ -110,7 +110,10 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Return ``["value", returned]`` or ``["error", text]``. The list is sent as JSON, so the trainer unpickles nothing."""
+    """Run a pickled job. Return ``["value", returned]`` or ``["error", text]``.
+
+    The list is sent as JSON. The trainer therefore unpickles nothing.
+    """
     try:
         job = pickle.loads(sent)
         os.environ.update(job["environment"])
@@ -121,7 +124,10 @@ def _run(sent: bytes) -> list[Any]:
 
 
 def returned_value(returned: Any) -> float | dict[str, float] | None:
-    """Validate an agent's return value: a reward, rewards by response id, or None if the agent has set rewards itself."""
+    """Validate an agent's return value, which is a reward or a dictionary of rewards by response id.
+
+    None means that the agent has set its rewards itself.
+    """
     if returned is None:
         return None
     if isinstance(returned, dict):

@@ -28,10 +28,10 @@ def resolve_workflow(
     """Return a :class:`GroupedRolloutWorkflow`, which runs ``n_samples`` samples of each data row as a group.
 
     Args:
-        workflow: a workflow or an agent, as an object, a class, or the name of an object or class.
+        workflow: a workflow or an agent. This is an object, a class, or the name of an object or class.
         gconfig: sampling settings of agents. Workflows get settings through ``workflow_kwargs`` and ``offered``.
-        workflow_kwargs: keyword arguments, only allowed for a class.
-        offered: further arguments, which are passed if the class declares them.
+        workflow_kwargs: keyword arguments of the class. They are an error if ``workflow`` is an object.
+        offered: further arguments. The class gets only those that it declares.
         agent: agent options.
         model_name: model name in an agent's requests.
 

@@ -27,13 +27,12 @@ reward_fn = RewardCall({sent!r})
 class AsyncReward:
     """A reward function with a timeout.
 
-    A worker process runs one call at a time. The process is killed and replaced if the call times out. A call is retried if it
-    times out or if its process dies, but not if the function raises.
+    A worker process runs one call at a time. If a call times out, its process is killed and replaced. If a call times out or
+    its process dies, the call is retried. If the function raises, the call is not retried.
 
     Args:
-        reward_fn: a function or coroutine function ``(prompt, completions, prompt_ids, completion_ids, **data)`` that returns
-            a number or a dictionary of named parts. The function may be given by name (``package.module.fn`` or
-            ``file.py:fn``).
+        reward_fn: a function or coroutine function, or its name (``package.module.fn`` or ``file.py:fn``). Called with
+            ``(prompt, completions, prompt_ids, completion_ids, **data)``. Returns a number or a dictionary of named parts.
         timeout_seconds: timeout of a call.
         max_workers: number of concurrent calls; None: half of the usable cores.
         max_retries: maximum number of retries of a call.
@@ -73,10 +72,10 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """Compute the reward, with its parts. Fields of ``data`` that have the same name as another argument are ignored.
+        """Compute the reward, with its parts. A field of ``data`` is ignored if another argument has the same name.
 
         Raises:
-            RewardError: the function raised or did not return finite numbers, or each attempt timed out or lost its process.
+            RewardError: the function raised, or did not return finite numbers, or every attempt timed out or lost its process.
         """
         record = RewardRecord(
             prompt=prompt,

@@ -39,8 +39,8 @@ class RLVRWorkflow(RolloutWorkflow):
     """Generates one answer per episode.
 
     Args:
-        reward_fn: a reward function or its name (see :class:`AsyncReward`), or an :class:`AsyncReward`. With None, all
-            rewards are 0 until a reward model sets them.
+        reward_fn: a reward function, its name, or an :class:`AsyncReward`. With None, all rewards are 0 until a reward model
+            sets them.
         gconfig: sampling settings.
         tokenizer: tokenizer of the model.
         enable_thinking: argument of the chat template.

@@ -3,11 +3,13 @@
 ``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. ``.stream(tools)`` parses
 incrementally. A custom format is a :class:`ToolCallParser` registered under a name.
 
-- ``registry``: the formats by name, and detection of a model's format; ``parser``: the parser that all formats share.
+- ``registry``: the formats by name, and detection of a model's format
+- ``parser``: the parser that all formats share
 - ``hermes``, ``qwen``, ``deepseek``, ``kimi``, ``harmony`` (gpt-oss), ``mistral``, ``gemma``, ``json_calls`` (Llama 3 and bare
-  JSON), ``pythonic`` (Llama 4), ``xml_calls`` (GLM, MiniMax, Qwen3-Coder): the formats.
-- ``block_scanner``: blocks between an opening and a closing tag; ``json_span``: finds the end of a JSON value; ``schema``:
-  converts text arguments to the types of a tool's schema.
+  JSON), ``pythonic`` (Llama 4), ``xml_calls`` (GLM, MiniMax, Qwen3-Coder): the formats
+- ``block_scanner``: blocks between an opening and a closing tag
+- ``json_span``: finds the end of a JSON value
+- ``schema``: converts text arguments to the types of a tool's schema
 """
 
 from areno.text.tool_calls.parser import (

@@ -1,7 +1,7 @@
 """Finds tool calls between an opening and a closing marker, and parses calls whose body is JSON.
 
-A closing marker is recognized only after a complete body, so an argument may contain the marker. A malformed body ends
-at the first closing or opening marker, so that the body does not include the next call.
+A closing marker counts only after a complete body, so an argument may contain the marker. A malformed body ends at the first
+closing or opening marker. Therefore, it does not include the next call.
 """
 
 import re
@@ -133,7 +133,10 @@ class HeaderJson(BlockBody):
 
 
 def raw_call(source: str, value: Any, name: str | None = None) -> Item:
-    """The call described by a JSON value. The value contains the arguments and, unless ``name`` is passed, the name."""
+    """The call described by a JSON value.
+
+    With ``name``, the value contains only the arguments. Without ``name``, the value contains the name and the arguments.
+    """
     if name is not None:
         arguments = load_arguments(value)
         return Malformed(source) if arguments is None else RawCall(name, arguments, source)
@@ -142,6 +145,6 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
 
 
 def headed_json(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
-    """Blocks whose body is a header and a JSON object; see :class:`HeaderJson`. ``header`` is a regular expression."""
+    """A format of blocks with the body :class:`HeaderJson`. ``header`` is a regular expression for the header."""
     pattern = re.compile(header)
     return block(opener, closers, lambda start: HeaderJson(start, pattern))

@@ -1,4 +1,4 @@
-"""Gemma: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``, JSON with bare keys and special quotes.
+"""Gemma's format: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``. Keys are bare, and quotes are special.
 
 FunctionGemma uses the same syntax with different markers.
 """

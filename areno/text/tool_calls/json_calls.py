@@ -1,7 +1,7 @@
-"""Calls as bare JSON, possibly between text: ``{"name", "arguments"}``, a list of these, or ``{"tool_calls": [...]}``.
+"""Calls as bare JSON: ``{"name", "arguments"}``, a list of these objects, or ``{"tool_calls": [...]}``.
 
-Llama 3 writes ``{"name", "parameters"}``, sometimes after ``<|python_tag|>`` and with ``;`` between two calls. JSON that
-does not describe a call is plain text.
+Text may precede and follow a call. JSON that does not describe a call is text. Llama 3 writes ``{"name", "parameters"}``,
+sometimes after ``<|python_tag|>``, and with ``;`` between two calls.
 """
 
 import json

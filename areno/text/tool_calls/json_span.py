@@ -1,7 +1,7 @@
 """Finds the end of a JSON object or array in streamed text, and parses calls in JSON.
 
-The scanner resumes where it stopped, so a long argument takes linear time. Strict checks of the structure detect after a
-few characters that a brace in text does not start a call. Line breaks in strings are allowed.
+The scanner resumes where it stopped, so a long argument takes linear time. The scanner checks the structure strictly. If a
+brace in text does not start a call, the scanner detects this after a few characters. Line breaks in strings are allowed.
 """
 
 import json
@@ -77,7 +77,7 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Whether the string ends within the text so far. A trailing backslash starts an escape and needs more text."""
+        """Scan a string, and return whether its end was reached. A trailing backslash needs more text."""
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
@@ -111,7 +111,7 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON, and allow line breaks in strings. Raises ValueError if the text is not JSON or has an infinite number."""
+    """Parse JSON, in which strings may contain line breaks. Raises ValueError for invalid JSON and for infinite numbers."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as error:
@@ -129,7 +129,7 @@ def _finite(number: str) -> float:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments (an object, JSON text or null) as a dict; None if the arguments are invalid."""
+    """Return arguments as a dict. They may be an object, JSON text or null. None for invalid arguments."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}
@@ -141,7 +141,7 @@ def load_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments of a call, or None for a value that is not a call.
+    """Return the name and the arguments of a call, or None if ``value`` is not a call.
 
     A call has the form ``{"name", "arguments"}``, ``{"name", "parameters"}`` or ``{"function": {...}}``.
     """
@@ -154,7 +154,7 @@ def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def array_elements(text: str) -> list[tuple[Any, str]] | None:
-    """The elements of a JSON array, each with its text; None if the text is not an array."""
+    """Each element of a JSON array, with its text. None if the text is not an array."""
     decoder = json.JSONDecoder(strict=False, parse_constant=_refuse)
     elements: list[tuple[Any, str]] = []
     try:

@@ -1,8 +1,8 @@
 """Shared parts of all tool-call formats: the parsed message, and the incremental parser.
 
-A :class:`CallFormat` describes how a call is written. The parser of this module finds the markers, emits
-the text between them, and validates calls. A call is emitted only when it is complete and valid, so that a malformed
-call can remain text. A complete message is parsed as a stream of one piece, so streaming gives the same result.
+A :class:`CallFormat` describes how a call is written. The parser of this module finds the markers, emits the text between
+them, and validates calls. A call is emitted only when it is complete and valid. A malformed call stays text. A complete
+message is parsed as a stream of one piece, so streaming gives the same result.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class PlainText:
 class ScanResult:
     """The result of a scanner. The text from the opening marker up to ``end`` consists of ``items``.
 
-    If ``items`` is empty, the text is only a wrapper around calls. It is dropped directly before a call, and between a
-    call and the end of the message. Otherwise, it is emitted.
+    If ``items`` is empty, the text is only a wrapper around calls. A wrapper directly before a call is dropped. If nothing
+    but wrappers follows a call, these wrappers are dropped. Any other wrapper is emitted as text.
     """
 
     end: int
@@ -98,10 +98,11 @@ class ScanResult:
 Scan = Callable[[GrowingText, bool], ScanResult | None]
 """Scans one call, or one block of calls, starting at the opening marker.
 
-The arguments are the message so far, which may have grown, and whether the message is final. A scanner returns None if
-it needs more text, but never for a final message. The result must not depend on how the text was split into pieces. A
-message may have any number of opening markers without a call. A scanner must therefore run in linear time, resume where
-it stopped, find markers with :meth:`GrowingText.find`, and not read far beyond the end of its result.
+The arguments are the message so far, and whether the message is final. A scanner returns None if it needs more text. For a
+final message, it always returns a result. The result must not depend on how the text was split into pieces.
+
+A message may have any number of opening markers without a call, so a scanner must run in linear time: it resumes where it
+stopped, finds markers with :meth:`GrowingText.find`, and does not read far beyond the end of its result.
 """
 
 
@@ -118,10 +119,11 @@ class CallShape:
     r"""The serialization of calls, used to build grammars that force a call.
 
     The text is ``begin``, calls separated by ``separator``, and ``end``. A call is ``before``, the arguments, and
-    ``after``. In ``before``, ``{name}`` is the tool's name as a JSON string, and ``{bare_name}`` is the plain name. By
-    default the arguments are one JSON object. If set, ``argument_before`` and ``argument_after`` enclose each argument.
-    Strings are then written verbatim, and other values as JSON. In ``argument_before``, ``{key}`` is the argument's
-    name.
+    ``after``. In ``before``, ``{name}`` is the tool's name as a JSON string, and ``{bare_name}`` is the plain name.
+
+    By default, the arguments are one JSON object. With ``argument_before`` and ``argument_after``, these texts enclose each
+    argument. Strings are then written verbatim, and other values as JSON. In ``argument_before``, ``{key}`` is the
+    argument's name.
     """
 
     before: str
@@ -151,9 +153,13 @@ class ToolCallParser:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:
         """Split a complete message into text and calls.
 
-        ``tools`` are in OpenAI's format or flat (``{"name", "parameters"}``). ``tool_choice`` is ``auto``, ``none``
-        (nothing is parsed), ``required``, or the only tool that may be called. Raises UsageError if a tool or the
-        choice is invalid.
+        Args:
+            tools: tools in OpenAI's format or flat, ``{"name", "parameters"}``.
+            tool_choice: ``auto``, ``required``, or the only tool that may be called, in the format of ``tools``. With
+                ``none``, the whole message is text.
+
+        Raises:
+            UsageError: a tool or the choice is invalid.
         """
         stream = self.stream(tools, tool_choice)
         content, calls = "", []
@@ -165,7 +171,7 @@ class ToolCallParser:
         return ParsedMessage(content if content or not calls else None, calls, stream.malformed)
 
     def stream(self, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> StreamingParser:
-        """Create an incremental parser for one message. See :meth:`parse` for arguments and errors."""
+        """Create an incremental parser for one message. The arguments and errors are those of :meth:`parse`."""
         return StreamingParser(self, selectable_tools(tools, tool_choice))
 
 
@@ -277,7 +283,7 @@ class StreamingParser:
             self._calls += 1
 
     def _arguments(self, call: RawCall | Malformed | PlainText) -> str | None:
-        """The arguments as JSON text; None if ``call`` is not a valid call of an available tool."""
+        """The arguments as JSON text. None unless ``call`` is a valid call of an available tool."""
         function = self.functions.get(call.name) if isinstance(call, RawCall) else None
         if function is None or not isinstance(call, RawCall):
             return None
@@ -285,7 +291,7 @@ class StreamingParser:
         return compact_json(arguments)
 
     def _advance(self, end: int) -> None:
-        """Move past text without calls, and emit it unless it is blank."""
+        """Move past text without calls to ``end``. Text that is not blank is emitted."""
         text = self._source.text[self._at : end]
         blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
         if text.strip(blank):
@@ -293,7 +299,6 @@ class StreamingParser:
         self._at = end
 
     def _emit_text(self, end: int, suffix: str = "") -> None:
-        """Emit the pending text up to ``end``, followed by ``suffix``."""
         text = self._source.text[self._pending : end] + suffix
         self._pending = end
         if text:
@@ -325,7 +330,7 @@ def longest_marker_start(text: str, markers: Sequence[str], start: int = 0) -> i
 
 
 def compact_json(arguments: dict[str, Any]) -> str | None:
-    """JSON text without spaces; None if the arguments cannot be serialized (infinite numbers, sets, excessive nesting)."""
+    """JSON text without spaces. None if JSON cannot express the arguments, for example an infinite number or a set."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         if any("\ud800" <= char <= "\udfff" for char in text):  # an unpaired surrogate cannot be sent as UTF-8

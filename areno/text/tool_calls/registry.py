@@ -1,4 +1,4 @@
-"""Tool-call formats by name, and detection of a model's format from its chat template and its added tokens."""
+"""Tool-call formats by name. Detects a model's format from its chat template and its added tokens."""
 
 from typing import Any
 
@@ -77,7 +77,10 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Register a format. Raises UsageError if the name is ``auto``, or if it is taken and ``replace`` is not set."""
+    """Register a format.
+
+    Raises UsageError if the name is ``auto``. Without ``replace``, raises UsageError if the name is taken.
+    """
     if name == "auto":
         raise UsageError("tool-call parser 'auto' is reserved for detecting the format; use another name")
     if not replace and (name in _PARSERS or name in _ALIASES):
@@ -86,14 +89,14 @@ def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool =
 
 
 def list_tool_call_parsers() -> list[str]:
-    """All values of ``--tool-call-parser`` except ``auto``."""
+    """The values of ``--tool-call-parser``, without ``auto``."""
     return sorted({*_PARSERS, *_ALIASES})
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
     """The format called ``name``.
 
-    ``auto`` detects the format from the chat template and the added tokens, and uses JSON if it detects no format.
+    ``auto`` detects the format from the chat template and the added tokens. If it detects no format, the result is JSON.
     Raises UsageError if the name is unknown.
     """
     if name == "auto":

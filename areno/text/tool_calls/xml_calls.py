@@ -1,6 +1,6 @@
 """Formats with a tag pair per argument: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``) Qwen3-Coder and MiniCPM.
 
-All values are text, and the tool's schema determines their types. A value ends only at its closing tag, so it may
+All values are text, and the tool's schema determines their types. A value ends only at its closing tag, so a value may
 contain any other tag.
 """
 
@@ -19,7 +19,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format. A marker of ``name_ends`` ends the name. Markers in ``kept`` are not consumed."""
+    """The tags of one format. ``name_ends`` are markers that end the tool's name. Markers in ``kept`` are not consumed."""
 
     name_ends: tuple[str, ...]
     argument: str

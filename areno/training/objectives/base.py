@@ -19,7 +19,7 @@ Example = list[TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBounds:
-    """Length limits of usable rows, and the names of the data and the settings in error messages."""
+    """Length limits of usable rows, and names for error messages."""
 
     max_prompt_tokens: int  # maximum prompt length in tokens
     max_new_tokens: int  # maximum answer length in tokens, including EOS
@@ -45,8 +45,8 @@ class Examples(Sequence[Example]):
     Args:
         rows: the sequences of all examples, without ``ref_logprobs``.
         size: number of sequences per example.
-        ref_logprobs: reference log-probs of all trained tokens, in order [trained tokens], or None. To save memory, only
-            accessed rows are converted to lists.
+        ref_logprobs: reference log-probs [trained tokens] of all rows in order, or None. A row's log-probs become a list
+            only when the row is accessed, which saves memory.
     """
 
     def __init__(self, rows: Sequence[TrainSequence], size: int, ref_logprobs: Tensor | None = None) -> None:
@@ -78,12 +78,12 @@ def sequences(examples: Iterable[Sequence[TrainSequence]]) -> list[TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A supervised objective: the conversion of rows to sequences, and the loss on the sequences.
+    """A supervised objective: how rows become sequences, and the loss on these sequences.
 
     Attributes:
         build: function that returns the sequences of each usable example, and the number of dropped rows.
-        held_out: additional statistics that ``areno train`` reports for held-out rows. Maps a short name to the name of a
-            loss statistic.
+        held_out: maps a short name to the name of a loss statistic. ``areno train`` also reports these statistics for
+            held-out rows.
     """
 
     needs: Needs  # what a row must have: a prompt, a prompt with a response, or a pair

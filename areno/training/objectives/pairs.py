@@ -1,9 +1,8 @@
 """Preference data: a row with a chosen and a rejected answer becomes two adjacent training sequences.
 
-A row has the keys ``prompt``, ``chosen`` and ``rejected``. A text in ``chosen`` or ``rejected`` is an answer to the prompt. A
-message list that begins with an assistant turn continues the prompt. Any other message list is a complete conversation,
-for which ``prompt`` may be absent. Transcripts in the format of hh-rlhf count as conversations (see
-:mod:`areno.text.data_rows`).
+A row has the keys ``prompt``, ``chosen`` and ``rejected``. The answers are two texts or two message lists. A message list that
+begins with an assistant turn continues the prompt. Any other message list is a complete conversation, which needs no
+``prompt``. :mod:`areno.text.data_rows` converts transcripts in the format of hh-rlhf.
 """
 
 import sys
@@ -37,10 +36,12 @@ def build_preference_rows(
 ) -> tuple[list[Pair], int]:
     """Tokenize preference rows into pairs (chosen, rejected), numbered by ``group``. Also return the number of dropped rows.
 
-    For a text answer, the sequence is the encoded prompt, the answer, and an EOS token unless the answer ends with EOS.
-    Conversations are rendered by the chat template. The common token prefix of the two conversations is context, and the
-    remaining tokens are trained on. Pairs that are too long, have an empty answer, or have two equal answers are dropped. The
-    length limit is the sum of the prompt limit and the answer limit, or the context limit if the context limit is lower.
+    If an answer is text, its sequence is the encoded prompt and the answer. An EOS token is appended to an answer that does not
+    end with EOS. Conversations are rendered by the chat template. The common token prefix of the two conversations is context,
+    and the remaining tokens are trained on.
+
+    A pair is dropped if it has an empty answer, two equal answers, or a sequence that exceeds the limit. The limit is the
+    prompt limit plus the answer limit. A lower context limit replaces this sum.
 
     Raises:
         DataError: a row is malformed, or all rows were dropped.
@@ -72,7 +73,7 @@ def build_preference_rows(
 def _conversations(
     row: Mapping[str, Any], chosen: str | Messages, rejected: str | Messages, tokenizer: Any, source: str, index: int
 ) -> tuple[Tokens, Tokens]:
-    """Return the (context, answer) tokens of the chosen conversation and of the rejected conversation."""
+    """Return the (context, answer) tokens of the chosen and of the rejected conversation."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"{named_row(source, index)}`chosen` and `rejected` must both be texts or both lists of messages, got "
@@ -121,7 +122,7 @@ def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) ->
 
 
 def _usable(candidates: Sequence[tuple[Tokens, Tokens]], longest: int, eos: int) -> Iterator[Pair]:
-    """Yield the training rows of all pairs that fit the limit and have different, non-empty answers."""
+    """Yield the training rows of each pair that fits the limit and has different, non-empty answers."""
     group = 0
     for tokens in candidates:
         fits = all(len(context) + len(answer) <= longest for context, answer in tokens)

@@ -27,7 +27,7 @@ class Learner:
     first_step: int = 0  # first step of the run at which the model is trained
 
     def learn(self, rows: Sequence[TrainSequence], *, order: Order, seed: int, step: int) -> dict[str, float]:
-        """Train on the rows of a step, and return the statistics merged by :func:`merge_stats`."""
+        """Train on the rows of a step. Return the statistics, merged by :func:`merge_stats`."""
         groups = [row.group for row in rows] if order == "prompts" else list(range(len(rows)))
         plan = plan_passes(groups, passes=self.passes, minibatches=self.minibatches, seed=seed, step=step, order=order)
         return merge_stats([self.train([rows[index] for index in indices]) for indices in plan])
@@ -38,9 +38,9 @@ def plan_passes(
 ) -> list[list[int]]:
     """Return the row indices of each minibatch of a step, in order.
 
-    Each pass visits the groups in ``order``; a shuffle depends on ``seed``, ``step`` and the pass. The pass splits the groups
-    into minibatches with about equal numbers of rows. There are at most as many minibatches as groups. Rows of one group stay
-    together. A single pass with a single minibatch keeps the order of the rows.
+    Each pass visits the groups in ``order``. A shuffle depends on ``seed``, ``step`` and the pass. The pass splits the groups
+    into minibatches with about equal numbers of rows. Rows of one group stay together, so there are at most as many minibatches
+    as groups. A single pass with a single minibatch keeps the order of the rows.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):

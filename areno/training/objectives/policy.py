@@ -1,10 +1,11 @@
 """The policy objective: trains the policy, and optionally a critic, on rows with rewards.
 
-    rows -> log-probs of reference, teacher and the policy before the update; values of the critic
-      -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
+    1. log-probs of the reference, of the teacher, and of the policy before the update; values of the critic
+    2. advantages and returns
+    3. optimizer steps, in passes over minibatches
+    4. statistics
 
-:class:`PolicySettings` defines the scoring and the reward shaping. Each :class:`Learner` defines its loss and its number of
-steps.
+:class:`PolicySettings` defines steps 1 and 2. Each :class:`Learner` defines a loss and the number of optimizer steps.
 """
 
 import math
@@ -34,7 +35,7 @@ from areno.types import TrainSequence
 TokenRows = Sequence[Sequence[int]]
 Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
-"""A function that returns a context manager for a stage, given the stage's name, the role and the number of rows."""
+"""Returns a context manager for a stage. The arguments are the stage, the role and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +58,10 @@ class Prepared:
     """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: the result of :func:`~areno.loss_fns.shaping.shape_advantages` without ``gae_advantages``; with
-            ``credits`` only ``kl_rewards``.
-        divergences: KL estimates between the sampling policy and the policy before the update, averaged over trained tokens.
+        populations: the result of :func:`~areno.loss_fns.shaping.shape_advantages`, without ``gae_advantages``. With
+            ``credits``, the result of :func:`~areno.loss_fns.shaping.credit_advantages`.
+        divergences: means over the trained tokens of KL estimates between the sampling policy and the policy before the
+            update.
     """
 
     rows: list[TrainSequence]  # the rows to train on
@@ -99,11 +101,11 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows, and set advantages, values (with a critic) and returns. A repeated call needs fresh rows.
+        """Score rows, and set advantages and returns. With a critic, also set values. A repeated call needs fresh rows.
 
         Args:
-            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``; changed in place.
-            credits: rewards of segments, which replace the rows' rewards; no returns are set. Not supported with a critic.
+            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``. They are changed in place.
+            credits: rewards of segments, which replace the rows' rewards. No returns are set. Not supported with a critic.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]
@@ -141,7 +143,7 @@ class PolicyObjective:
             row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Set a column of each row to the log-probs of a role at the row's temperature."""
+        """Set a column of each row to the log-probs of a role, at the temperature of the row."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:
@@ -158,7 +160,7 @@ class PolicyObjective:
         """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            The role of each learner, with the statistics of its optimizer steps, or None if the role is not trained yet.
+            Each learner's role and the statistics of its optimizer steps. A role that is not trained yet has None.
         """
         for learner in self.learners:
             if step < learner.first_step:

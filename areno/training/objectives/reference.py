@@ -1,13 +1,13 @@
 """Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only during scoring, and is not loaded if its log-probs are cached. If the reference equals the
-initial policy, the policy computes the log-probs instead, before its first step or with its adapter disabled. A resumed run
-without an adapter loads the reference.
+The reference is in memory only during scoring. If its log-probs are cached, the reference is not loaded. If the reference
+equals the initial policy, the policy computes the log-probs instead. A policy without an adapter does this before its first
+step, so a resumed run loads the reference. A policy with an adapter disables the adapter for scoring.
 
 A cache file's name is a hash of all inputs: the token rows, the loss masks, the files of the reference checkpoint, the
-compute dtype, the quantization, and the seed of random weights. So stale values are never read. The files are in
-``$ARENO_CACHE_DIR/ref_logprobs``, or else below ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. The files may be deleted at
-any time.
+compute dtype, the quantization, and the seed of random weights. If an input changes, the old file is not read. The files may be
+deleted at any time. They are in ``ref_logprobs`` below the cache folder, by default ``~/.cache/areno`` (see
+:mod:`areno.cache_folder`).
 """
 
 import functools
@@ -62,7 +62,7 @@ class Reference:
     random_seed: int | None = None  # seed of the policy's random initial weights; None if they come from its checkpoint
 
     def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
-        """Return the examples and the held-out examples with reference log-probs, which are cached or newly computed."""
+        """Add reference log-probs, from the cache or newly computed, to the examples and the held-out examples."""
         digest = checkpoint_digest(self.path)
         with ExitStack() as stack:
             role = functools.cache(lambda: stack.enter_context(self._role()))
@@ -81,7 +81,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """Return the compute dtype, the quantization and the seed of random weights as text, for the cache key."""
+        """Return the cache key's part for the compute dtype, the quantization and the seed of random weights."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -91,7 +91,7 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """Yield the role that scores: the policy if it still equals the reference, and otherwise a separate role."""
+        """Yield the role that scores. This role is the policy if it has no adapter and still equals the reference."""
         if self.path == self.actor_path and self.models.config.adapter is None and not self.trained:
             yield ACTOR
             return
@@ -104,7 +104,7 @@ class Reference:
             self.models.drop_role("ref")
 
     def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> Tensor:
-        """Return the concatenated log-probs of the trained tokens of all rows [trained tokens]."""
+        """Return the log-probs [trained tokens] of all rows, concatenated."""
         log_lines.score_start(self.logger, "ref", "logprob_score", len(rows))
         parts, shown = [], time.monotonic()
         size = _SCORED_AT_ONCE * self.micro_bs
@@ -126,7 +126,10 @@ class Reference:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """Return a SHA-256 of the model files of a folder (and of its base model), or of a hub id and its cached commit."""
+    """Return a SHA-256 of a checkpoint's model files. For an adapter, the base model is included.
+
+    For a hub id, the hash is that of the id and its cached commit.
+    """
     folder, base = Path(checkpoint).expanduser(), base_of(checkpoint)
     digest = hashlib.sha256()
     if base != checkpoint:
@@ -141,7 +144,10 @@ def checkpoint_digest(checkpoint: str) -> str:
 
 
 def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str:
-    """Return the cache key for log-probs of rows, given the :func:`checkpoint_digest` and the compute settings ``dtype``."""
+    """Return the cache key for the log-probs of rows.
+
+    ``digest`` is from :func:`checkpoint_digest`. ``dtype`` describes the compute dtype and related settings.
+    """
     key = hashlib.sha256(f"{_FORMAT}\n{digest}\n{dtype}\n{len(rows)}\n".encode())
     for row in rows:
         key.update(len(row.tokens).to_bytes(8, "little"))
@@ -151,7 +157,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Read cached log-probs, fp32 [tokens]. Returns None if there is no file or, with a warning, if the file is damaged."""
+    """Return cached log-probs, fp32 [tokens], or None without a file. A damaged file causes a warning and None."""
     path = _file(key)
     if not path.is_file():
         return None

@@ -13,10 +13,11 @@ from areno.types import TrainSequence
 def build_sft_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[TrainSequence], int]:
-    """Tokenize rows with ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``; count the dropped rows.
+    """Tokenize rows for SFT. Also return the number of dropped rows.
 
-    A sequence is the encoded prompt, the response, and an EOS token unless the response ends with EOS. Rows without a
-    response and rows that are too long are dropped.
+    A row has ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``. Its sequence is the encoded prompt and
+    the response. An EOS token is appended to a response that does not end with EOS. Rows with an empty response, and rows that
+    are too long, are dropped.
 
     Raises:
         DataError: a row is malformed, or all rows were dropped.

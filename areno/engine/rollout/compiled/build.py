@@ -1,7 +1,8 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
 The build runs as a separate process at the lowest priority, so that the parent process can continue. The build reads the
-model's configuration but not the weights, whose memory is allocated but never touched. It exits when the parent exits.
+model's configuration, but not the weights. Memory for the weights is allocated but never touched. The build exits when the
+parent exits.
 """
 
 import json
@@ -36,7 +37,7 @@ _ROWS, _COLUMNS, _CACHED = 24, 80, 193
 
 
 def build(spec: StepSpec, package: Path) -> None:
-    """Trace and compile the step, then move the package into place atomically.
+    """Trace and compile the step. Then move the package to its path atomically.
 
     Raises:
         RuntimeError: the configuration's architecture is not the spec's, or tracing or compiling failed.

@@ -79,14 +79,15 @@ class StepPackage:
     def _load(self) -> None:
         """Pass the weights' addresses to the loader.
 
-        PyTorch 2.13 never frees its references to user-managed tensors. So the loader always gets the same tensor objects,
-        and :meth:`refresh` and :meth:`close` swap their memory. Each call then leaks 8 KB instead of the weights.
+        PyTorch 2.13 never frees its references to user-managed tensors. Therefore the loader always gets the same tensor
+        objects. :meth:`refresh` and :meth:`close` swap the memory of these tensors. Each call then leaks 8 KB instead of the
+        weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Run one random step compiled and uncompiled, on separate copies of the cache; compare the logits and the caches."""
+        """Run one random step compiled and uncompiled, on separate copies of the cache. Compare the logits and the caches."""
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments

@@ -1,14 +1,16 @@
-"""Choose how decode steps run: with areno's kernels if the model is large enough, and compiled if compiling saves time.
+"""Choose how decode steps run.
+
+Steps use areno's kernels if the model is large enough. Steps are compiled if compiling saves time.
 
 The kernels are built once per machine, before the first step. Their build takes seconds. A compiled step avoids PyTorch's
-overhead between kernels. This overhead is most of a step's time for a tiny model, and 7 to 22 % for a model of 135 M
-parameters. If a compiled step is on disk, it is loaded at once. Otherwise it is built as soon as the remaining work justifies
-the build time.
+overhead between kernels. For a tiny model, this overhead is most of a step's time. For a model of 135 M parameters, it is 7 to
+22 %. If a compiled step is on disk, it is loaded at once. Otherwise it is built as soon as the remaining work justifies the
+build time.
 
-A build takes 40 seconds or more on one core. It does not delay generation, because it runs in a separate process at the lowest
-priority, and the switch happens between two steps. If a step cannot be compiled in mode ``auto``, a log line reports the
-reason once, and decoding continues as before. Compiled steps are cached on disk, so the next run of the same model uses them
-from the start.
+A build takes 40 seconds or more on one core. A build does not delay generation, because it runs in a separate process at the
+lowest priority. The switch happens between two steps. If a step cannot be compiled in mode ``auto``, decoding continues as
+before. One log line reports the reason. Compiled steps are cached on disk, so the next run of the same model uses them from
+the start.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class DecodeSwitch:
         model: the policy.
         cache: the policy's KV cache.
         layers: cache layout of each layer; empty if some layers are recurrent.
-        mode: ``auto`` builds a compiled step if this saves time, and uses it as soon as it is built; ``eager`` never compiles
-            a step; ``compiled`` waits for the build in :meth:`prepare`.
+        mode: ``auto`` builds a compiled step if the build saves time, and uses the step once it is built. ``eager`` never
+            compiles a step. ``compiled`` waits for the build in :meth:`prepare`.
         builds: whether mode ``auto`` may build a missing step. If false, another process is expected to build it.
     """
 
@@ -91,7 +93,7 @@ class DecodeSwitch:
         return isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage)
 
     def prepare(self) -> None:
-        """In mode ``compiled``, load the compiled step now, after building it if it is missing.
+        """In mode ``compiled``, load the compiled step now. If the step is missing, build it first.
 
         Raises:
             EngineError: the step cannot be compiled or loaded.
@@ -107,7 +109,7 @@ class DecodeSwitch:
                 ) from error
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """Run one decode step; ``remaining()`` returns an upper bound on the number of tokens left to generate."""
+        """Run one decode step. ``remaining()`` returns an upper bound on the number of tokens left to generate."""
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()
@@ -157,7 +159,7 @@ class DecodeSwitch:
         return StepSpec.of(model, self.layers)
 
     def _take_kernels(self) -> None:
-        """Switch to areno's kernels, which are built if necessary. If the build fails, keep PyTorch's operators."""
+        """Build areno's kernels if necessary, and use them. If the build fails, keep PyTorch's operators."""
         self._wants_kernels = False
         if problem := load_all(KERNELS):
             logger.info("decoding without areno's kernels: %s", compiler_missing() or problem)

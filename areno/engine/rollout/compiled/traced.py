@@ -116,7 +116,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
 
 
 def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
-    """Return the index of the first maximum in each row of [B, blocks, size], given the maximum of each block."""
+    """Return the index of the first maximum in each row of [B, blocks, size]. ``largest`` holds the maximum of each block."""
     block = largest.argmax(-1)
     return block * table.shape[2] + inverse_cdf.take_block(table, block).argmax(-1)
 
@@ -126,7 +126,7 @@ def example_inputs(
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Return random arguments of a step, for tracing and validation.
 
-    B is ``rows``, and L is ``columns``. The caches have ``cached`` columns, which must be more than L.
+    B is ``rows``, and L is ``columns``. The caches have ``cached`` columns. ``cached`` must be more than L.
     """
     random = torch.Generator().manual_seed(0)
 

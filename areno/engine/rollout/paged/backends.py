@@ -1,7 +1,7 @@
 """Backends of paged decode attention: areno's Triton kernel, or gathering the pages into a padded batch.
 
-The choice depends on a test, not on version numbers. On first use, each GPU runs the kernel on a small case, and uses the
-kernel if the result is correct.
+The choice depends on a test, not on version numbers. On first use, each GPU runs the kernel on a small case. If the result is
+correct, the GPU uses the kernel.
 """
 
 import functools
@@ -64,7 +64,10 @@ _TRITON = AttentionBackend("triton", triton_attention, fixed_shape=True)
 
 @functools.cache
 def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> AttentionBackend:
-    """Return the Triton backend if its kernel works on the device, otherwise the gather backend (on a GPU, with a warning)."""
+    """Return the Triton backend if its kernel works on the device, otherwise the gather backend.
+
+    On a GPU, the gather backend is chosen with a warning.
+    """
     if device.type != "cuda":
         return GATHER
     reason = why_not(_TRITON, device, dtype, page_size)
@@ -76,7 +79,7 @@ def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> At
 
 
 def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
-    """Test a backend on a small case. Returns None if the backend works, and the problem otherwise."""
+    """Test a backend on a small case. Return the problem, or None if the backend works."""
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5
     positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)

@@ -25,12 +25,14 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         self._stream: Any = None
 
     def clear(self) -> None:
-        """Drop all graphs and their pool, because older versions of PyTorch abort a capture into a pool without graphs."""
+        """Drop all graphs and their pool. Older versions of PyTorch abort a capture into a pool without graphs."""
         super().clear()
         self._pool = None
 
     def capture(self, size: int, program: Callable[[], None]) -> None:
-        """Capture a program. All graphs share a memory pool, so capture the largest first: smaller graphs reuse its memory.
+        """Capture a program.
+
+        All graphs share a memory pool. Capture the largest graph first, so that smaller graphs reuse its memory.
 
         Raises:
             CaptureError: the program cannot be captured. The calling thread's current stream is then restored.

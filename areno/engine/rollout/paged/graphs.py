@@ -1,9 +1,9 @@
 """One decode step on the device: body, logits and sampling over static buffers, with one CUDA graph per batch size.
 
-For each row, a step needs only a few numbers from the host: the source of the input token (the device output of the previous
-step, or the host), the token's position, the index of the token to sample, and the seed. So a step can be launched before the
-tokens of the previous step have been read. On a CPU, with ``--eager-decode``, or if the step cannot be captured, the same
-program runs eagerly.
+For each row, a step needs only four numbers from the host: the source of the input token, the token's position, the index of
+the token to sample, and the seed. The source is the previous step's output on the device, or the host. Therefore a step can be
+launched before the tokens of the previous step have been read. On a CPU, with ``--eager-decode``, or if the step cannot be
+captured, the same program runs eagerly.
 """
 
 import logging

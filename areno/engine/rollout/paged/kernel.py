@@ -227,7 +227,10 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Return how many parts per context fill the GPU twice: at most :data:`MAX_PARTS`, and fewer for short contexts."""
+    """Return the number of parts per context with which the programs fill the GPU twice.
+
+    The number is at most :data:`MAX_PARTS`, and lower for short contexts.
+    """
     parts = 1
     while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:
         parts *= 2

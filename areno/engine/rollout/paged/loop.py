@@ -20,7 +20,9 @@ from areno.engine.rollout.slot_cache import ROW_STEP
 
 
 class PagedRolloutLoop(RolloutLoop):
-    """A rollout loop in which decode steps overlap with host work, unless a row needs filters, logit edits or top log-probs.
+    """A rollout loop in which decode steps overlap with host work.
+
+    Steps do not overlap if a row needs filters, logit edits or top log-probs.
 
     ``eager_decode`` disables CUDA graphs. For the other arguments see :class:`~areno.engine.rollout.loop.RolloutLoop`.
     Speculative decoding and compiled steps are not supported, because they need a slot cache.

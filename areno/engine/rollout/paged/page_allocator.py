@@ -12,13 +12,14 @@ SPARE_PAGE = 0
 
 
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
-    """Return the number of pages with which allocation never fails, provided that the scheduler stays within its budget.
+    """Return the number of pages with which allocation never fails if the scheduler stays within its budget.
 
-    The scheduler charges each live sequence the length of the longest, rounded up to :data:`COLUMN_STEP`, which is a whole
-    number of pages. So no sequence has more pages than the scheduler charges for. Sharing only lowers the number of pages. A
-    single sequence may exceed the budget, but not the budget rounded up to :data:`COLUMN_STEP`. A decode step that is
-    launched before the tokens of the previous step are known may allocate one more page per running sequence. The prefix
-    store charges whole blocks, and a block is a whole number of pages. The result includes the spare page.
+    The scheduler charges each live sequence the length of the longest sequence, rounded up to a multiple of
+    :data:`COLUMN_STEP`. This multiple is a whole number of pages. So no sequence has more pages than the scheduler charges
+    for. Sharing only lowers the number of pages. A single sequence may exceed the budget, but not the budget rounded up to
+    :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may allocate one more
+    page per running sequence. The prefix store charges whole blocks, and a block is a whole number of pages. The result
+    includes the spare page.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(

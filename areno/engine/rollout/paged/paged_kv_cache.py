@@ -135,7 +135,7 @@ class PagedCache(KVCache):
         return self.allocator.take()
 
     def _private_copy(self, page: int) -> int:
-        """Allocate a private copy of ``page``, which :meth:`publish` fills; drop one reference to ``page``."""
+        """Allocate a private copy of ``page``, and drop one reference to ``page``. :meth:`publish` fills the copy."""
         copy = self._take()
         self._copies[copy] = self._copies.get(page, page)
         self.allocator.drop([page])

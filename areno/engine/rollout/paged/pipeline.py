@@ -1,8 +1,8 @@
 """Overlap of host and device: step k + 1 is launched before the tokens of step k are read.
 
-A launch needs only the position of an unread token, which the host knows; the token itself stays on the device. The host's
-decisions come one step late. So a sample that stops early takes part in one surplus step, and its surplus token is dropped.
-Tokens of samples that have left the batch are dropped as well.
+A launch needs only the position of an unread token, which the host knows. The token itself stays on the device. The host's
+decisions come one step late. So a sample that stops early takes part in one surplus step. The token of the surplus step is
+dropped. Tokens of samples that have left the batch are dropped as well.
 """
 
 from collections.abc import Sequence as Seq
@@ -32,7 +32,7 @@ class DecodePipeline:
         self._flight: _Flight | None = None
 
     def advance(self, running: Seq[Sequence], version: int = 0) -> list[Landed]:
-        """Launch the next step for the samples of the first rows, then return the tokens of the previous step."""
+        """Launch the next step for the samples of the first rows. Then return the tokens of the previous step."""
         before, self._flight = self._flight, self._launch(running, version)
         return _landed(before, running)
 
@@ -65,7 +65,7 @@ class DecodePipeline:
         )
 
     def _source(self, sequence: Sequence) -> int:
-        """Return the row in the step in flight that computes the sample's next token; -1 if no unread token exists."""
+        """Return the row of the step in flight that computes the sample's next token. If no unread token exists, return -1."""
         flight = self._flight
         if flight is None or sequence not in flight.rows:
             return -1

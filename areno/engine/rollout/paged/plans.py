@@ -18,7 +18,7 @@ from areno.engine.rollout.slot_cache import ROW_STEP, PrefillPlan, PrefillSpan
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Packed spans of contexts. Each context is cached once; :meth:`finish` shares its pages with the context's other slots."""
+    """Packed spans of contexts. Each context is cached once. :meth:`finish` shares its pages with the context's other slots."""
 
     cache: PagedCache  # type: ignore[assignment]
 
@@ -67,8 +67,8 @@ class PagedPrefillPlan(PrefillPlan):
 class PagedDecodePlan:
     """One new token for each of the first rows of the block table.
 
-    The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors, so a captured
-    graph can be replayed with different positions in the same tensor.
+    The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors. So a captured graph
+    can be replayed after new positions are written to the same tensor.
 
     Args:
         cache: the KV cache.
@@ -87,7 +87,7 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Allocate cells for a step over the first rows; return the step's plan, padded to a multiple of :data:`ROW_STEP`."""
+        """Allocate cells for a step over the first rows. Return the step's plan, padded to a multiple of :data:`ROW_STEP`."""
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)
