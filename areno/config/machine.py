@@ -62,7 +62,10 @@ def _model_config(model: str) -> Mapping[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported later
         return {}
-    return config | (config.get("text_config") or {}) if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:

@@ -80,10 +80,10 @@ def _model_folder_problem(path: Path, option: str) -> str:
             f"{option} {path} has no config.json; pass a folder in Hugging Face format, as written by save_pretrained"
         )
     try:
-        json.loads(config.read_text(encoding="utf-8"))
+        loaded = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"{option} {config} is not valid JSON: {error}; save the model again"
-    return ""
+    return "" if isinstance(loaded, dict) else f"{option} {config} is not a JSON object; save the model again"
 
 
 def is_adapter(path: str | Path) -> bool:

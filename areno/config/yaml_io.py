@@ -113,7 +113,8 @@ def stored_values(options: TrainOptions) -> dict[str, Any]:
         for entry in options_of(TrainOptions)
         if entry.info.stored and entry.name not in omitted
     }
-    values |= options.extra
+    extra = options.extra
+    values |= {e.name: stored_value(e, extra[e.name]) for e in spec.own_options() if e.name in extra}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -17,7 +17,16 @@ from areno.config.paths import base_of, tokenizer_of
 from areno.errors import EngineError, UsageError, first_line
 from areno.types import Request, tightest
 
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    EOFError,
+    SafetensorError,
+    UnpicklingError,
+)
 """Exceptions from reading a checkpoint whose files are missing, damaged or unsuitable."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -57,12 +66,22 @@ def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> A
     Raises UsageError: the configuration is unreadable. The message names ``option``, which specifies the checkpoint.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     # The last four are raised for values of a wrong type, or out of bounds.
-    invalid = (OSError, ValueError, KeyError, StrictDataclassError, TypeError, AttributeError, ArithmeticError)
+    invalid = (OSError, ValueError, LookupError, StrictDataclassError, TypeError, AttributeError, ArithmeticError)
     try:
-        return AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+        names, text = config.architectures, config.get_text_config()
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(
+                f"config.json: architectures is {names!r}, not a list of class names; correct or remove it"
+            )
+        if not isinstance(text, PretrainedConfig):
+            raise ValueError(
+                f"config.json: text_config is {text!r}, not the configuration of a model; correct or remove it"
+            )
+        return config
     except invalid as error:
         where = "folder" if Path(path).expanduser().exists() else "hub id"
         strict = isinstance(error, StrictDataclassError)  # the second line has the reason

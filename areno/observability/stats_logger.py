@@ -45,8 +45,8 @@ class StatsLogger:
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
         """Report statistics measured before a step, usually the first, as a line of this step in ``metrics.jsonl``.
 
-        Services receive these statistics together with the statistics of the step. Raises ArenoError if the file cannot
-        be written.
+        Services receive these statistics together with the statistics of the step. If no step follows, they receive these
+        statistics when the logger is closed. Raises ArenoError if the file cannot be written.
         """
         self._unsent = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
@@ -90,7 +90,10 @@ class StatsLogger:
             _log.info("dropped %d lines of an attempt that ended before its first checkpoint", dropped)
 
     def close(self) -> None:
-        """Close the services; idempotent."""
+        """Send what no step followed, and close the services; idempotent."""
+        if self._unsent:
+            self._services.log(max(self._x, 0), self._unsent)
+            self._unsent = {}
         self._services.close()
         _log.info("%d steps in %.1f s", self._global_step + 1, self._clock() - self._start)
 

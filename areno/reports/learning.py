@@ -103,11 +103,13 @@ class Progress:
 
         Such a fall is not visible in the trend, because the first mean of the trend already includes it.
         """
-        train, values = self.train, finite(self.run.series("reward"))[1]
-        deviation, samples = self.run.series("reward_std").values, self.run.series("samples").values
-        if train is None or not deviation or not samples or len(values) < MIN_STEPS:
+        train, (steps, values) = self.train, finite(self.run.series("reward"))
+        if train is None or len(values) < MIN_STEPS:
             return False
-        error = deviation[0] / math.sqrt(max(samples[0], 1.0))  # doubled below: answers to one prompt are alike
+        deviation, samples = (_value_at(self.run.series(key), int(steps[0])) for key in ("reward_std", "samples"))
+        if deviation is None or samples is None:
+            return False
+        error = deviation / math.sqrt(max(samples, 1.0))  # doubled below: answers to one prompt are alike
         return bool(values[0] - max(train.last, values[1 : train.width].mean()) > 2 * CLEAR * error > 0)
 
     @cached_property
@@ -151,6 +153,10 @@ class Progress:
         return deviation * math.sqrt(2 / max(count[-1] if count else 1.0, 1.0))
 
 
+def _value_at(series: Series, step: int) -> float | None:
+    return next((value for at, value in zip(series.steps, series.values, strict=True) if at == step), None)
+
+
 def learned(progress: Progress) -> Learned:
     """Determine whether a run learned."""
     train, held_out = progress.train, progress.held_out
@@ -188,7 +194,7 @@ def _sentences(progress: Progress) -> list[str]:
             value, step = progress.best(train)
             sentences.append(f"It was best ({short(value)}) around step {step}.")
         elif progress.fell_at_start:
-            sentences.append(f"In the first step, it was {short(progress.run.series('reward').values[0])}.")
+            sentences.append(f"In the first step, it was {short(float(finite(progress.run.series('reward'))[1][0]))}.")
     if held_out := progress.held_out:
         subject = "On held-out data it" if train else f"The {progress.name} on held-out data"
         value, step = progress.best(held_out)

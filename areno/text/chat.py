@@ -200,9 +200,12 @@ def _read_json(model_path: str, name: str) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}; the checkpoint is damaged: download it again") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} is not a JSON object; the checkpoint is damaged: download it again")
+    return config
 
 
 def _ids_of_config(config: Mapping[str, Any]) -> set[int]:
@@ -210,7 +213,13 @@ def _ids_of_config(config: Mapping[str, Any]) -> set[int]:
     return _ids(config.get("eos_token_id")) | (_ids_of_config(nested) if isinstance(nested, Mapping) else set())
 
 
-def _ids(value: int | Sequence[int] | None) -> set[int]:
+def _ids(value: Any) -> set[int]:
     if value is None:
         return set()
-    return {value} if isinstance(value, int) else set(value)
+    ids = [value] if isinstance(value, int) else value
+    if not (isinstance(ids, list) and all(isinstance(token, int) for token in ids)):
+        raise UsageError(
+            f"eos_token_id is {value!r}, not a token id or a list of token ids; correct it in config.json and "
+            "generation_config.json of the model"
+        )
+    return set(ids)

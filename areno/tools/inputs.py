@@ -26,7 +26,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # RecursionError: nested too deeply
                 record = None
             yield record if isinstance(record, dict) else None
 

@@ -24,7 +24,7 @@ def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]
     numbers: dict[tuple[Path, Any], int] = {}
     for path in trace_files(inputs, "traces-r*.jsonl"):
         for event in json_lines(path):
-            if event is None or not {"name", "ph", "ts"} <= event.keys():
+            if event is None or not _is_event(event):
                 skipped += 1
                 continue
             event["pid"] = numbers.setdefault((path, event.get("pid")), len(numbers) + 1)
@@ -32,6 +32,11 @@ def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]
     events.sort(key=lambda event: (event["ph"] != "M", event["ts"]))
     write_output(output, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return len(events), skipped
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    known = "name" in event and isinstance(event.get("ph"), str) and isinstance(event.get("ts"), int | float)
+    return known and isinstance(event.get("pid"), int | str | None)
 
 
 def _work(inputs: Sequence[str], output: str) -> str:

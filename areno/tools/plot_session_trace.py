@@ -5,6 +5,7 @@ There is one line per session, which shows the session's phases, and a table wit
     python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html
 
 Each input is a ``.jsonl`` file or a folder. Folders are searched for ``sessions-r*.jsonl``. The page is self-contained.
+Malformed lines are skipped and counted.
 """
 
 import html
@@ -29,13 +30,22 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 """
 
 
-def read_sessions(inputs: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Return the sessions sorted by submission time. Raises UsageError if there are none."""
-    records = (record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path))
-    sessions = [record for record in records if record is not None and "submit_ts" in record]
+def read_sessions(inputs: Sequence[str | Path]) -> tuple[list[dict[str, Any]], int]:
+    """Return the sessions sorted by submission time, and the number of skipped lines. Raises UsageError if there are none."""
+    records = [record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path)]
+    sessions = [record for record in records if record is not None and _is_session(record)]
     if not sessions:
         raise UsageError(f"{', '.join(map(str, inputs))}: no sessions recorded yet")
-    return sorted(sessions, key=lambda record: record["submit_ts"])
+    return sorted(sessions, key=lambda record: record["submit_ts"]), len(records) - len(sessions)
+
+
+def _is_session(record: dict[str, Any]) -> bool:
+    """Whether a record can be drawn; lines of other programs and versions may lack a field."""
+    try:
+        render([record])
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return False
+    return True
 
 
 def render(sessions: Sequence[dict[str, Any]]) -> str:
@@ -104,9 +114,9 @@ def _bar(left: float, right: float, y: int, color: str, label: str) -> str:
 
 
 def _work(inputs: Sequence[str], output: str) -> str:
-    sessions = read_sessions(inputs)
+    sessions, skipped = read_sessions(inputs)
     write_output(output, render(sessions))
-    return f"{len(sessions)} sessions in {output}"
+    return f"{len(sessions)} sessions in {output}" + (f", {skipped} malformed lines skipped" if skipped else "")
 
 
 if __name__ == "__main__":

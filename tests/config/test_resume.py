@@ -200,12 +200,17 @@ def test_a_resumed_run_has_the_stored_configuration(workspace):
     assert dump_config(resume("--resume", str(run))) == text
 
 
-def test_own_options_of_an_algorithm_are_resumed_too(workspace):
-    (workspace / "algo.py").write_text(
+def own_algorithm(folder, *fields):
+    lines = "".join(f"    {line}\n" for line in fields)
+    (folder / "algo.py").write_text(
         "from dataclasses import dataclass\nfrom areno.config import AlgorithmSpec, option\n"
-        "@dataclass\nclass O:\n    tau: float = option(0.5, help='T.')\n"
+        f"@dataclass\nclass O:\n{lines}"
         "spec = AlgorithmSpec('own', object, None, True, options=O)\n"
     )
+
+
+def test_own_options_of_an_algorithm_are_resumed_too(workspace):
+    own_algorithm(workspace, "tau: float = option(0.5, help='T.')")
     run = stored_run(workspace / "runs" / "old", config("--algo", "algo.py:spec", "--tau", "0.2"), step=1)
     assert resume("--resume", str(run)).extra == {"tau": 0.2}
     with pytest.raises(UsageError, match=r"--tau 0\.3 differs from 0\.2"):
@@ -223,6 +228,19 @@ def test_a_run_resumed_in_another_folder_uses_its_original_files(workspace, monk
     assert options.dataset_path == str(workspace / "data.jsonl")
     assert options.reward_fn_path == str(workspace / "reward.py:reward_fn")
     assert options.checkpoint_path == workspace / "saved"
+
+
+def test_the_paths_of_an_algorithms_own_options_are_stored_as_absolute_paths(workspace):
+    own_algorithm(
+        workspace,
+        "words: str | None = option(None, path='place', help='W.')",
+        "label: str | None = option(None, help='L.')",
+    )
+    run = stored_run(
+        workspace / "runs" / "old",
+        config("--algo", "algo.py:spec", "--words", "data.jsonl", "--label", "data.jsonl"),
+    )
+    assert resume("--resume", str(run)).extra == {"words": str(workspace / "data.jsonl"), "label": "data.jsonl"}
 
 
 def test_names_that_are_not_paths_are_stored_unchanged(workspace):

@@ -115,10 +115,12 @@ def test_a_model_that_cannot_be_sharded_across_four_devices_is_replicated(worksp
     assert (options.world_size, options.tp_size) == (8, 1)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("llama", 4), ("gpt2", 1), ("unheard_of", 1)])
-def test_a_model_without_a_tensor_parallel_plan_is_replicated(workspace, monkeypatch, kind, size):
+@pytest.mark.parametrize(
+    ("kind", "text", "size"), [("llama", None, 4), ("gpt2", None, 1), ("unheard_of", None, 1), ("llama", 3, 4)]
+)
+def test_a_model_without_a_tensor_parallel_plan_is_replicated(workspace, monkeypatch, kind, text, size):
     devices(monkeypatch, 8)
-    config = {"model_type": kind, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = {"model_type": kind, "num_attention_heads": 8, "num_key_value_heads": 4, "text_config": text}
     (workspace / "model" / "config.json").write_text(json.dumps(config))
     assert prepare_plan(GSPO).tp_size == size
 

@@ -137,6 +137,7 @@ def test_a_loader_may_accept_other_references(workspace):
         ("model/config.json", "is a file; pass the folder"),
         ("bare", "has no config.json"),
         ("torn", "is not valid JSON"),
+        ("listed", "is not a JSON object"),
         ("my model", "neither a folder nor a repo id"),
     ],
 )
@@ -144,6 +145,8 @@ def test_unusable_models_say_why(workspace, text, expected):
     (workspace / "bare").mkdir()
     (workspace / "torn").mkdir()
     (workspace / "torn" / "config.json").write_text("{")
+    (workspace / "listed").mkdir()
+    (workspace / "listed" / "config.json").write_text("[]")
     assert expected in ckpt_problem(text)
 
 

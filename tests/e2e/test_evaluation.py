@@ -81,10 +81,12 @@ def test_a_killed_and_resumed_run_has_the_evaluations_and_best_of_an_uninterrupt
     assert summaries[0]["best_evaluation"]["value"] == summaries[1]["best_evaluation"]["value"]
 
 
-def test_a_finished_run_is_not_evaluated_again_and_keeps_its_best_when_extended(tmp_path, tiny_checkpoint):
+def test_a_finished_run_is_not_evaluated_again_and_keeps_its_best_when_extended(tmp_path, tiny_checkpoint, monkeypatch):
     run = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
     # The last checkpoint is written before the last evaluation, but must still include its result.
-    run_here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 3, "--save-interval", 3)
+    base = arguments("sft", tiny_checkpoint, tmp_path, run)
+    run_here(*base, "--eval-dataset-path", "held.jsonl", "--max-steps", 3, "--save-interval", 3)
     before, logged = records(run), (run / "log.txt").read_text().count(" eval={")
     assert logged == 3
     run_here("train", "--resume", run)

@@ -374,6 +374,9 @@ def test_a_tilde_in_the_paths_of_models_and_adapters_is_the_home_folder(open_eng
             "config.json: .*'vocab_size': TypeError: .* expected int, got str",
         ),
         ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
+        ('{"model_type": "llama", "architectures": 3}', "architectures is 3, not a list"),
+        ('{"model_type": "llama", "architectures": ["A", 3]}', r"architectures is \['A', 3\], not a list"),
+        ('{"model_type": "llama", "dtype": [3]}', "list index out of range"),
     ],
 )
 def test_a_model_whose_configuration_cannot_be_read_is_not_exported(tmp_path, config, reason):

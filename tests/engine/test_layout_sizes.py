@@ -17,7 +17,7 @@ from areno.cli.main import main
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.schedule import make_schedule
 from areno.engine.plan.layout_estimates import ModelSizes, Training, layouts_of, rank_bytes, sent_bytes, waiting_passes
-from areno.engine.plan.layout_trial import Measured
+from areno.engine.plan.layout_trial import LayoutTrial, Measured, measure_layout
 from tests.support.tiny import save_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +149,18 @@ def test_a_model_with_a_short_context_is_tried_with_shorter_rows(tmp_path, capsy
     assert code == 0
     [entry] = json.loads(text)
     assert entry["measured"]["seconds"] > 0
+
+
+def test_a_trial_makes_passes_of_the_estimated_number_of_tokens(tmp_path):
+    """Peak memory grows as estimated beyond the number of tokens to which a training run limits a pass on a CPU."""
+    path = str(save_tiny_checkpoint(tmp_path / "model", heads=4, hidden=64, intermediate_size=2048))
+    sizes, found = ModelSizes.of(AutoConfig.from_pretrained(path)), []
+    for tokens in (2048, 4 * 2048):
+        trial = LayoutTrial(path, tokens, 1, torch.device("cpu"), torch.float32, steps=1)
+        planned = rank_bytes(sizes, Layout(), Training(tokens, compute=4)).total
+        found.append((measure_layout(Layout(), trial).held, planned))
+    grown, planned = (after - before for before, after in zip(*found, strict=True))
+    assert 0.7 < grown / planned < 1.3
 
 
 def test_a_layout_that_runs_out_of_memory_leaves_the_results_of_the_others(tmp_path, capsys, monkeypatch):

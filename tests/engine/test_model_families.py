@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -252,6 +253,24 @@ def test_damaged_weight_files_are_reported_as_such(safe, tmp_path):
     for load in (load_causal_lm, load_value_model):
         with pytest.raises(UsageError, match=r"--ckpt .*: this folder could not be loaded as a"):
             load(str(tmp_path), LoadOptions(dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"num_hidden_layers": "2"}, "config.json: .*'num_hidden_layers'.* expected int, got str"),
+        ({"text_config": 3}, "config.json: text_config is 3, not the configuration of a model"),
+        ({"model_type": ["llama"]}, "unhashable"),
+        ({"quantization_config": 3}, "to_dict"),
+        ({"vocab_size": 0}, "IndexError"),
+    ],
+)
+def test_configuration_values_of_a_wrong_type_are_reported_as_such(entry, reason, tmp_path):
+    file = save_tiny_checkpoint(tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entry))
+    for load in (load_causal_lm, load_value_model):
+        with pytest.raises(UsageError, match=rf"--ckpt .*: this folder could not be loaded.*: .*{reason}"):
+            load(str(tmp_path), LoadOptions(dtype=torch.float32, dummy=True))
 
 
 @pytest.mark.parametrize(

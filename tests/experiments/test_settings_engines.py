@@ -168,6 +168,11 @@ def test_a_checkpoint_of_another_family_is_refused(tiny_checkpoint, tmp_path):
     config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"actor.model_type": "qwen3"})
     with pytest.raises(UsageError, match=r"actor\.model_type 'qwen3'.*is a llama model"):
         run_experiment(config)
+    (tmp_path / "listed").mkdir()
+    (tmp_path / "listed" / "config.json").write_text("[]")
+    config = settings_of_kind("sft", str(tmp_path / "listed"), tmp_path, {"actor.model_type": "qwen3"})
+    with pytest.raises(UsageError, match=r"actor\.path .*config\.json is not a JSON object"):
+        run_experiment(config)
 
 
 def test_the_model_computes_in_dtype(sft):

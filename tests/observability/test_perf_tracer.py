@@ -225,8 +225,10 @@ def test_a_killed_process_leaves_a_trace_that_converts(tmp_path):
     path = tmp_path / "perf_tracer" / "trainer" / "traces-r0.jsonl"
     whole = len(path.read_text().splitlines())
     with open(path, "a") as file:
+        file.write("[" * 100_000 + "\n")  # nested too deeply
+        file.write('{"name": "foreign", "ph": "X", "ts": "noon"}\n{"name": "foreign", "ph": "X", "ts": 1, "pid": []}\n')
         file.write('{"name": "torn", "ph": "X", "ts"')
-    assert convert([path], tmp_path / "out.json") == (whole, 1)
+    assert convert([path], tmp_path / "out.json") == (whole, 4)
     check_format(json.loads((tmp_path / "out.json").read_text()))
 
 

@@ -153,16 +153,20 @@ def test_the_plot_has_a_bar_for_each_phase_and_the_numbers(tmp_path):
     finally:
         tracing.configure(tmp_path, "rollout")
     with open(tracer.path, "a") as file:
+        file.write('{"submit_ts": 1}\n')  # of another program
+        file.write(json.dumps(records(tracer)[0] | {"submit_ts": "noon"}) + "\n")
+        file.write(json.dumps(records(tracer)[0] | {"total_s": "1"}) + "\n")
+        file.write("[" * 100_000 + "\n")  # nested too deeply
         file.write('{"submit_ts": 1')  # a truncated line
     command = [sys.executable, "-m", "areno.tools.plot_session_trace", str(tmp_path), str(tmp_path / "out.html")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, f"2 sessions in {tmp_path / 'out.html'}\n")
+    assert (done.returncode, done.stdout) == (0, f"2 sessions in {tmp_path / 'out.html'}, 5 malformed lines skipped\n")
     page = (tmp_path / "out.html").read_text()
     assert "2 sessions: 1 accepted, 1 rejected" in page
     assert len(re.findall("<rect ", page)) == 2 * (1 + 4)
     assert "&lt;b&gt;why" in page
     assert "<b>why" not in page
-    sessions = read_sessions([tracer.path])
+    sessions, _ = read_sessions([tracer.path])
     longest = max(record["generate_s"] for record in sessions)
     assert f"<td>{longest:.3f}</td></tr>" in page
     assert render(sessions).count("<svg") == 1

@@ -121,6 +121,19 @@ def test_measurements_before_training_do_not_shift_the_steps(run_dir):
     assert [r.get("eval-rollout/reward") for r in run_dir.read_metrics()] == [0.25, None, None]
 
 
+def test_measurements_that_no_step_follows_are_sent_on_closing(run_dir):
+    make(run_dir).commit(0, 0, 0, {"x": 1.0})
+    service = Remembering()
+    resumed = make(run_dir, service)
+    resumed.load_state_dict({"global_step": 0, "x": 0, "elapsed_s": 1.0})
+    resumed.before_step(
+        {"eval-rollout/reward": 0.25}, 1
+    )  # the evaluation after the last step, which a kill interrupted
+    resumed.close()
+    resumed.close()
+    assert service.steps == [(0, {"eval-rollout/reward": 0.25})]
+
+
 def test_a_failing_service_is_disabled_and_training_continues(run_dir, caplog):
     broken, whole = Remembering(fails_at=1), Remembering()
     logger = make(run_dir, broken, whole)

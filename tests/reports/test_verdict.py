@@ -226,6 +226,17 @@ def destroyed_at_once():
     return Prepared(metrics, samples=prompt_samples(rng, STEPS)), Expected("worse", "collapsed", "--lr 0.0001")
 
 
+def destroyed_after_a_step_without_rewards():
+    """Statistics of the first step are not numbers."""
+    prepared, expected = destroyed_at_once()
+    metrics = {name: np.concatenate([values[:1], values]) for name, values in prepared.metrics.items()}
+    for name, values in metrics.items():
+        if name.startswith("rollout/rewards_"):
+            values[0] = np.nan
+    prepared.metrics = metrics
+    return prepared, expected
+
+
 RUNS = [
     *(no_reward, all_truncated, not_a_number, exploding_gradients, entropy_collapse, one_part_at_the_cost_of_another),
     *(better_in_training_only, repetition, one_answer_to_everything, memorized, killed, broken_reward_function),
@@ -236,6 +247,7 @@ RUNS = [
         stale_samples,
         too_hard_in_an_experiment,
         destroyed_at_once,
+        destroyed_after_a_step_without_rewards,
     ),
 ]
 

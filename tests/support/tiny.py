@@ -76,6 +76,7 @@ def tiny_config(
             **base, sliding_window=window, layer_types=mixed, num_local_experts=4, num_experts_per_tok=2
         ),
         "granite": lambda: tf.GraniteConfig(**base, logits_scaling=3.0),
+        "granitemoe": lambda: tf.GraniteMoeConfig(**base, num_local_experts=4, num_experts_per_tok=2),
         "phi3": lambda: tf.Phi3Config(**base),
         "qwen3_moe": lambda: tf.Qwen3MoeConfig(**base, **experts),
         "bloom": lambda: tf.BloomConfig(vocab_size=vocab, hidden_size=hidden, n_layer=layers, n_head=heads),

@@ -130,7 +130,16 @@ def test_eos_ids_of_a_loaded_config(make_tokenizer):
     assert eos_token_ids(tokenizer, LlamaConfig(eos_token_id=None)) == {tokenizer.eos_token_id}
 
 
-def test_error_names_a_damaged_config_file(make_tokenizer, tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UsageError, match=r"config\.json is not valid JSON"):
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", r"config\.json is not valid JSON"),
+        ("[]", r"config\.json is not a JSON object"),
+        ('{"eos_token_id": 1.5}', "eos_token_id is 1.5, not a token id or a list of token ids"),
+        ('{"eos_token_id": ["x"]}', r"eos_token_id is \['x'\], not"),
+    ],
+)
+def test_error_names_a_damaged_config_file(make_tokenizer, tmp_path, text, expected):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=expected):
         eos_token_ids(make_tokenizer(), tmp_path)

@@ -12,6 +12,9 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.step_reporter import StepReporter
 from areno.config.algorithms import get_algorithm
 from areno.config.all_train_options import TrainOptions
+from areno.config.options import options_of
+from areno.config.run_options import EvaluationOptions
+from areno.config.yaml_io import stored_value
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
 from areno.observability import log_lines, tracing
@@ -39,7 +42,11 @@ def spec_of(config: TrainOptions) -> RunSpec:
     return RunSpec(
         span=Span(config.max_steps, config.max_sequences),
         evaluation=Frequency(steps=config.eval_interval, first=config.eval_before_train, last=True),
-        evaluated_with={name: getattr(config, name) for name in names},
+        evaluated_with={
+            entry.name: stored_value(entry, getattr(config, entry.name))  # the paths of a resumed run are absolute
+            for entry in options_of(EvaluationOptions)
+            if entry.name in names
+        },
         checkpoints=CheckpointSpec(
             config.checkpoint_path,
             Frequency(steps=config.save_interval, seconds=None if minutes is None else 60 * minutes, last=True),

@@ -42,7 +42,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
         return ""
     try:
         model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return ""  # reported by `ckpt_problem`
     return family_problem(engine, path, model_type)
 

@@ -49,6 +49,7 @@ def merge_for_good(module: nn.Module, path: str) -> nn.Module:
     require_packages("lora", "LoRA needs")
     with _unsharded_layers(module):
         wrapped = _load(module, path, trainable=False)
+    _refuse_biases(module, adapted_layers(wrapped), path)
     if _is_sharded(module):
         from areno.engine.model.sharded_adapter import merge_sharded
 
@@ -159,6 +160,17 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
             "--tp-size shards them; use --tp-size 1, or convert the adapter to a plain one "
             "(path_initial_model_for_weight_conversion of peft)"
         )
+
+
+def _refuse_biases(module: nn.Module, layers: Sequence[Any], path: str) -> None:
+    """Reject an adapter with a bias (``lora_bias``) of a layer that has none, because the two cannot be merged."""
+    for name, layer in module.named_modules():
+        biases = [matrix.bias for matrix in getattr(layer, "lora_B", {}).values()] if layer in layers else []
+        if any(bias is not None for bias in biases) and getattr(layer.get_base_layer(), "bias", None) is None:
+            raise UsageError(
+                f"the adapter {path} has a bias (lora_bias) for {name}, which has none, so the adapter cannot be merged into "
+                "the model; use an adapter without lora_bias"
+            )
 
 
 def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:

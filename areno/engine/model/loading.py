@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import base_of, is_adapter
-from areno.engine.limits import UNREADABLE
+from areno.engine.limits import UNREADABLE, read_config
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.attach_adapter import attach, brings_head, merge_for_good
 from areno.engine.model.attention import IMPLEMENTATIONS
@@ -72,7 +72,7 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
     """
     with _naming_full_memory(path, options):
         with _reading(path, options, "causal language model"):
-            config = _config_of(base_of(path), options)
+            config = _config_of(path, options)
             stage = _stage_of(config, path, options)
             module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
         module = _complete(module, path, options)
@@ -228,7 +228,7 @@ def _disable_dropout(module: nn.Module) -> None:
 
 
 def _config_of(path: str, options: LoadOptions) -> Any:
-    return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    return read_config(path, option=options.option, trust_remote_code=options.trust_remote_code)
 
 
 def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | None:

@@ -91,7 +91,10 @@ def merge_sharded(wrapped: Any, layers: list[Any]) -> nn.Module:
     refuse_other_layers(wrapped.get_base_model(), layers)
     for layer in layers:
         weight = layer.get_base_layer().weight
-        local(weight).add_(shard_of(layer.get_delta_weight(NAME), weight))
+        if isinstance(weight, DTensor):
+            local(weight).add_(shard_of(layer.get_delta_weight(NAME), weight))
+        else:  # the layer is replicated, and may have more than a product, such as a bias
+            layer.merge(adapter_names=[NAME])
     return cast(nn.Module, wrapped.unload())
 
 

@@ -13,6 +13,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan import trial
+from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.loss_fns import sft_loss_fn
 from areno.types import TrainSequence
@@ -75,12 +76,13 @@ def measure_layout(layout: Layout, trial_run: LayoutTrial) -> Measured:
     try:
         trial_run = replace(trial_run, longest=min(trial_run.longest, group.context_length or trial_run.longest))
         rows = trial_run.rows(group.vocab_size)
-        group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
+        passes = MicroBatching(max_tokens_per_mb=trial_run.rows_per_pass * len(rows[0].tokens))
+        group.train(rows, sft_loss_fn, passes)
         group.run_on_all_ranks(trial.begin)
         seconds, counted = [], []
         for _ in range(trial_run.steps):
             before, began = trial_run.meter(), time.perf_counter()
-            group.train(rows, sft_loss_fn, trial_run.rows_per_pass)
+            group.train(rows, sft_loss_fn, passes)
             seconds.append(time.perf_counter() - began)
             counted.append(trial_run.meter() - before)
         return Measured(median(seconds), int(median(counted)), max(group.run_on_all_ranks(trial.peak)))

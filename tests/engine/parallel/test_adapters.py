@@ -273,6 +273,36 @@ def test_an_adapter_folder_is_loaded_as_a_model(pair, tmp_path):
         assert_near(found, expected)
 
 
+def adapter_of(path, folder, **config):
+    """Save a random adapter, and return its model and its folder."""
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **config)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(folder)
+    return adapted, str(folder)
+
+
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True}], ids=["dora", "biases"])
+def test_an_adapter_of_a_replicated_layer_is_merged_completely(more, pair, tmp_path):
+    path = made("granitemoe", tmp_path / "base", attention_bias=True)  # its attention is not sharded
+    foreign, folder = adapter_of(path, tmp_path / "adapter", target_modules=["v_proj"], **more)
+    with torch.no_grad():
+        logits = foreign(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0, :-1]
+    expected = logits.log_softmax(-1)[range(len(logits)), PROMPTS[0][1:]].tolist()
+    for found in [scored(RankContext(), folder), *pair.call("apply", scored, folder)]:
+        assert found[0][1:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_adapter_with_a_bias_that_cannot_be_merged_is_refused(pair, tmp_path):
+    path = made("llama", tmp_path / "base")
+    _, folder = adapter_of(path, tmp_path / "adapter", target_modules=["v_proj"], lora_bias=True)
+    for score in (functools.partial(scored, RankContext()), functools.partial(pair.call, "apply", scored)):
+        with pytest.raises(UsageError, match=r"has a bias \(lora_bias\) for .*v_proj, which has none"):
+            score(folder)
+
+
 def test_adapters_that_cannot_be_sharded_are_refused_by_name(pair, tmp_path):
     path = made("llama", tmp_path / "base", tie_word_embeddings=False)
     stock = AutoModelForCausalLM.from_pretrained(path)
