@@ -107,6 +107,7 @@ def send(engine: Engine, update: Update) -> str:
                 _send_bucket(engine, update.channel, bucket, filled)
             except BrokenChannelError as error:
                 broken = str(error)
+                leave(engine, update.channel)  # so that no member waits for further data
         HEARTBEAT.tick()
     return broken
 
