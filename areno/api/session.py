@@ -53,7 +53,7 @@ class RolloutSession:
 
     @property
     def agent_context(self) -> AgentContext:
-        """The URL and the API keys, as the ``ctx`` that agents of ``areno train`` receive."""
+        """The URL and the API keys, in the same kind of object as the ``ctx`` that ``areno train`` passes to agents."""
         if self._context is None:
             from areno.api.agentic.context import AgentContext
 

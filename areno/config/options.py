@@ -24,7 +24,7 @@ GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "LoRA", "Checkpoint",
 """Help sections, in the order of ``areno train --help``."""
 
 METADATA_KEY = "areno.option"
-"""Key of the declaration in a field's metadata."""
+"""Key under which the metadata of a dataclass field holds its :class:`OptionInfo`."""
 
 Shape = Literal["scalar", "tuple", "list", "dict", "raw", "section", "sections"]
 """Shape of a field's value: one value, a repeatable option, a list, a free-form mapping, any YAML value, a dataclass,

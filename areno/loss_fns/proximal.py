@@ -33,8 +33,8 @@ def approximate_proximal(
 ) -> Tensor:
     """Approximate the log-probs of the proximal policy [A], without gradient.
 
-    ``loglinear`` interpolates log-probs, l_b + alpha (l - l_b). ``linear`` interpolates probabilities. ``rollout``
-    returns l_b.
+    ``loglinear`` interpolates log-probs: l_b + alpha (l - l_b), where l_b is ``behavior`` and l is ``current``.
+    ``linear`` interpolates probabilities. ``rollout`` returns l_b.
 
     Raises:
         ValueError: ``kind`` is unknown.

@@ -193,7 +193,7 @@ class RolloutLoop:
         self.cache.release()
 
     def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
-        """Change the size of the prefix cache or the maximum number of running sequences before the next turn."""
+        """Change the size of the prefix cache or the limit of running sequences before the loop's next iteration."""
         with self._wake:
             if prefix_tokens is not None:
                 self._commands.prefix_tokens = prefix_tokens
