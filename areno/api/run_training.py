@@ -157,8 +157,9 @@ def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -
     if eval_loader is None and _trained_on(options, path, loader_fn is not None):
         logger.warning("--eval-dataset-path shares rows with --dataset-path: the evaluation uses training rows")
     rng = capture_rng()
-    hook = LOADER_HOOK if eval_loader is None else EVAL_LOADER_HOOK
+    hook = LOADER_HOOK
     if eval_loader is not None:
+        hook = EVAL_LOADER_HOOK
         loader_fn = load_hook(eval_loader, hook)
     rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", loader_option=hook.option, split=TEST)
     rows = first_rows(rows, options.eval_max_rows)

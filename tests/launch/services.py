@@ -82,6 +82,20 @@ def etcd_server(tmp_path):
     server.stop()
 
 
+def ray_start(*words: str, cpus: int = 1) -> list[str]:
+    """The command that starts a node of a Ray cluster, and ends with the node."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    shared = ["start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}", "--object-store-memory=100000000"]
+    return [ray, *shared, *words]
+
+
+def ray_head(address: str, folder: Path, cpus: int = 1) -> list[str]:
+    """The command that starts the head of a Ray cluster at HOST:PORT."""
+    host, _, port = address.partition(":")
+    place = [f"--node-ip-address={host}", f"--port={port}", f"--temp-dir={folder}"]
+    return ray_start("--head", "--include-dashboard=false", *place, cpus=cpus)
+
+
 class RayNodes:
     """Two nodes of a Ray cluster on this machine; ``nodes`` are their processes, the head first."""
 
@@ -91,24 +105,9 @@ class RayNodes:
         self.environment = {**os.environ, "RAY_ADDRESS": self.address, "RAY_USAGE_STATS_ENABLED": "0"}
         # Otherwise, a token in the user's home, such as one of an earlier local cluster, would protect this cluster.
         self.environment["RAY_AUTH_MODE"] = "disabled"
-        ray = [
-            str(Path(sys.executable).with_name("ray")),
-            "start",
-            "--block",
-            "--disable-usage-stats",
-            f"--num-cpus={cpus}",
-        ]
-        ray += ["--object-store-memory=100000000"]
-        head = [
-            "--head",
-            "--node-ip-address=127.0.0.2",
-            "--port=6399",
-            "--include-dashboard=false",
-            f"--temp-dir={folder}",
-        ]
-        self._start([*ray, *head])
+        self._start(ray_head(self.address, folder, cpus))
         self._wait(1)
-        self._second = [*ray, f"--address={self.address}", "--node-ip-address=127.0.0.3"]
+        self._second = ray_start(f"--address={self.address}", "--node-ip-address=127.0.0.3", cpus=cpus)
         self._start(self._second)
         self._wait(2)
 

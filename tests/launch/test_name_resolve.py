@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from areno import name_resolve
 from areno.errors import ArenoError, UsageError
 from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
 from areno.name_resolve.stores import FileStore
-from tests.launch.services import end, free_port, own_folder, wait_for
+from tests.launch.services import end, free_port, own_folder, ray_head, wait_for
 
 # Minimum time to live in seconds, to which etcd raises shorter ones; see its module.
 SHORTEST_TTL = {"etcd3": 2.0}
@@ -302,32 +301,29 @@ def test_the_address_of_a_ray_client_is_dialled_by_its_host(monkeypatch):
 def test_a_ray_cluster_that_requires_a_token_is_not_called_missing():
     """A local cluster of Ray leaves a token in the user's home, and clusters that start later then require the token."""
     pytest.importorskip("ray")
-    port = free_port()
+    address = f"127.0.0.4:{free_port()}"
     program = (
         "from areno.name_resolve import NameOptions; from areno.errors import ArenoError\n"
         "try: NameOptions('ray', ray_actor_name='names').open(); print('connected')\nexcept ArenoError as e: print(e)"
     )
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
-    words = ["start", "--block", "--head", "--num-cpus=1", "--object-store-memory=100000000", f"--port={port}"]
 
     def connect(**more: str) -> str:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | more
-        environment["RAY_ADDRESS"] = f"127.0.0.4:{port}"
+        environment["RAY_ADDRESS"] = address
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
         )
         return done.stdout
 
     with own_folder("ray-token") as folder:
-        words += ["--node-ip-address=127.0.0.4", "--include-dashboard=false", f"--temp-dir={folder}"]
-        ray = Path(sys.executable).with_name("ray")
         with open(folder / "head.log", "wb") as log:
             head = subprocess.Popen(
-                [ray, *words], env={**os.environ, **token}, stdout=log, stderr=log, start_new_session=True
+                ray_head(address, folder), env={**os.environ, **token}, stdout=log, stderr=log, start_new_session=True
             )
         try:
             wait_for(lambda: "runtime started" in (folder / "head.log").read_text(), "the head of Ray")
-            refused = f"the Ray cluster at 127.0.0.4:{port} requires a token; set RAY_AUTH_MODE=token"
+            refused = f"the Ray cluster at {address} requires a token; set RAY_AUTH_MODE=token"
             assert refused in connect(RAY_AUTH_MODE="disabled")
             assert connect(**token).strip() == "connected"
         finally:

@@ -49,11 +49,12 @@ def merge_for_good(module: nn.Module, path: str) -> nn.Module:
     require_packages("lora", "LoRA needs")
     with _unsharded_layers(module):
         wrapped = _load(module, path, trainable=False)
-    _refuse_biases(module, adapted_layers(wrapped), path)
+    layers = adapted_layers(wrapped)
+    _refuse_biases(module, layers, path)
     if _is_sharded(module):
         from areno.engine.model.sharded_adapter import merge_sharded
 
-        return merge_sharded(wrapped, adapted_layers(wrapped)).requires_grad_(True)
+        return merge_sharded(wrapped, layers).requires_grad_(True)
     merged: nn.Module = wrapped.merge_and_unload()
     return merged.requires_grad_(True)
 
@@ -164,12 +165,13 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
 
 def _refuse_biases(module: nn.Module, layers: Sequence[Any], path: str) -> None:
     """Reject an adapter with a bias (``lora_bias``) of a layer that has none, because the two cannot be merged."""
-    for name, layer in module.named_modules():
-        biases = [matrix.bias for matrix in getattr(layer, "lora_B", {}).values()] if layer in layers else []
-        if any(bias is not None for bias in biases) and getattr(layer.get_base_layer(), "bias", None) is None:
+    names = {layer: name for name, layer in module.named_modules()}
+    for layer in layers:
+        biased = any(matrix.bias is not None for matrix in layer.lora_B.values())
+        if biased and getattr(layer.get_base_layer(), "bias", None) is None:
             raise UsageError(
-                f"the adapter {path} has a bias (lora_bias) for {name}, which has none, so the adapter cannot be merged into "
-                "the model; use an adapter without lora_bias"
+                f"the adapter {path} has a bias (lora_bias) for {names[layer]}, which has none, so the adapter cannot be "
+                "merged into the model; use an adapter without lora_bias"
             )
 
 
