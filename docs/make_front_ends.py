@@ -19,7 +19,8 @@ _HEAD = """\
 
 <!-- Written by docs/make_front_ends.py; do not edit by hand. -->
 
-`areno train` takes options; `areno run` takes a YAML file and settings. Both commands run the same training loop.
+`areno train` takes command-line options, and `areno run` takes a YAML file and settings. Both commands run the same
+training loop. The table lists the options and settings of each feature; `always` marks features without an option.
 
 | What | `areno train` | `areno run` |
 |---|---|---|
