@@ -32,7 +32,7 @@ the option `--dry-run` to the printed command to check options, paths and the re
 run loads no model and no data.
 
 Reward functions of TRL and verl need another signature in areno. A *reward function* of areno gets one record with the model's
-answer and the data row, and returns a number or named parts ([rewards](rewards.md)). Data sets may need a conversion, too.
+answer and the data row, and returns a number or named parts ([rewards](rewards.md)). Datasets may need a conversion, too.
 *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset. Prompts are text or messages
 ([data](data.md)).
 

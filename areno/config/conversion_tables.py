@@ -167,7 +167,7 @@ TRL: dict[str, Rule] = {
     "output_dir": Rule("--run-dir"),
     "learning_rate": Rule("--lr"),
     "num_train_epochs": Rule(
-        "--epochs", value=_epochs, note="must be a whole number; --max-steps ends training within an epoch"
+        "--epochs", value=_epochs, note="epochs are whole numbers; --max-steps ends training within an epoch"
     ),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
@@ -190,8 +190,8 @@ TRL: dict[str, Rule] = {
     "importance_sampling_level": Rule(together=True, note="--algo gspo for the value sequence, --algo grpo for token"),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean sequence (for grpo), token (for dapo and bnpo) or dr_grpo (for dr_grpo); --algo cispo (for cispo) "
-        "or --algo sapo (for sapo); --dpo-loss-type for DPO",
+        note="--grpo-loss-mean sequence (for grpo), token (for dapo and bnpo) or dr_grpo (for dr_grpo); --algo cispo "
+        "(for cispo) or --algo sapo (for sapo); --dpo-loss-type for DPO",
         known=("grpo", "dapo", "bnpo", "dr_grpo", *DPO_LOSSES),
     ),
     "scale_rewards": Rule(
