@@ -19,35 +19,35 @@ _HEAD = """\
 
 <!-- Written by docs/make_coming_from.py; do not edit by hand. -->
 
-`areno convert` prints the `areno train` command for a configuration of TRL or verl, and notes on settings without an
-equivalent option:
+The command `areno convert` prints the `areno train` command for a configuration of TRL or verl. For each
+setting without an equivalent option, the command prints a note:
 
 ```bash
 areno convert trl grpo.yaml --learning_rate 2e-6
 areno convert verl algorithm.adv_estimator=grpo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5
 ```
 
-Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Check
-the printed command with `--dry-run`, which checks options, paths and the reward function and estimates the memory, but loads
-neither model nor data.
+Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Add
+the option `--dry-run` to the printed command to check options, paths and the reward function, and to estimate the memory. A dry
+run loads no model and no data.
 
-Reward functions for `areno train` differ from those for TRL and verl, and the data may differ. A *reward function* gets one
-record with the model's answer and the data row, and returns a number or named parts ([rewards](rewards.md)), so you must adapt
-the signature of your function. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset, with
-prompts as text or messages ([data](data.md)).
+Reward functions of TRL and verl need another signature in areno. A *reward function* of areno gets one record with the model's
+answer and the data row, and returns a number or named parts ([rewards](rewards.md)). Datasets may need a conversion, too.
+*Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset. Prompts are text or messages
+([data](data.md)).
 
 ## AReaL
 
-areno reads AReaL's YAML files without conversion: `areno run FILE.yaml`. A setting that requests an unsupported feature is an
-error. A notice at the start lists the settings that have no effect in areno, with the reasons ([experiments](experiments.md),
-[settings](configuration.md)).
+areno reads AReaL's YAML files without conversion: `areno run FILE.yaml`. A setting that requests an unsupported feature causes
+an error. Some settings have no effect in areno: a notice at the start lists these settings with the reasons
+([experiments](experiments.md), [settings](configuration.md)).
 """
 
 _TRL = """
 ## TRL
 
-With GRPO, `per_device_train_batch_size` counts answers on one device. `--batch-size` counts the prompts of a whole step and
-equals per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
+With GRPO, TRL's `per_device_train_batch_size` counts answers on one device. areno's `--batch-size` counts the prompts of a
+whole step: per_device_train_batch_size x gradient_accumulation_steps x devices / num_generations.
 
 """
 

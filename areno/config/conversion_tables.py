@@ -154,8 +154,8 @@ def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]
 _ALWAYS = "always on"
 _FRACTION = "a fraction of all steps has no equivalent"
 _FILES = "areno reads one file, or all files of one folder"
-_BY_MEMORY = "free memory determines the size of the KV cache, unless --kv-cache-tokens sets the size"
-_PREPARED = "the key is always prompt; convert other rows with --dataset-loader-fn"
+_BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens sets another size"
+_PREPARED = "areno reads the key prompt; convert rows with other keys with --dataset-loader-fn"
 
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 _TRACKERS = (*SERVICES, "tensorboard", "console", "none")
@@ -167,11 +167,11 @@ TRL: dict[str, Rule] = {
     "output_dir": Rule("--run-dir"),
     "learning_rate": Rule("--lr"),
     "num_train_epochs": Rule(
-        "--epochs", value=_epochs, note="epochs are whole; --max-steps ends training within an epoch"
+        "--epochs", value=_epochs, note="epochs are whole numbers; --max-steps ends training within an epoch"
     ),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
-        together=True, note="included in --batch-size and --mini-bs (for DPO, --mini-bs counts both rows of a pair)"
+        together=True, note="included in --batch-size and --mini-bs, which counts both rows of a DPO pair"
     ),
     "gradient_accumulation_steps": Rule(
         together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
@@ -184,14 +184,14 @@ TRL: dict[str, Rule] = {
     "top_k": Rule("--top-k", value=_positive),
     "beta": Rule(together=True, note="--kl-coef, or --dpo-beta for DPO"),
     "num_iterations": Rule("--update-epochs", value=_above_one),
-    "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps with importance_sampling_level sequence"),
+    "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps if importance_sampling_level is sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
-    "delta": Rule(note="areno bounds the loss instead of the ratio, with --grpo-dual-clip"),
-    "importance_sampling_level": Rule(together=True, note="--algo gspo for sequence, --algo grpo for token"),
+    "delta": Rule(note="no equivalent: delta bounds the ratio, and --grpo-dual-clip bounds the loss"),
+    "importance_sampling_level": Rule(together=True, note="--algo gspo for the value sequence, --algo grpo for token"),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean sequence for grpo, token for dapo and bnpo, and dr_grpo for dr_grpo; --algo cispo for cispo, "
-        "--algo sapo for sapo; --dpo-loss-type for DPO",
+        note="--grpo-loss-mean sequence (for grpo), token (for dapo and bnpo) or dr_grpo (for dr_grpo); --algo cispo "
+        "(for cispo) or --algo sapo (for sapo); --dpo-loss-type for DPO",
         known=("grpo", "dapo", "bnpo", "dr_grpo", *DPO_LOSSES),
     ),
     "scale_rewards": Rule(
@@ -201,7 +201,7 @@ TRL: dict[str, Rule] = {
         ),
         known=("group", "true", "none", "false", "batch"),
     ),
-    "reward_weights": Rule(note="--reward-weights NAME=WEIGHT,... for a reward function that returns named parts"),
+    "reward_weights": Rule(note="--reward-weights NAME=WEIGHT,... if the reward function returns named parts"),
     "label_smoothing": Rule("--dpo-label-smoothing"),
     "precompute_ref_log_probs": Rule(note=_ALWAYS),
     "lr_scheduler_type": Rule(
@@ -220,7 +220,7 @@ TRL: dict[str, Rule] = {
     "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
-        note="--attn-backend flash uses FlashAttention if the device supports it; native uses PyTorch's kernels"
+        note="--attn-backend flash uses FlashAttention if the device supports FlashAttention; native uses PyTorch's kernels"
     ),
     "use_peft": Rule(together=True, note="--lora-rank above 0"),
     "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),
@@ -228,7 +228,7 @@ TRL: dict[str, Rule] = {
     "lora_dropout": Rule(
         "--lora-dropout",
         value=_if_on("use_peft"),
-        note="only for SFT and DPO: GRPO's rollouts have no dropout, so its importance ratio would be noisy",
+        note="only for SFT and DPO: rollouts have no dropout, so the importance ratio of GRPO would be noisy",
     ),
     "lora_target_modules": Rule(
         "--lora-target-modules",
@@ -250,7 +250,7 @@ TRL: dict[str, Rule] = {
         value=lambda value, settings: (
             "" if not is_on(value) else "vllm" if settings.get("vllm_mode") == "server" else None
         ),
-        note="areno's own engine generates, unless --rollout-backend vllm selects vLLM servers",
+        note="areno's own engine generates by default; --rollout-backend vllm selects vLLM servers",
     ),
     "vllm_gpu_memory_utilization": Rule(note=_BY_MEMORY),
     "vllm_tensor_parallel_size": Rule("--tp-size", value=_above_one),
@@ -258,7 +258,7 @@ TRL: dict[str, Rule] = {
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
-        note="an experiment excludes truncated answers from training with actor.mask_no_eos_with_zero"
+        note="in an experiment, actor.mask_no_eos_with_zero excludes truncated answers from training"
     ),
 }
 
@@ -278,7 +278,7 @@ VERL: dict[str, Rule] = {
     "data.filter_overlong_prompts": Rule(note=_ALWAYS),
     "algorithm.adv_estimator": Rule(
         together=True,
-        note="--algo grpo for grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo",
+        note="--algo grpo for the value grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo",
         known=("grpo", "gae", "rloo", "grpo_vectorized", "rloo_vectorized"),
     ),
     "algorithm.gamma": Rule("--gamma", value=_of_gae),
@@ -297,38 +297,40 @@ VERL: dict[str, Rule] = {
     f"{ACTOR}.optim.weight_decay": Rule("--weight-decay"),
     f"{ACTOR}.optim.lr_scheduler_type": Rule("--lr-decay-style", known=("constant", "cosine")),
     f"{ACTOR}.grad_clip": Rule("--grad-clip-norm"),
-    f"{ACTOR}.clip_ratio": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
-    f"{ACTOR}.clip_ratio_low": Rule(together=True, note="--grpo-clip-eps, --gspo-clip-eps, or --clip-eps for PPO"),
+    f"{ACTOR}.clip_ratio": Rule(
+        together=True, note="--grpo-clip-eps for GRPO, --gspo-clip-eps for GSPO, --clip-eps for PPO"
+    ),
+    f"{ACTOR}.clip_ratio_low": Rule(
+        together=True, note="--grpo-clip-eps for GRPO, --gspo-clip-eps for GSPO, --clip-eps for PPO"
+    ),
     f"{ACTOR}.policy_loss.loss_mode": Rule(
-        together=True, note="--algo gspo for gspo; vanilla needs no option", known=("vanilla", "gspo")
+        together=True, note="--algo gspo for the value gspo; vanilla needs no option", known=("vanilla", "gspo")
     ),
     f"{ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
-    f"{ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, --grpo-dual-clip for GRPO"),
+    f"{ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, or --grpo-dual-clip for GRPO"),
     f"{ACTOR}.loss_agg_mode": Rule("--grpo-loss-mean", value=_loss_mean),
-    f"{ACTOR}.use_kl_loss": Rule(
-        together=True, note="--kl-coef above 0, or --use-kl-loss for PPO, which is on by default"
-    ),
-    f"{ACTOR}.kl_loss_coef": Rule(together=True, note="--kl-coef, or --kl-loss-coef for PPO, if use_kl_loss is on"),
+    f"{ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; for PPO, --use-kl-loss is on by default"),
+    f"{ACTOR}.kl_loss_coef": Rule(together=True, note="with use_kl_loss: --kl-coef, or --kl-loss-coef for PPO"),
     f"{ACTOR}.kl_loss_type": Rule("--kl-loss-type", value=_kl_type),
     f"{ACTOR}.entropy_coeff": Rule(note="no equivalent: areno reports the entropy, but the loss has no entropy term"),
     f"{ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{ACTOR}.ppo_mini_batch_size": Rule(
         together=True,
-        note="prompts per optimizer step: set --update-minibatches to train_batch_size divided by this value",
+        note="prompts per optimizer step; --update-minibatches is train_batch_size divided by this value",
     ),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
-        together=True, note="rows per pass on one GPU, whereas --mini-bs counts the rows on all GPUs"
+        together=True, note="rows per pass on one GPU; --mini-bs counts the rows on all GPUs"
     ),
     f"{ACTOR}.ppo_max_token_len_per_gpu": Rule(
-        note="an experiment limits the tokens of a pass with actor.mb_spec.max_tokens_per_mb"
+        note="in an experiment, actor.mb_spec.max_tokens_per_mb limits the tokens of a pass"
     ),
     f"{ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows up to the limit actor.mb_spec.max_tokens_per_mb"),
     f"{ACTOR}.strategy": Rule(
-        "--fsdp", value=_strategy, note="for megatron, an experiment sets actor.backend, as in megatron:d2t4"
+        "--fsdp", value=_strategy, note="for megatron, use an experiment with actor.backend, as in megatron:d2t4"
     ),
     f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
-        note="an experiment divides long rows among ranks with actor.backend fsdp:dNcM"
+        note="in an experiment, actor.backend fsdp:dNcM divides long rows among ranks"
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),
@@ -340,7 +342,7 @@ VERL: dict[str, Rule] = {
         ),
     ),
     f"{_ROLLOUT}.name": Rule(
-        note="areno's own engine generates, unless --rollout-backend selects vllm or sglang servers"
+        note="areno's own engine generates by default; --rollout-backend selects vllm or sglang servers"
     ),
     f"{_ROLLOUT}.n": Rule("--n-samples"),
     f"{_ROLLOUT}.temperature": Rule("--temperature"),
@@ -363,7 +365,7 @@ VERL: dict[str, Rule] = {
     "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),
     "trainer.default_local_dir": Rule("--run-dir"),
     "trainer.project_name": Rule("--track-project"),
-    "trainer.experiment_name": Rule(note="the run directory (--run-dir) determines the name of a run"),
+    "trainer.experiment_name": Rule(note="the name of a run is the name of its run directory (--run-dir)"),
     "trainer.logger": Rule("--track", value=_service, known=_TRACKERS, many=True),
     "trainer.resume_mode": Rule(note="--resume RUN_DIRECTORY"),
     "custom_reward_function.path": Rule("--reward-fn-path"),

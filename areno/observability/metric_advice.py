@@ -52,85 +52,95 @@ class Advice:
 
 
 _OFF_POLICY = (
-    "Take fewer optimizer steps per rollout (lower --update-epochs and --update-minibatches, omit "
-    "--gradient-accumulation-steps), or lower --lr"
+    "Lower --lr, or take fewer optimizer steps: lower --update-epochs or --update-minibatches, or omit "
+    "--gradient-accumulation-steps"
 )
 _CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or use SFT to teach it to stop"
 _SKIPPED = (
     "If grad_norm is 0, no token was trained on: check the loss masks. Otherwise, lower --lr or --grad-clip-norm, or use "
-    "--dtype float32; resume from a checkpoint before that step"
+    "--dtype float32. Then resume from a checkpoint before the skipped step"
 )
-_DROPPED = "See the reasons in the log"
-_RISING_PAIRS = "If it does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
+_DROPPED = "Read the reasons in the log"
+_RISING_PAIRS = (
+    "If the metric does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
+)
+_PLAN = "`areno plan` prints the memory of each phase, and options that reduce it"
 _SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
-    "Use --dtype float32, and for a mixture-of-experts model --return-routed-experts. If the difference remains, check that "
-    "rollout and trainer have the same weights and --temperature"
+    "Use --dtype float32. For a mixture-of-experts model, also use --return-routed-experts. If the difference remains, "
+    "check that rollout and trainer have the same weights and --temperature"
 )
 
 ADVICE: dict[str, Advice] = {
     "rollout/rewards_mean": Advice(
         "rises over tens of steps, with noise from step to step",
-        "If it stays flat, look at zero_std_groups and at samples (areno inspect), or raise --lr or --n-samples. If "
-        "it falls, lower --lr. If it rises while samples get worse, the reward has a loophole",
+        "If the reward stays flat, look at zero_std_groups and at samples (areno inspect), or raise --lr or "
+        "--n-samples. If the reward falls, lower --lr. If the reward rises while samples get worse, the reward has a "
+        "loophole",
     ),
     "rollout/rewards_std": Advice(
-        "there is nothing to learn from if all rewards are equal",
-        "Use prompts that are sometimes answered correctly, raise --temperature or --n-samples, or use a finer-grained reward",
+        "equal rewards give no learning signal",
+        "Use prompts that the policy sometimes answers correctly, raise --temperature or --n-samples, or use a "
+        "finer-grained reward",
         low=ABOVE_ZERO,
     ),
     "rollout/reward_parts/NAME": Advice(
-        "parts rise together, or some stay constant",
-        "If one part falls while another rises, read samples from late in the run: the policy may exploit the "
-        "rising part. Fix the loophole, or change --reward-weights",
+        "all parts rise, or some stay constant",
+        "If one part falls while another part rises, the policy may exploit the rising part. Read samples from late "
+        "in the run. Then fix the loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while there is something to learn, if wrong answers get a reward of 0 or less",
-        "If it is near 0, use easier prompts, or run SFT first. If it is near 1, the task is solved: use harder prompts",
+        "0.1 to 0.9 while the policy learns. This range applies if wrong answers get a reward of at most 0",
+        "If the accuracy is near 0, use easier prompts, or run SFT first. If the accuracy is near 1, the task is "
+        "solved: use harder prompts",
     ),
     "rollout/advantages_mean": Advice(
-        "near 0 if advantages are relative to the group; not exactly 0, because the mean is over tokens"
+        "near 0 for group-relative advantages. The value is not exactly 0, because longer answers count more in a "
+        "mean over tokens",
     ),
     "rollout/logprobs_mean": Advice(
-        "-2 to 0 for a pretrained model; minus the logarithm of the vocabulary size for a randomly initialized model",
-        "If it is far below -2 with a pretrained model, check the chat template and the tokenizer",
+        "-2 to 0 for a pretrained model. For a randomly initialized model, minus the logarithm of the vocabulary size",
+        "If the log-prob of a pretrained model is far below -2, check the chat template and the tokenizer",
     ),
     "rollout/response_len_mean": Advice(
-        "drifts slowly, well below --max-new-tokens",
-        "If it reaches the limit, see truncated_ratio. If it collapses, check that the reward does not favor short "
-        "answers, and lower --lr",
+        "changes slowly, and stays well below --max-new-tokens",
+        "If the length reaches the limit, see truncated_ratio. If the length collapses, lower --lr, and check that "
+        "the reward does not favor short answers",
     ),
-    "rollout/skipped_long": Advice("skipped prompts are never trained on", "Raise --max-prompt-tokens", 0, 0),
+    "rollout/skipped_long": Advice("training never uses skipped prompts", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
-        "near 0 without a trend for GSPO and GRPO; falls with SFT, DPO and RM",
-        "With RL, look at the reward instead. With SFT, DPO and RM, raise --lr if the loss does not fall, and lower "
-        "--lr if it jumps",
+        "near 0 without a trend for GSPO and GRPO. With SFT, DPO and reward models, the loss falls",
+        "With RL, watch the reward instead. If the loss of SFT, DPO or a reward model does not fall, raise --lr. If "
+        "this loss jumps, lower --lr",
     ),
-    "train/policy_loss": Advice("has no trend, because it does not measure success", "Look at the reward instead"),
+    "train/policy_loss": Advice(
+        "no trend, because the policy loss does not measure success",
+        "Watch the reward instead",
+    ),
     "train/sft_loss": Advice(
-        "falls quickly, then slowly; 0.5 to 3 for a pretrained model",
-        "If it does not fall, raise --lr and check the chat template. If it jumps, lower --lr. If it falls while "
-        "eval/loss rises, stop earlier (--early-stop-patience)",
+        "falls quickly at first, then slowly. With a pretrained model, the loss is 0.5 to 3",
+        "If the loss does not fall, raise --lr and check the chat template. If the loss jumps, lower --lr. If "
+        "eval/loss rises while the training loss falls, stop earlier (--early-stop-patience)",
     ),
     "train/entropy": Advice(
-        "falls slowly; 0.1 to 3 for a pretrained model",
-        "If it is near 0, all answers are alike and learning stops: raise --temperature, lower --lr, or add a KL "
-        "term. If it rises steadily, the model is degenerating: lower --lr",
+        "falls slowly. With a pretrained model, the entropy is 0.1 to 3",
+        "If the entropy is near 0, all answers are alike and learning stops: raise --temperature, lower --lr, or add "
+        "a KL term. If the entropy rises steadily, the model degenerates: lower --lr",
     ),
     "train/ratio_mean": Advice("near 1 with one optimizer step per synchronous rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.5),
     "train/clip_fraction": Advice(
-        "near 0 with one optimizer step per synchronous rollout; otherwise higher for GSPO than for GRPO",
+        "near 0 with one optimizer step per synchronous rollout. With more steps, GSPO clips a larger fraction than GRPO",
         _OFF_POLICY,
         0,
         0.2,
     ),
     "train/pg_clipfrac": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.2),
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
-    "train/ppo_kl": Advice("near 0: the policy moves little in a step", _OFF_POLICY, -0.02, 0.05),
+    "train/ppo_kl": Advice("near 0, because the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
-        f"about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16; areno warns above {LOGPROB_GAP_LIMIT_FP32:g} in fp32 "
-        f"and {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the difference includes the updates "
+        f"about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16. areno warns above {LOGPROB_GAP_LIMIT_FP32:g} in fp32, "
+        f"and above {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the difference includes the updates "
         "since sampling, so areno does not warn",
         _GAP,
         0,
@@ -141,28 +151,29 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/grad_norm": Advice(
         "stays within one order of magnitude during a run",
-        "If it is 0, all advantages are 0 (see zero_std_groups), all tokens are clipped, or no token is trained on. "
-        "If it has spikes, lower --lr or --grad-clip-norm",
+        "A norm of 0 has three possible causes: all advantages are 0 (see zero_std_groups), all tokens are clipped, "
+        "or no token is trained on. If the norm has spikes, lower --lr or --grad-clip-norm",
         low=ABOVE_ZERO,
     ),
     "train/grad_norm_clipped": Advice(
-        "at most --grad-clip-norm; equal to --grad-clip-norm if the gradient was clipped"
+        "at most --grad-clip-norm. If the gradient was clipped, the norm equals --grad-clip-norm",
     ),
     "train/grad_zero_ratio": Advice(
-        "usually below 0.5; higher if only a few rows of a large embedding are used",
-        "If it is near 1, check the loss masks",
+        "usually below 0.5. If a step uses only a few rows of a large embedding, the ratio is higher",
+        "If the ratio is near 1, check the loss masks",
         0,
         0.9,
     ),
     "train/update_skipped": Advice("", _SKIPPED, 0, 0),
     "train/loss_scale": Advice(
-        "a power of two that halves when a gradient overflows, and rises again",
-        "If it falls to its minimum (1 by default) and updates are still skipped, use dtype bfloat16 or float32",
+        "a power of two. The scale halves when a gradient overflows, and rises again later",
+        "If updates are still skipped at the minimum scale (1 by default), use dtype bfloat16 or float32",
         low=1,
     ),
     "train/kl_loss": Advice(
         "0 at first, then up to a few tenths",
-        "If it keeps rising, the policy moves far from the reference: raise the weight of the KL term, or lower --lr",
+        "If the KL loss keeps rising, the policy moves far from the reference: raise the weight of the KL term, or "
+        "lower --lr",
         0,
         1,
     ),
@@ -172,20 +183,25 @@ ADVICE: dict[str, Advice] = {
     "train/routed_experts_changed": Advice(
         "near 0 in the first optimizer step on a synchronous rollout", _OFF_POLICY, 0, 0.2
     ),
-    "train/reward_errors": Advice("", "Fix the reward function; the log lists each record on which it failed", 0, 0),
+    "train/reward_errors": Advice(
+        "", "Fix the reward function. The log lists each record on which the function failed", 0, 0
+    ),
     "train/empty_responses": Advice(
-        "", "The model stops at once: check the chat template, and that the reward does not favor empty answers", 0, 0
+        "",
+        "The model stops at once: check the chat template. Also check that the reward does not favor empty answers",
+        0,
+        0,
     ),
     "train/zero_std_groups": Advice(
         "with group-relative advantages, prompts whose samples have equal rewards give no learning signal",
-        "If rewards are low, use easier prompts, run SFT first, raise --n-samples or --temperature, or use a "
-        "finer-grained reward. If rewards are high, use harder prompts",
+        "If rewards are low, use easier prompts or a finer-grained reward, run SFT first, or raise --n-samples or "
+        "--temperature. If rewards are high, use harder prompts",
         0,
         0.5,
     ),
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
-        "0 without --top-k, --top-p and grammars; below 1 - top_p with --top-p alone",
+        "0 without --top-k, --top-p and grammars. With --top-p alone, the value is below 1 - top_p",
         "Training assumes the full distribution: raise --top-p, or omit it",
         0,
         0.2,
@@ -195,81 +211,84 @@ ADVICE: dict[str, Advice] = {
     "train/agent_failed": Advice("", _DROPPED, 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
-        "0 if each request extends the conversation", "docs/agentic.md explains when a conversation forks", 0, 0
+        "each request extends the conversation", "docs/agentic.md explains when a conversation forks", 0, 0
     ),
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
-    "train/tokens_per_second": Advice("steady; falls when answers grow", _SLOWER),
+    "train/tokens_per_second": Advice("steady. The speed falls when answers grow", _SLOWER),
     "train/step_wall_time_s": Advice(
-        "more than the sum of the stages (time/*), because it includes the writing of samples and the weight transfer",
+        "more than the sum of the stages (time/*), because a step also writes samples and transfers weights",
         _SLOWER,
     ),
     "train/weight_update_time_s": Advice(
         "small compared with the step", "docs/fleet.md compares the methods of weight transfer"
     ),
     "train/dpo_loss": Advice(
-        "falls; with DPO, from 0.69 (sigmoid loss), 1 (hinge loss) or 1 / (2 beta)^2 (IPO)", _RISING_PAIRS, low=0
+        "falls. DPO starts at 0.69 (sigmoid loss), 1 (hinge loss) or 1 / (2 beta)^2 (IPO)", _RISING_PAIRS, low=0
     ),
-    "train/dpo_accuracy": Advice("with DPO, 0 to 0.5 in the first step; later 0.6 to 0.95", _RISING_PAIRS),
-    "train/dpo_reward_margin": Advice("rises above 0; with DPO, from 0", _RISING_PAIRS),
+    "train/dpo_accuracy": Advice("0 to 0.5 in the first step of DPO, later 0.6 to 0.95", _RISING_PAIRS),
+    "train/dpo_reward_margin": Advice("rises above 0. DPO starts at 0", _RISING_PAIRS),
     "train/dpo_chosen_reward": Advice(
-        "with DPO, near 0; often falls slightly while the rejected reward falls faster",
-        "If chosen and rejected rewards fall far, the model forgets its answers: raise --dpo-beta (DPO), lower --lr, or use "
-        "fewer --epochs",
+        "near 0 with DPO. This reward often falls slightly while the rejected reward falls faster",
+        "If chosen and rejected rewards fall far, the model forgets its answers: raise --dpo-beta (DPO), lower --lr, "
+        "or lower --epochs",
     ),
     "train/pair_loss": Advice(
-        "falls; with SimPO, from 1.31 if --simpo-gamma is 1 and the initial model prefers neither answer",
+        "falls. With --simpo-gamma 1, SimPO starts at 1.31 for an initial model that prefers neither answer",
         _RISING_PAIRS,
         low=0,
     ),
-    "train/pair_accuracy": Advice("depends on the initial model in the first step; later 0.6 to 0.95", _RISING_PAIRS),
-    "train/pair_reward_margin": Advice("rises; with SimPO, toward --simpo-gamma or above", _RISING_PAIRS),
+    "train/pair_accuracy": Advice("depends on the initial model in the first step, later 0.6 to 0.95", _RISING_PAIRS),
+    "train/pair_reward_margin": Advice("rises, with SimPO to --simpo-gamma or above", _RISING_PAIRS),
     "train/pair_chosen_reward": Advice(
-        "with SimPO, below 0: --simpo-beta times the mean log-prob of the answer",
-        "If chosen and rejected rewards fall far, the model forgets its answers: lower --lr, or use fewer --epochs",
+        "below 0 with SimPO, because the reward is --simpo-beta times the mean log-prob of the answer",
+        "If chosen and rejected rewards fall far, the model forgets its answers: lower --lr or --epochs",
     ),
-    "train/rm_loss": Advice("0.69 at first, then falls", _RISING_PAIRS, 0, 0.75),
+    "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
-        "below 0 at first, then rises to 0.3 or more",
-        "If it stays near 0, raise --critic-lr. With areno train, --critic-warmup-steps can also help, and so can "
-        "--no-bootstrap-truncated if most answers are truncated",
+        "below 0 in the first steps, later 0.3 or more",
+        "If the metric stays near 0, raise --critic-lr. areno train has two more options that can help: "
+        "--critic-warmup-steps, and for mostly truncated answers --no-bootstrap-truncated",
         0,
         1,
     ),
     "train/critic_value_loss": Advice(
-        "falls during the warm-up, then follows the policy", "See critic_explained_variance"
+        "falls during the warm-up, then changes with the policy", "See critic_explained_variance"
     ),
     "train/critic_value_clipfrac": Advice("", "Lower --critic-lr, or raise --value-clip-eps", 0, 0.2),
     "train/normalized_advantage_std": Advice("1 with --whiten-advantages", "", 0.9, 1.1),
     "train/actor_train_skipped": Advice("1 in the first --critic-warmup-steps steps, then 0"),
     "eval/rewards_mean": Advice(
         "rises with the training reward, but stays somewhat lower",
-        "If it falls while the training reward rises, the policy memorizes or exploits the training prompts: stop at the "
-        "best evaluation (--keep-best, --early-stop-patience), or use more prompts",
+        "If this reward falls while the training reward rises, the policy memorizes or exploits the training "
+        "prompts. Stop at the best evaluation (--keep-best, --early-stop-patience), or use more prompts",
     ),
     "eval/loss": Advice(
         "falls, and stays slightly above the training loss",
-        "If it rises while the training loss falls, stop earlier or add data",
+        "If this loss rises while the training loss falls, stop earlier or add data",
     ),
     "eval/accuracy": Advice("rises", "See eval/rewards_mean"),
     "eval/pass@K": Advice(
-        "rises with K", "If pass@1 rises while pass@K falls for a larger K, diversity is lost: see train/entropy", 0, 1
+        "rises with K",
+        "If pass@1 rises while pass@K of a larger K falls, the answers lose diversity: see train/entropy",
+        0,
+        1,
     ),
     "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
-    "time/rollout": Advice("half of a step or more", f"{_SLOWER}; truncated answers take the most time"),
+    "time/rollout": Advice("half of a step or more", f"{_SLOWER}. Truncated answers take the most time"),
     "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
     "memory/peak_resident_gib": Advice(
         "rises in the first steps, then stays constant",
-        "If it keeps rising, there is a memory leak: check the reward function, the agent and the data loader first",
+        "If the peak keeps rising, there is a memory leak: check the reward function, the agent and the data loader "
+        "first",
     ),
     "memory/available_gib": Advice(
         "stays well above 0",
-        "If it is near 0, the kernel may kill processes: `areno plan` shows what uses the memory and how to use less",
+        f"If the available memory is near 0, the kernel may kill processes. {_PLAN}",
     ),
     "memory/peak_gpu_gib": Advice(
         "rises in the first steps, then stays constant",
-        "If it is near the size of the GPU's memory, a step may fail: `areno plan` shows what uses the memory and "
-        "how to use less",
+        f"If the peak is near the size of the GPU's memory, a step may fail. {_PLAN}",
     ),
 }
 """The advice, by the name of the metric in ``areno train``."""
