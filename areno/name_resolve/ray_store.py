@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import OrderedDict
 from typing import Any
 
 from areno.config.packages import install_command
@@ -15,6 +16,7 @@ from areno.name_resolve.stores import MemoryStore
 
 NAMESPACE = "areno"
 _CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
+_KEPT_RESULTS = 1000  # far more than the calls of all processes within _CALL_S
 
 
 def connect(setting: str) -> Any:
@@ -51,6 +53,22 @@ def connect(setting: str) -> Any:
     return ray
 
 
+class _StoreActor(MemoryStore):
+    """A memory store whose calls can be retried: a repeated call returns the first result and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: OrderedDict[str, Any] = OrderedDict()
+
+    def run(self, call_id: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the store, or return the result of the earlier call with this id."""
+        if call_id not in self._results:
+            self._results[call_id] = getattr(self, method)(*arguments)
+            if len(self._results) > _KEPT_RESULTS:
+                self._results.popitem(last=False)
+        return self._results[call_id]
+
+
 class RayStore:
     """See :class:`NameStore`. Raises UsageError if there is no Ray cluster.
 
@@ -62,7 +80,7 @@ class RayStore:
         ray = connect("name_resolve.type=ray")
         self._ray: Any = ray
         options = {"name": actor_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-        made: Any = ray.remote(MemoryStore)
+        made: Any = ray.remote(_StoreActor)
         self._actor = made.options(num_cpus=0, max_restarts=-1, **options).remote()
         self._own: dict[str, tuple[str, float | None]] = {}
         self._owner = uuid.uuid4().hex
@@ -105,17 +123,14 @@ class RayStore:
         return touched
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor. Retry while the actor restarts.
-
-        A retry is safe, because a restarted actor is empty.
-        """
-        deadline = time.monotonic() + _CALL_S
+        """Call a method of the store in the actor. Retry while the actor restarts or the connection to it is broken."""
+        deadline, call_id = time.monotonic() + _CALL_S, uuid.uuid4().hex
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own
                 raise ArenoError("this process is no longer connected to the Ray cluster of the name store")
             try:
-                return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=_CALL_S)
-            except self._ray.exceptions.ActorUnavailableError as error:  # the actor is being restarted
+                return self._ray.get(self._actor.run.remote(call_id, method, *arguments), timeout=_CALL_S)
+            except self._ray.exceptions.ActorUnavailableError as error:
                 if time.monotonic() > deadline:
                     raise ArenoError(f"the Ray actor of the name store is unavailable: {error}") from error
                 time.sleep(_PAUSE_S)

@@ -173,8 +173,9 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
 def _normal(name: str) -> str:
     """Strip leading and trailing slashes of a name. Raises UsageError if a word of the path is invalid."""
     words = name.strip("/").split("/")
-    if any(word in ("", ".", "..") or "\0" in word for word in words):
+    if any(not word or word.startswith(".") or "\0" in word for word in words):
         raise UsageError(
-            f"{name!r} is not a name: write words separated by single slashes, such as experiment/trial/key"
+            f"{name!r} is not a name: write words separated by single slashes, such as experiment/trial/key; "
+            "a word must not start with a dot"
         )
     return "/".join(words)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-_FILE = "ENTRY"
+_FILE = ".entry"  # no name has a word that starts with a dot
 
 
 class NameStore(Protocol):
@@ -110,7 +110,7 @@ class MemoryStore:
 
 
 class FileStore:
-    """Names as files ``{root}/{name}/ENTRY``. Folders are created when needed.
+    """Names as files ``{root}/{name}/.entry``. Folders are created when needed.
 
     A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file.
     Without ``replace``, only one of two concurrent writers succeeds.

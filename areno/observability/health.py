@@ -336,8 +336,8 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
     return True, (
         f"reward parts move in opposite directions: over {PARTS_WINDOW} steps `{rising}` rose ({rise}, means of the two "
         f"halves) and `{falling}` fell ({fall}; correlation {correlation[up, down]:.2f}), while the total reward rose. The "
-        f"policy may be exploiting `{rising}`: read samples from late in the run where it is high and `{falling}` is low "
-        f"(areno inspect RUN), then fix the loophole or lower its weight (--reward-weights {rising}=...)"
+        f"policy may be exploiting `{rising}`: with areno inspect RUN, read late samples in which `{rising}` is high and "
+        f"`{falling}` is low, then fix the loophole or lower its weight (--reward-weights {rising}=...)"
     )
 
 

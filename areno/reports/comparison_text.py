@@ -71,7 +71,9 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
         yield f"  Not bit-equal since step {unequal.step}: {unequal.text}"
     if comparison.causes:
         causes = "; ".join(
-            f"{cause.name} {_value(cause.values[0])} and {_value(cause.values[1])}" for cause in comparison.causes
+            f"{cause.name}: {_value(first)} in the first run, {_value(second)} in the second"
+            for cause in comparison.causes
+            for first, second in [cause.values]
         )
         yield f"  Differences that affect this phase: {causes}"
     elif different.phase in _NO_CAUSE:

@@ -300,7 +300,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
     texts = [_text(samples, index) for samples in (a, b)]
     if texts[0] == texts[1]:
         return f"prompt {index} has the same text, but different tokens: the tokenizer or the chat template differs"
-    return f"different prompts: prompt {index} is {texts[0]} and {texts[1]}"
+    return f"different prompts: prompt {index} is {texts[0]} in the first run and {texts[1]} in the second"
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
@@ -345,7 +345,7 @@ def _logprobs_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) ->
     key = max(gaps, key=gaps.__getitem__)
     return (
         f"the same prompts, but the log-probs of the same tokens differ by up to {gaps[key]:.1e} (sample "
-        f"{sample_id(a[key])}), because of weights, dtype, temperature or numerics"
+        f"{sample_id(a[key])}); possible causes: weights, dtype, temperature, numerics"
     )
 
 

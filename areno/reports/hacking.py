@@ -104,7 +104,7 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
 
 
 def _unrewarded(up: _Part, down: _Part) -> str:
-    return f"With weight 0, `{down.name}` is recorded but not rewarded, so the policy sacrifices it for `{up.name}`."
+    return f"With weight 0, `{down.name}` is recorded but not rewarded, so training raises `{up.name}` at its expense."
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ LOSS_NOISE = 0.002
 State = Literal["yes", "exploited", "memorized", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {
     "yes": "Yes.",
-    "exploited": "Its reward rose, but it seems to exploit the reward.",
+    "exploited": "The reward rose, but the policy seems to exploit the reward function.",
     "memorized": "It memorized its training data.",
     "partly": "Only partly.",
     "no": "No.",
@@ -196,7 +196,7 @@ def _sentences(progress: Progress) -> list[str]:
         elif progress.fell_at_start:
             sentences.append(f"In the first step, it was {short(float(finite(progress.run.series('reward'))[1][0]))}.")
     if held_out := progress.held_out:
-        subject = "On held-out data it" if train else f"The {progress.name} on held-out data"
+        subject = f"The {progress.name} on held-out data"
         value, step = progress.best(held_out)
         best = "" if value == held_out.last else f" (best: {short(value)} at step {step})"
         flat = f", flat since step {progress.flat_since}" if progress.up(held_out) and progress.flat_since else ""

@@ -78,7 +78,7 @@ class RecordedStep:
         kind = (
             "all rows of the step"
             if self.complete
-            else "only the recorded samples, so statistics differ from the run's"
+            else "only the recorded samples; the statistics therefore differ from those of the run"
         )
         weights = f"{base}, the initial model" if self.checkpoint is None else str(self.checkpoint)
         missing = self.step - self.start

@@ -347,3 +347,29 @@ def test_names_of_a_ray_actor_that_has_died_are_rewritten(ray_cluster):
         except (TimeoutError, ArenoError):
             continue
     assert Repository(options.open()).get("worker") == "here"
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("ray")
+def test_a_call_of_a_ray_actor_whose_answer_was_lost_is_not_applied_twice(ray_cluster, monkeypatch):
+    import ray
+
+    names = Repository(NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}").open())
+    get, lost = ray.get, []
+
+    def lose_the_first_answer(reference, **options):
+        answer = get(reference, **options)
+        if not lost:
+            lost.append(answer)
+            raise ray.exceptions.ActorUnavailableError("the connection broke", b"\0" * 16)
+        return answer
+
+    monkeypatch.setattr(ray, "get", lose_the_first_answer)
+    names.add("worker", "here")
+    assert (lost, names.get("worker")) == ([True], "here")
+    lost.clear()
+    names.delete("worker")
+    assert (lost, names.find_subtree("worker")) == ([True], [])
+    names.add("worker", "again")
+    with pytest.raises(NameEntryExists):
+        names.add("worker", "again")

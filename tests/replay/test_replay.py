@@ -215,7 +215,10 @@ def test_recorded_samples_are_used_if_rollouts_are_not_saved(runs, tmp_path, cap
     assert replay(run, 0, "--out", out) == 0
     shown = capsys.readouterr().out
     samples = of_step(run, 0, "samples.jsonl")
-    assert f"step 0: {len(samples)} rows (only the recorded samples, so statistics differ from the run's)" in shown
+    assert (
+        f"step 0: {len(samples)} rows (only the recorded samples; the statistics therefore differ from those of the run)"
+        in shown
+    )
     assert "the initial model (the starting weights of the step)" in shown
     record = update_of(out, 0)
     lengths = [sample["response_len"] for sample in samples]

@@ -105,7 +105,7 @@ def advantage(record):
     ("change", "prompt", "phase", "words"),
     [
         (swap_prompts, None, "prompts", "the same prompts in a different order"),
-        (set_prompt, 0, "prompts", r"different prompts: prompt 0 is 'Question 0' and 'Another question'"),
+        (set_prompt, 0, "prompts", r"prompt 0 is 'Question 0' in the first run and 'Another question' in the second"),
         (template, 0, "prompts", "prompt 0 has the same text, but different tokens: the tokenizer or the chat template"),
         (logprobs, 0, "log-probs", r"log-probs of the same tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
         (tokens, 0, "sampled tokens", "from token 2 of sample 2/0/0 on, although the log-probs of the 14 common tokens agree"),
@@ -164,19 +164,19 @@ def test_samples_that_differ_before_any_metric_are_reported(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("values", "config", "phase", "cause"),
     [
-        ({"train__lr": 0.2}, {"lr": 0.2}, "update", "lr 0.1 and 0.2"),
-        ({"train__lr": 1e-9}, {"lr": 1e-9}, "update", "lr 0.1 and 1e-09"),
+        ({"train__lr": 0.2}, {"lr": 0.2}, "update", "lr: 0.1 in the first run, 0.2 in the second"),
+        ({"train__lr": 1e-9}, {"lr": 1e-9}, "update", "lr: 0.1 in the first run, 1e-09 in the second"),
         (
             {"rollout__prompt_len_mean": 5.0, "train__loss": 1.0},
             {"shuffle": False},
             "prompts",
-            "shuffle True and False",
+            "shuffle: True in the first run, False in the second",
         ),
         (
             {"rollout__rewards_mean": float("nan")},
             {"reward_normalize_parts": True},
             "rewards",
-            "reward_normalize_parts - and True",
+            "reward_normalize_parts: - in the first run, True in the second",
         ),
     ],
 )

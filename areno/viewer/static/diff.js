@@ -38,7 +38,7 @@ export async function show(page, { params }) {
         ? `The ${steps} steps that both recorded agree to 1e-6; they are not bit-equal from step ${unequal.step} on: ${unequal.text}.`
         : `The ${steps} steps that both recorded are bit-equal.`);
     }
-    const cause = causes.map((one) => `${one.name} ${one.values.map(shown).join(" and ")}`).join("; ");
+    const cause = causes.map((one) => `${one.name}: ${shown(one.values[0])} in the first run, ${shown(one.values[1])} in the second`).join("; ");
     return [
       el("p", {}, el("strong", {}, `Step ${different.step}, ${different.phase}`), different.text && `: ${different.text}`),
       el("p", {}, cause ? `Differences that affect this phase: ${cause}` : "No setting that affects this phase differs."),

@@ -12,11 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import weight_update
 from areno.rollouts.fleet.replica_supervisor import WorkerCreationError, WorkerFailedError
+from areno.rollouts.fleet.tensors import layout, rollout_specs
+from areno.rollouts.fleet.weight_update import Update
 from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
 from tests.support.cli import environment, preloaded
 from tests.support.preloaded import Forked
@@ -198,6 +201,30 @@ def test_a_member_leaves_a_cancelled_collective_that_another_member_never_joins(
         time.sleep(0.5)
         where.call_off("weights")
         assert joined.result(timeout=20)[0] != ""
+
+
+def test_a_broadcast_that_breaks_between_two_buckets_is_left_at_once(trainer, tmp_path):
+    """One member leaves after the first bucket. The surviving member must not wait for the next bucket."""
+    where = FolderRendezvous(tmp_path)
+    where.open("weights")
+    update = Update(version=1, specs=rollout_specs(trainer), channel="weights", bucket_bytes=1)
+    buckets = list(weight_update._buckets(update.specs, update.bucket_bytes))
+
+    def receive(rank: int, count: int) -> None:
+        group = weight_update._meet(where, "weights", rank, 3, torch.device("cpu"))
+        for bucket in buckets[:count]:
+            group.broadcast(torch.empty(layout(bucket)[1], dtype=torch.uint8))
+
+    for rank in (1, 2):
+        where.come("weights", rank)
+    with ThreadPoolExecutor(2) as pool:
+        leaver, survivor = pool.submit(receive, 1, 1), pool.submit(receive, 2, len(buckets))
+        assert weight_update.join(trainer, where, "weights", 0, 3) == ""
+        broken = weight_update.send(trainer, update)
+        assert leaver.exception(20) is None
+        assert "new weights did not arrive" in broken
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+            survivor.result(timeout=20)
 
 
 def test_a_killed_parent_leaves_no_process_and_no_shared_memory(policy, tmp_path):
