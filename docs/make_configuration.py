@@ -80,7 +80,7 @@ _HEAD = """\
 
 <!-- Written by docs/make_configuration.py from the declarations in areno/config/experiment; do not edit by hand. -->
 
-An experiment is a YAML file, which `areno run` or your own program reads:
+A YAML file configures an experiment. The command `areno run` or your own program reads the file:
 
 ```bash
 python3 train.py --config experiment.yaml actor.lr=1e-4 seed=42
@@ -99,61 +99,67 @@ actor:
   reward_norm: {mean_level: group, std_level: group}
 ```
 
-In Python, `load_expr_config(sys.argv[1:], GRPOConfig)` of `areno.config.experiment` returns the configuration and the
-file's path; a subclass of `GRPOConfig` may add fields. The program's option `--help` prints every key.
+In Python, the call `load_expr_config(sys.argv[1:], GRPOConfig)` returns the configuration and the path of the file. Both
+names are in the module `areno.config.experiment`. A subclass of `GRPOConfig` may add fields. Your program's option `--help`
+prints every key.
 
 ## How a file is read
 
-- **Overrides.** `key=value` sets any setting by its dotted path, even if the file lacks that setting. `+key=value` does the
-  same, and `~key` removes a key of the file. Values are YAML: `[a, b]`, `{k: 1}`, `null`, `true`, `1e-4`. A later override
-  wins. `actor.scheduling_spec.0.cpu=4` sets a field of a list item. `actor.lr` is short for `actor.optimizer.lr`.
-- **Interpolation.** `${gconfig.n_samples}` is the value of another setting, even if that setting has its default. `${actor}` is
-  a whole section, `${.path}` is a setting of the same section, and `${oc.env:HOME}` is an environment variable.
+- **Overrides.** On the command line, `key=value` sets any setting by its dotted path, even if the file lacks this setting.
+  `+key=value` also sets a setting. `~key` removes a key of the file. Values are YAML, such as `[a, b]`, `{k: 1}`, `null` or
+  `1e-4`. The last override of a key applies. `actor.scheduling_spec.0.cpu=4` sets a field of a list item. `actor.lr` is short
+  for `actor.optimizer.lr`.
+- **Interpolation.** `${gconfig.n_samples}` stands for the value of another setting, which may be a default. `${actor}` stands
+  for a whole section, `${.path}` for a setting of the same section, and `${oc.env:HOME}` for an environment variable.
 - **Written once.** `experiment_name`, `trial_name` and `cluster.fileroot` apply to every section that has these settings. A
-  different value in a section is an error, except that `saver.fileroot` and `recover.fileroot` may differ from
-  `cluster.fileroot`.
-- **Inherited.** If a default below is the name of another setting, an unset value is inherited from that setting. For example,
-  `ref` and `critic` inherit path and backend from `actor`, and the group size is inherited from `gconfig.n_samples`.
-- **By machine.** `auto` values and unset sizes are resolved according to the machine, and a run prints the resolved values. For
-  some settings, such as `cpu`, the tables give a different default for clusters in parentheses.
-- **Saved.** `save_config` writes the whole resolved configuration; loading that file gives the same configuration. API keys of
-  services (`admin_api_key`, `wandb_api_key` and similar settings) are omitted; set these keys again, or use the services'
-  environment variables.
-- **Errors.** Mistakes are listed together, each with the value and the remedy. For an unknown name, the message suggests a
-  similar known name. A setting that requests an unsupported feature is an error, unless it has its default value.
-- **Notice.** Some settings are accepted but have no effect in areno: sections of unused backends, resources for cluster
-  schedulers, keys of services, and settings that another setting overrides. One notice in the log lists these settings with the
+  different value in a section is an error. Only `saver.fileroot` and `recover.fileroot` may differ from `cluster.fileroot`.
+- **Inherited.** A default in the tables below may be the name of another setting. An unset setting then inherits the value of
+  that setting. For example, a group size inherits `gconfig.n_samples`. `ref` and `critic` also inherit path and backend from
+  `actor`.
+- **By machine.** areno resolves `auto` values and unset sizes according to the machine. A run prints the resolved values. Some
+  settings, such as `cpu`, have another default on clusters. The tables give this default in parentheses.
+- **Saved.** The function `save_config` writes the whole resolved configuration. Loading the written file gives the same
+  configuration. The file omits the API keys of services (`admin_api_key`, `wandb_api_key` and similar settings). Set these keys
+  again, or use the environment variables of the services.
+- **Errors.** areno reports all mistakes together, each with the value and the remedy. For an unknown name, the message suggests
+  a similar known name. Settings of unsupported features accept only their default values.
+- **Notice.** Some settings are accepted but have no effect: sections of unused backends, resources for cluster schedulers, API
+  keys of gateway services, and settings that another setting overrides. A notice in the log lists these settings and the
   reasons.
 
 ## Backends
 
-`actor.backend` and `rollout.backend` specify the engine of a role, the number of devices, and how the devices are divided.
-`fsdp:d4` trains on four data-parallel ranks, `fsdp:d2t2` trains on two data-parallel replicas of two tensor-parallel devices
-each, and `areno:d2` generates on two devices. areno's own engine always trains, and also generates unless `rollout.backend`
-selects vLLM or SGLang. Optimizer states are sharded across the data-parallel ranks. With `actor.fsdp.shard_weights`,
-context or expert parallelism, weights and gradients are sharded as well. On a CPU, a device is a process. `ref` and `critic`
-run on the actor's ranks.
+The settings `actor.backend` and `rollout.backend` specify the engine of a role, the number of its devices and the parallelism.
+For example, `fsdp:d4` trains on four data-parallel ranks. `fsdp:d2t2` trains on two data-parallel replicas of two
+tensor-parallel devices each. `areno:d2` generates on two devices. areno's own engine always trains. The same engine generates,
+unless `rollout.backend` selects vLLM or SGLang. areno shards optimizer states across the data-parallel ranks. With
+`actor.fsdp.shard_weights`, context or expert parallelism, areno also shards weights and gradients. On a CPU, a device is a
+process. `ref` and `critic` run on the actor's ranks.
 
-The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number: d (data), t (tensor), p (pipeline), c (context) or
-e (expert). `areno` supports d and t; `vllm` and `sglang` also support p. `fsdp` supports d, t and c; `megatron` and `archon`
-support all five. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
+The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number. The letters are d (data), t (tensor), p (pipeline),
+c (context) and e (expert parallelism). The backend `areno` supports d and t. `vllm` and `sglang` support d, t and p. `fsdp`
+supports d, t and c. `megatron` and `archon` support all five letters. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a
+different layout than attention layers.
 
-`allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate devices; with
-`areno[rollout]:d2|fsdp[actor]:d2`, they share devices. areno also translates the forms of earlier AReaL versions, in which m is
-the tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate devices; with a single `d2m1`, they
-share devices. Sizes by model, as in `actor_gen:d2,*:d4`, give training its own devices.
+The setting `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate
+devices. With `areno[rollout]:d2|fsdp[actor]:d2`, generation and training share devices. areno also accepts the notation of
+earlier AReaL versions, in which m is the tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate
+devices. With a single `d2m1`, generation and training share devices. The notation `actor_gen:d2,*:d4` gives the sizes by model,
+and gives training its own devices.
 
-[Layouts](layouts.md) describes the supported layouts, and [servers](servers.md) the requirements of vLLM and SGLang. If a
-layout is impossible, the error says how to correct the layout.
+[Layouts](layouts.md) describes the supported layouts. [Servers](servers.md) describes the requirements of vLLM and SGLang. The
+error about an impossible layout contains the remedy.
 
 ## Common mistakes that are errors
 
-- `actor.kl_ctl` or `actor.kl_loss_coef` above 0 without a `ref`. If unset, `kl_ctl` is 0.1 with a `ref` and without
-  `kl_loss_coef`, and 0 otherwise.
-- `rejection_sampling` without `use_decoupled_loss`. The section bounds the importance weight of the decoupled loss.
-- A `group_size` other than `n_samples`, or `mean_level: group` with `n_samples` 1.
-- An `actor.temperature` or `actor.max_new_tokens` that differs from the value in `gconfig`, which sampling uses.
-- Evaluator settings without `valid_dataset`.
+- `actor.kl_ctl` or `actor.kl_loss_coef` is above 0, but the section `ref` is missing. With `ref` and without `kl_loss_coef`,
+  the default of `kl_ctl` is 0.1. Otherwise, the default is 0.
+- `rejection_sampling` is set without `use_decoupled_loss`. The section `rejection_sampling` bounds the importance weight of the
+  decoupled loss.
+- `group_size` of a normalization with level `group` differs from `n_samples`.
+- `mean_level` is `group`, but `n_samples` is 1.
+- `actor.temperature` or `actor.max_new_tokens` differs from the value in `gconfig`, which sampling uses.
+- The section `evaluator` has settings, but the section `valid_dataset` is missing.
 
 """
 _COLUMNS = "| Setting | Type | Default | Meaning |\n|---|---|---|---|"
@@ -206,7 +212,7 @@ def _section(declaration: type, places: list[str]) -> str:
     if refused:
         lines.append(f"\nNot supported: {refused}.")
     if no_effect:
-        lines.append(f"\nAccepted without effect: {no_effect}.")
+        lines.append(f"\nThese settings have no effect: {no_effect}.")
     if own:
         lines += ["\n" + _COLUMNS, *(_row(entry, tell=not (refused or no_effect)) for entry in own)]
     return "\n".join([*lines, ""])
@@ -241,16 +247,16 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
     if tell and entry.info.no_effect:
         reason = entry.info.no_effect
         condition = reason.removeprefix("only read ")
-        yield f"*Accepted without effect: {reason}.*" if condition == reason else f"*Only read {condition}.*"
+        yield f"*Has no effect: {reason}.*" if condition == reason else f"*Only read {condition}.*"
     for value, words in entry.info.refused_values.items():
-        yield f"*Not {value}: {words}.*"
+        yield f"*The value {value} is an error: {words}.*"
 
 
 def _quickstart() -> str:
     lines = [
         "## Keys of the quickstart\n",
-        "`main_async_ppo.py` and `main_sync_ppo.py` take the keys below and need no file. The keys are translated to "
-        "settings of PPOConfig, which can also be set directly.\n",
+        "The programs `main_async_ppo.py` and `main_sync_ppo.py` take the keys below and need no file. areno translates "
+        "each key to a setting of PPOConfig. You can also set the settings of PPOConfig directly.\n",
         "| Key | Default | Setting | Meaning |\n|---|---|---|---|",
     ]
     for name, key in LEGACY_KEYS.items():

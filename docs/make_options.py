@@ -20,10 +20,10 @@ _HEAD = """\
 
 <!-- Written by docs/make_options.py from the declarations in areno/config; do not edit by hand. -->
 
-Every option is a flag, and every option except `--config` may be a line of the `--config` file; [train.md](train.md)
-explains the command. An on/off option also has a `--no-` form. "Only" lists the built-in algorithms that read an option;
-variants such as `dapo` may also read it. Setting an option that the algorithm does not read is an error. "Resume" shows
-whether the option may be changed when a run is resumed with `--resume`.
+[train.md](train.md) explains the command. Every option is a flag. Every option except `--config` may also be a line of the
+`--config` file. An on/off option also has a `--no-` form. The column "Only" lists the built-in algorithms that read an option.
+Variants of these algorithms, such as `dapo`, may also read the option. It is an error to set an option that the algorithm does
+not read. The column "Resume" shows whether a run that is resumed with `--resume` may change the option.
 """
 _COLUMNS = "| Option | Default | Only | Resume | Meaning |\n|---|---|---|---|---|"
 

@@ -23,7 +23,7 @@ def render() -> str:
     for title, entries in groupby(documented(), key=lambda entry: entry[0]):
         rows = [
             f"| `{one.name}`{f' (also `{short[one.name]}`)' if one.name in short else ''} "
-            f"| {'mean (name without suffix), ' if one.name in MEANS else ''}{one.exported} | {one.meaning} |"
+            f"| {one.exported}{'; avg also without suffix' if one.name in MEANS else ''} | {one.meaning} |"
             for _, one in entries
         ]
         parts.append("\n".join([f"## {title}\n", "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))

@@ -24,7 +24,7 @@ from areno.loss_fns.stats import TokenFlags, masked_mean
 class GMPOOptions:
     """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
-    gmpo_clip_eps: float = option(0.4, above=0, help="Clip range of the log importance ratio of a token.")
+    gmpo_clip_eps: float = option(0.4, above=0, help="Clip range of the logarithm of a token's importance ratio.")
 
 
 @reduces_over("sequence", entropy=True)

@@ -18,12 +18,12 @@ class SimPOOptions:
     """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
     simpo_beta: float = option(
-        2.0, above=0, help="Factor beta of the implicit reward, which is beta times the mean log-prob of an answer."
+        2.0, above=0, help="Beta of the implicit reward. The reward of an answer is beta times its mean log-prob."
     )
     simpo_gamma: float = option(
         1.0,
         minimum=0,
-        help="Target margin gamma between the rewards of the chosen and the rejected answer.",
+        help="Target margin between the rewards of the chosen and the rejected answer (gamma).",
     )
 
 

@@ -10,42 +10,47 @@ _FORWARD_PASS = ("recompute", "metrics")
 
 @dataclass
 class PolicyLossOptions:
-    """Options of the policy loss; see [Algorithms](algorithms.md#algorithms-that-share-one-policy-loss)."""
+    """Options of the policy loss, which [Algorithms](algorithms.md#algorithms-that-share-one-policy-loss) explains."""
 
-    eps_clip: float = option(0.2, minimum=0, help="Clip the ratio to the range from 1 - eps_clip to 1 + eps_clip.")
-    eps_clip_higher: float | None = option(
-        None, minimum=0, help="If set, the upper bound of the clip range is 1 + eps_clip_higher (clip-higher)."
+    eps_clip: float = option(
+        0.2, minimum=0, help="Clip the importance ratio to the range from 1 - eps_clip to 1 + eps_clip."
     )
-    c_clip: float | None = option(None, above=1, help="Dual clip: the loss is at most c_clip * |advantage|.")
+    eps_clip_higher: float | None = option(
+        None, minimum=0, help="Use 1 + eps_clip_higher as the upper bound of the clip range (clip-higher)."
+    )
+    c_clip: float | None = option(
+        None, above=1, help="Dual clip: limit the loss of a token to c_clip times the magnitude of its advantage."
+    )
     importance_sampling_level: str = option(
         "token",
         choices=("token", "sequence"),
-        help="sequence uses the geometric mean of a sequence's ratios (GSPO, published with eps_clip 0.0003).",
+        help="Compute the importance ratio per token or per sequence. The ratio of a sequence is the geometric "
+        "mean of its token ratios (GSPO, published with eps_clip 0.0003).",
     )
-    use_sapo_loss: bool = option(False, help="SAPO: use a soft gate instead of clipping.")
-    sapo_tau_pos: float = option(1.0, above=0, help="SAPO's temperature for positive advantages.")
-    sapo_tau_neg: float = option(1.05, above=0, help="SAPO's temperature for negative advantages.")
+    use_sapo_loss: bool = option(False, help="Use a soft gate instead of clipping (SAPO).")
+    sapo_tau_pos: float = option(1.0, above=0, help="Temperature of SAPO's soft gate for positive advantages.")
+    sapo_tau_neg: float = option(1.05, above=0, help="Temperature of SAPO's soft gate for negative advantages.")
     use_cispo_loss: bool = option(
         False,
-        help="CISPO: weight the log-prob by the clipped, detached ratio, so that every token keeps its gradient.",
+        help="Weight the log-prob of each token by the clipped, detached importance ratio (CISPO). Clipped tokens "
+        "keep their gradient.",
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Decoupled PPO: clip the ratio against the proximal "
-        "policy (the policy before the update), and correct for the behavior "
-        "policy.",
+        help="Use the decoupled PPO loss. The clipped ratio is relative to the proximal policy (the policy before "
+        "the update). Importance weights correct for the behavior policy.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs: a forward pass (recompute or metrics), interpolation (loglinear or linear), "
-        "or the rollout (rollout). metrics also reports the errors of the other methods.",
+        help="Source of the proximal log-probs: a forward pass (recompute, metrics), interpolation (loglinear, "
+        "linear) or the rollout (rollout). The method metrics also reports the errors of the others.",
     )
     m2_threshold: float | None = option(
         None,
         above=0,
-        help="M2PO: mask tokens, those with the largest squared log-ratios first, until the mean squared log-ratio of the "
-        "remaining tokens is below this value.",
+        help="Upper bound on the mean squared log-ratio of the trained tokens (M2PO). areno masks the tokens with "
+        "the largest log-ratios until the mean is below this bound.",
     )
 
     @property
@@ -88,32 +93,39 @@ class PolicyLossOptions:
 
 @dataclass
 class RejectionSamplingConfig:
-    """Masks tokens, or clamps their weights, where the proximal and behavior policies differ too much.
+    """Bounds for tokens on which the proximal and the behavior policy differ too much. This section requires
+    ``use_decoupled_loss``.
 
-    This section requires ``use_decoupled_loss``. The bounded quantity depends on r, the importance weight of the decoupled
-    loss. r is a token's probability under the proximal policy divided by the token's probability under the behavior policy.
+    Tokens outside the bounds are masked, or their weights are clamped. The importance weight r of a token is its probability
+    under the proximal policy divided by its probability under the behavior policy. The setting ``metric`` determines which
+    function of r is bounded.
     """
 
-    level: str = option("token", choices=("token", "sequence"), help="Apply the bounds to tokens or to sequences.")
+    level: str = option(
+        "token", choices=("token", "sequence"), help="Apply the bounds of rejection sampling to tokens or to sequences."
+    )
     action: str = option(
         "mask",
         choices=("mask", "clamp"),
-        help="mask excludes out-of-bounds tokens from the loss; clamp keeps these tokens with a bounded weight (only for "
-        "metric ratio).",
+        help="Exclude tokens outside the bounds from the loss (mask), or keep these tokens and clamp their weights "
+        "(clamp). Clamping requires the metric ratio.",
     )
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="Quantity to bound: r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - 1 (kl_k3), or the larger of the "
-        "two KL divergences between the token's Bernoulli distributions (binary_kl).",
+        help="Bounded quantity: the importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - "
+        "1 (kl_k3), or the larger KL divergence of the token's Bernoulli distributions (binary_kl).",
     )
     agg: str = option(
         "mean",
         choices=("sum", "mean", "max"),
-        help="Aggregation over a sequence's tokens. Ratios are aggregated in log space, so mean is the geometric mean.",
+        help="Aggregation over the tokens of a sequence. Ratios are aggregated in log space, so the mean of ratios "
+        "is the geometric mean.",
     )
-    upper: float = option(5.0, help="Upper bound.")
-    lower: float | None = option(None, help="Lower bound; null means no bound (0 with clamp).")
+    upper: float = option(5.0, help="Upper bound of rejection sampling.")
+    lower: float | None = option(
+        None, help="Lower bound of rejection sampling. If unset, there is no lower bound (0 with action clamp)."
+    )
 
     def __post_init__(self) -> None:
         if self.action == "clamp" and self.lower is None:

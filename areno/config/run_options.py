@@ -24,15 +24,16 @@ class BasicOptions:
     dataset_path: str | None = _basic(
         None,
         path="place",
-        help="Training data: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of such files, a save_to_disk folder, "
-        "or a hub reference name[:config[:split]] such as gsm8k:main. Required.",
+        help="Training data: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of such files, a "
+        "save_to_disk folder or a hub reference. A hub reference is name[:config[:split]], such as "
+        "gsm8k:main. Required.",
     )
     dataset_loader_fn: str | None = _basic(
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that converts the data to rows of the algorithm's schema; by default "
-        "load_training_dataset in the file. Required for SFT.",
+        help="Python function that converts the data to the rows that the algorithm needs. By default, areno calls the "
+        "file's function load_training_dataset. Required for SFT.",
     )
     algo: str = _basic(
         "gspo",
@@ -40,7 +41,7 @@ class BasicOptions:
         help="Training algorithm: gspo, grpo, dapo, cispo, sapo, m2po, icepop, gmpo, ppo, sft, dpo, simpo, rm (a reward "
         "model), an algorithm of an installed package, or your own as file.py:NAME.",
     )
-    epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the dataset.")
+    epochs: int = _basic(10, minimum=1, changes_results=False, help="Number of passes over the dataset.")
     max_steps: int | None = _basic_free(
         None, minimum=1, unset="no limit", help="Stop after this many steps, even within an epoch."
     )
@@ -54,51 +55,57 @@ class BasicOptions:
         1,
         minimum=1,
         documented_default="all visible GPUs that rollout does not use; 1 on a CPU",
-        help="Number of devices (processes on a CPU). Must be divisible by --tp-size.",
+        help="Number of devices (processes on a CPU), which must be divisible by --tp-size.",
     )
     tp_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="4 for 8 GPUs unless the model, rollout processes, --fsdp or --load-in-4bit prevents it, else 1",
-        help="Tensor parallel size: number of devices across which each copy of the model is sharded.",
+        documented_default="4 on 8 GPUs if the model and the rollout processes allow 4, else 1; always 1 with --fsdp or "
+        "--load-in-4bit",
+        help="Tensor-parallel size: the number of devices across which each copy of the model is sharded.",
     )
     fsdp: bool = _basic_free(
         False,
-        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models too large for one device; "
-        "by default only optimizer states are sharded. --world-size must be at least twice --tp-size.",
+        help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that are too large "
+        "for one device. By default, only optimizer states are sharded. --world-size must be at least twice "
+        "--tp-size.",
     )
     stall_timeout: float = _basic_free(
         600.0,
         above=0,
         metavar="SECONDS",
-        help="With several ranks: abort the run if a rank makes no progress for this long.",
+        help="Abort a run with several ranks if one rank makes no progress for this many seconds.",
     )
     seed: int = _basic(
         0,
         minimum=0,
         maximum=2**32 - 1,
-        help="Seed of the data order and all sampling. With --eager-decode and a fixed OMP_NUM_THREADS, a run on a CPU is "
-        "reproducible bit for bit.",
+        help="Random seed for the data order and sampling. With --eager-decode and a fixed OMP_NUM_THREADS, a run "
+        "on a CPU is bit-for-bit reproducible.",
     )
-    shuffle: bool = _basic(True, help="Shuffle the rows each epoch, seeded by --seed.")
+    shuffle: bool = _basic(True, help="Shuffle the rows before each epoch. --seed determines the order.")
     device: str = _basic_free(
-        "auto", metavar="[auto|cpu|cuda|cuda:N]", help="Device to run on; auto uses CUDA if available."
+        "auto", metavar="[auto|cpu|cuda|cuda:N]", help="Device to run on. auto selects CUDA if available."
     )
     dtype: str = _basic(
         "auto",
         choices=("auto", "float32", "bfloat16"),
-        help="Compute dtype; auto is float32 on a CPU and bfloat16 on CUDA.",
+        help="Compute dtype. auto is float32 on a CPU and bfloat16 on CUDA.",
     )
     trust_remote_code: bool = _basic_free(
-        False, help="Run Python code shipped in the checkpoint. Use this only for sources that you trust."
+        False, help="Run Python code from the checkpoint. Use this option only for sources that you trust."
     )
     config: str | None = _basic_free(
-        None, metavar="FILE", stored=False, help="YAML file of option names and values; flags override the file."
+        None,
+        metavar="FILE",
+        stored=False,
+        help="YAML file with option names and values. Flags override the file.",
     )
     dry_run: bool = _basic_free(
         False,
         stored=False,
-        help="Check options, paths and functions, print the resolved configuration and the memory plan, and exit.",
+        help="Check options, paths and functions without training. areno prints the resolved configuration and the "
+        "memory plan, and exits.",
     )
 
 
@@ -120,16 +127,16 @@ class CheckpointOptions:
         unset="<run>/checkpoints",
         help="Directory for checkpoints (step_000100 and so on). The last step is always saved.",
     )
-    save_interval: int = _checkpoint(100, minimum=1, help="Save every N steps.")
+    save_interval: int = _checkpoint(100, minimum=1, help="Save a checkpoint every N steps.")
     save_interval_minutes: float | None = _checkpoint(
-        None, above=0, unset="by steps only", help="Also save whenever N minutes have passed."
+        None, above=0, unset="no time interval", help="Also save a checkpoint whenever N minutes have passed."
     )
     keep_checkpoints: int | None = _checkpoint(
         None,
         minimum=1,
-        unset="keep all",
-        help="Keep only the newest N checkpoints, and the last checkpoint before the first update with non-finite results, if "
-        "any.",
+        unset="keep all checkpoints",
+        help="Keep only the newest N checkpoints. areno also keeps the last checkpoint before the first update "
+        "with non-finite results.",
     )
     keep_best: bool = _checkpoint(
         False,
@@ -138,14 +145,14 @@ class CheckpointOptions:
     model_save_interval: int | None = _checkpoint(
         None,
         minimum=1,
-        unset="checkpoints only",
-        help="Every N steps, also save the model alone, in Hugging Face format, as models/step_000100 and so on, next to "
-        "the checkpoints. areno never deletes these models.",
+        unset="no separate models",
+        help="Every N steps, also save the model alone in Hugging Face format, in models/step_000100 and so on "
+        "next to the checkpoints. areno never deletes these models.",
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background, if one process has the full model. This takes "
-        "memory for a second copy of the weights.",
+        help="Write the models of --model-save-interval in the background if one process has the full model. "
+        "Background writing needs memory for a second copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,
@@ -153,14 +160,14 @@ class CheckpointOptions:
         stored=False,
         bare="auto",
         unset="start a new run",
-        help="Resume the run in this directory; without a PATH, resume the newest run with the same configuration.",
+        help="Resume the run in this directory. Without a PATH, resume the newest run with the same configuration.",
     )
     resume_step: int | None = _checkpoint(
         None,
         minimum=1,
         stored=False,
         unset="the newest complete checkpoint",
-        help="Resume from the checkpoint after N steps; later checkpoints are kept under hidden names.",
+        help="Resume from the checkpoint after N steps. areno keeps later checkpoints under hidden names.",
     )
 
 
@@ -176,7 +183,7 @@ class EvaluationOptions:
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Loader of the held-out data, if that data needs a different loader.",
+        help="Python function that converts the held-out data, if the data needs a different loader.",
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last step.")
     eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")
@@ -186,12 +193,14 @@ class EvaluationOptions:
         unset="never",
         help="Stop the run after N consecutive evaluations without a new best result.",
     )
-    eval_max_rows: int | None = _evaluation(None, minimum=1, unset="all", help="Use only the first N held-out rows.")
+    eval_max_rows: int | None = _evaluation(
+        None, minimum=1, unset="all rows", help="Use only the first N held-out rows."
+    )
     eval_n_samples: int = _evaluation(
         1,
         minimum=1,
         rollout_only=True,
-        help="Completions per held-out prompt; pass@k is reported for k up to this number.",
+        help="Completions per held-out prompt. areno reports pass@k for k up to this number.",
     )
     eval_temperature: float | None = _evaluation(
         None,
@@ -212,30 +221,32 @@ class ObservabilityOptions:
     track: tuple[str, ...] = _observability(
         (),
         metavar="SERVICE",
-        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. Environment variables: "
-        "WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE for the mode, MLFLOW_TRACKING_URI for the address.",
+        help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. The environment "
+        "variables WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, and MLFLOW_TRACKING_URI sets the "
+        "address.",
     )
     track_project: str = _observability(
         "areno",
         metavar="NAME",
-        help="Project of the run in the services of --track; the run directory determines the name of the run.",
+        help="Project of the run in the services of --track. The run directory determines the name of the run.",
     )
     save_rollouts: str | None = _observability(
         None,
         metavar="[N|all]",
         rollout_only=True,
         unset="none",
-        help="Save the training rows of the newest N steps (or of all steps) to "
-        "rollouts/ in the run directory, for areno replay.",
+        help="Save the training rows of the newest N steps, or of all steps, to rollouts/ in the run directory. "
+        "areno replay reads these rows.",
     )
     trace: bool = _observability(
         False,
-        help="Write a performance trace of each step, for Perfetto, to perf_tracer/ in the run directory.",
+        help="Write a performance trace of each step to perf_tracer/ in the run directory, for Perfetto.",
     )
     log_level: str = _observability(
         "auto",
         choices=("auto", "debug", "info", "warning", "error"),
         stored=False,
-        help="Minimum level of console lines; auto uses ARENO_LOG_LEVEL, or info by default. If debug or info is set, a "
-        "terminal shows log lines instead of the live display. log.txt has all levels.",
+        help="Minimum level of log lines on the console. auto uses the environment variable ARENO_LOG_LEVEL, or "
+        "else info. If you set debug or info, a terminal shows log lines instead of the live display. The "
+        "file log.txt contains all levels.",
     )

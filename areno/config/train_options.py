@@ -26,24 +26,24 @@ class UpdateOptions:
     """Microbatches, the optimizer, and the losses of the algorithms."""
 
     mini_bs: int = _train(
-        16, minimum=1, help="Microbatch size: rows of one forward and backward pass, over all devices."
+        16, minimum=1, help="Microbatch size: number of rows in one forward and backward pass, over all devices."
     )
     gradient_accumulation_steps: int | None = _train(
-        None, minimum=1, unset="all of a step", help="Microbatches per optimizer step."
+        None, minimum=1, unset="all microbatches of a step", help="Microbatches per optimizer step."
     )
     activation_checkpointing: bool = _train(
         True,
-        help="Recompute activations in the backward pass, which saves memory but takes time. Unless this option is set "
-        "explicitly, areno recomputes only if memory is short.",
+        help="Recompute activations in the backward pass. Recomputation saves memory but takes time. By default, "
+        "areno recomputes only if memory is short.",
     )
     tree_training: bool = _train(
         True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="Compute prefixes that rows of a microbatch share, such as prompts, only once; results are the same up to "
-        "rounding.",
+        help="Compute a prefix only once if several rows of a microbatch share this prefix, such as a prompt. "
+        "Results are the same up to rounding errors.",
     )
     offload_activations: bool = _train_free(
-        False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
+        False, help="Keep the inputs of recomputed layers in host memory until the backward pass (GPU only)."
     )
     lr: float = _train(1e-6, above=0, help="Learning rate.")
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
@@ -54,13 +54,14 @@ class UpdateOptions:
     )
     adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay rate of the first moment.")
     adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay rate of the second moment.")
-    adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, added to the denominator.")
+    adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, which is added to the denominator.")
     adam_8bit: bool = _train(
-        False, help="Store AdamW's moments in 8 bits instead of 32: about two bytes per weight instead of eight."
+        False,
+        help="Store AdamW's moments in 8 bits, which takes about two bytes per weight instead of eight.",
     )
     offload_optimizer: bool = _train_free(
         False,
-        help="GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there.",
+        help="Keep optimizer states and accumulated gradients in host memory, and update the weights there (GPU only).",
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Clip gradients to this global norm.")
@@ -72,7 +73,9 @@ class UpdateOptions:
     )
     update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
     update_minibatches: int = _policy(
-        1, minimum=1, help="Optimizer steps per training pass, each on a different subset of the prompts."
+        1,
+        minimum=1,
+        help="Optimizer steps per training pass. Each step uses a different subset of the prompts.",
     )
     ref_ckpt: str | None = _train(
         None,
@@ -81,14 +84,12 @@ class UpdateOptions:
         unset="--ckpt",
         help="Reference model of the KL term or of DPO: a folder or a repo id.",
     )
-    critic_ckpt: str | None = _ppo(
-        None, path="place", unset="--ckpt", help="Critic to start from: a folder or a repo id."
-    )
+    critic_ckpt: str | None = _ppo(None, path="place", unset="--ckpt", help="Initial critic: a folder or a repo id.")
     critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
-    critic_min_lr: float = _ppo(0.0, minimum=0, help="Critic's learning rate at the end of the decay.")
+    critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of the decay.")
     critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Optimizer steps of the critic's linear warmup from 0.")
     critic_lr_decay_steps: int = _ppo(
-        1000, minimum=1, help="Optimizer step of the critic at which its learning rate reaches --critic-min-lr."
+        1000, minimum=1, help="Optimizer step at which the critic's learning rate reaches --critic-min-lr."
     )
     critic_lr_decay_style: str = _ppo(
         "constant", choices=("constant", "linear", "cosine"), help="Shape of the critic's learning-rate decay."
@@ -107,22 +108,23 @@ class UpdateOptions:
         None,
         above=0,
         unset="same as the lower clip range",
-        help="Upper clip range, if it differs from the lower clip range; a "
-        "larger value lets unlikely tokens gain more (clip-higher).",
+        help="Upper clip range (clip-higher). A value above the lower clip range lets the probability of unlikely "
+        "tokens rise further.",
     )
     grpo_dual_clip: float | None = _train(
         None,
         above=1,
         algorithms=("grpo",),
         unset="no bound",
-        help="Bound on the loss of tokens with negative advantage, as a multiple of the advantage (dual clip).",
+        help="Dual clip: limit the loss of a token with negative advantage to this multiple of the advantage's "
+        "magnitude.",
     )
     grpo_loss_mean: str = _train(
         "token",
         algorithms=("grpo",),
         choices=("token", "sequence", "dr_grpo"),
-        help="Loss aggregation: mean over all tokens (token), mean of the per-answer means (sequence), or mean of the "
-        "per-answer sums, divided by the constant --max-new-tokens (dr_grpo).",
+        help="Aggregation of the loss: mean over all tokens (token), mean of the answers' means (sequence), or "
+        "mean of the answers' sums divided by --max-new-tokens (dr_grpo).",
     )
     advantage: str = _groups(
         "group",
@@ -130,32 +132,50 @@ class UpdateOptions:
         metavar="NAME|FILE.PY:FUNCTION",
         help="How rewards become advantages: group, group_mean, rloo, batch, or your own function.",
     )
-    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term against the reference; 0 means no KL term.")
-    dpo_beta: float = _dpo(0.1, above=0, help="DPO's beta: a larger value keeps the policy closer to the reference.")
-    dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
-    dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed fraction of flipped preferences.")
-    dpo_length_normalized: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
-    use_kl_loss: bool = _ppo(True, help="Add a KL term against the reference.")
-    kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
-    kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term.")
+    kl_coef: float = _groups(
+        0.0,
+        minimum=0,
+        help="Weight of the KL term against the reference in the loss. With 0, there is no KL term.",
+    )
+    dpo_beta: float = _dpo(0.1, above=0, help="Beta of DPO. A larger value keeps the policy closer to the reference.")
+    dpo_loss_type: str = _dpo(
+        "sigmoid",
+        choices=("sigmoid", "ipo", "hinge"),
+        help="Preference loss: sigmoid (DPO), ipo (IPO) or hinge (SLiC).",
+    )
+    dpo_label_smoothing: float = _dpo(
+        0.0, minimum=0, below=0.5, help="Assumed fraction of pairs whose preference label is wrong."
+    )
+    dpo_length_normalized: bool = _dpo(
+        False, help="Compare answers by their mean log-prob per token instead of the sum."
+    )
+    use_kl_loss: bool = _ppo(True, help="Add a KL term against the reference to the loss.")
+    kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term in the loss.")
+    kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term in the loss.")
     kl_reward_coef: float = _policy(
         0.0,
         minimum=0,
-        help="Weight of a KL penalty against the reference, subtracted from the reward of each token; 0 means no penalty.",
+        help="Weight of the KL penalty against the reference, which is subtracted from the reward of each token. "
+        "With 0, there is no penalty.",
     )
     kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of the KL penalty in the reward.")
-    clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
+    clip_eps: float = _ppo(0.2, above=0, help="Clip range of the importance ratio of a token.")
     clip_ratio_c: float = _ppo(
         3.0,
         above=1,
-        help="Bound on the loss of tokens with negative advantage, as a multiple of the advantage (dual clip).",
+        help="Dual clip: limit the loss of a token with negative advantage to this multiple of the advantage's "
+        "magnitude.",
     )
-    value_clip_eps: float = _ppo(0.5, above=0, help="Value clipping: clip range of V - V_old, in units of reward.")
+    value_clip_eps: float = _ppo(
+        0.5,
+        above=0,
+        help="Clip range for the change of a predicted value in the value loss, in units of reward.",
+    )
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="For truncated answers, use the critic's value at the last token as the return of the missing tokens. Disable "
-        "this option if most answers are truncated, because values would then grow without bound.",
+        help="For truncated answers, use the critic's value at the last token as the return of the missing tokens. "
+        "If most answers are truncated, disable this option. Otherwise, values grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")
@@ -173,34 +193,37 @@ class LoraOptions:
     lora_rank: int = _lora(
         0,
         minimum=0,
-        help="Train a LoRA adapter of this rank and freeze the model's weights; 0 trains all weights.",
+        help="Train a LoRA adapter of this rank and freeze the model's weights. With 0, all weights are trained.",
     )
     lora_alpha: float | None = _lora(
-        None, above=0, unset="twice --lora-rank", help="The adapter's output is scaled by alpha / rank."
+        None,
+        above=0,
+        unset="twice --lora-rank",
+        help="Alpha of the adapter, whose output is scaled by alpha / rank.",
     )
     lora_dropout: float = _lora(
         0.0,
         minimum=0,
         below=1,
-        help="Dropout on the adapter's inputs in training. Only for algorithms without rollouts, because rollouts use no "
-        "dropout and the importance ratio would be noisy.",
+        help="Dropout on the adapter's inputs in training. Only algorithms without rollouts support dropout, "
+        "because dropout would make the importance ratio noisy.",
     )
     lora_target_modules: str = _lora(
         ALL_LINEAR,
         metavar="NAME[,NAME...]",
-        help="Linear layers that get an adapter, by the last component of the layer name; "
-        "all-linear means all linear layers except "
-        "the output head.",
+        help="Linear layers that get an adapter, given by the last part of their names, such as q_proj. all-linear "
+        "means all linear layers except the output head.",
     )
     lora_adapter_path: str | None = _lora(
         None,
         path="place",
         metavar="PATH",
         unset="a new adapter",
-        help="Start from this PEFT adapter of the model at --ckpt; the adapter determines the rank, alpha and layers.",
+        help="Start from this PEFT adapter of the model at --ckpt. The adapter determines the rank, alpha and layers.",
     )
     load_in_4bit: bool = _lora(
-        False, help="Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
+        False,
+        help="Store the frozen weights in 4 bits with bitsandbytes (QLoRA: nf4 with double quantization).",
     )
 
     @property

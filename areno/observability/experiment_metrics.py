@@ -43,107 +43,118 @@ _Rows = tuple[tuple[str, str], ...]
 
 _ROLLOUT: _Rows = (
     ("reward", "reward of each response"),
-    ("num_turns", "model turns in the episode of each response; absent for single-turn workflows"),
+    ("num_turns", "number of model turns in the episode of each response (not for single-turn workflows)"),
 )
 _EPISODES: _Rows = (
-    ("accepted", "prompts so far whose episodes a batch has used or may still use"),
-    ("rejected", "prompts so far whose episodes failed, returned None or were filtered out"),
-    ("failed", "rejected prompts whose workflow raised"),
-    ("filtered", "rejected prompts whose trajectory the filter did not accept"),
-    ("stale", "prompts so far whose episodes became too stale before a batch used them"),
+    ("accepted", "number of prompts so far whose episodes were accepted for a past or future batch"),
+    ("rejected", "number of prompts so far whose episodes failed, returned None or were filtered out"),
+    ("failed", "number of rejected prompts whose workflow raised an error"),
+    ("filtered", "number of rejected prompts whose trajectory was filtered out"),
+    ("stale", "number of prompts so far whose episodes became too stale before use"),
 )
-_LAG: _Rows = (
-    ("staleness", "number of versions between the oldest token of each episode and the weights being trained"),
-)
+_LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
 _EVALUATED: _Rows = (
-    ("accepted", "prompts of this evaluation whose episodes finished, with any reward"),
-    ("rejected", "prompts of this evaluation whose episodes raised or returned None"),
-    ("n_prompts", "prompts of this evaluation that the means cover; equal to accepted"),
+    ("accepted", "number of prompts in this evaluation whose episodes finished, regardless of the reward"),
+    ("rejected", "number of prompts in this evaluation whose episodes raised an error or returned None"),
+    ("n_prompts", "number of prompts that the means of this evaluation cover, equal to accepted"),
 )
-_EVALUATED_LENGTH: _Rows = (("seq_len", "tokens of each sequence, prompt and response"),)
+_EVALUATED_LENGTH: _Rows = (("seq_len", "length of each sequence (prompt and response), in tokens"),)
 _BATCH: _Rows = (
-    ("task_reward", "reward of each response; should rise"),
+    ("task_reward", "reward of each response, which should rise during training"),
     ("advantages", "advantage of each trained token, after normalization"),
-    ("kl_rewards", "-kl_ctl times the KL estimate to the reference, summed over the trained tokens of a sample"),
-    ("final_reward", "reward of each response after penalty, bias, scaling, clip, normalization and KL"),
+    ("kl_rewards", "KL reward of each sample: -kl_ctl times the sum of the KL estimates of its trained tokens"),
+    (
+        "final_reward",
+        "reward of each response after overlong penalty, bias, scaling, clipping, normalization and KL reward",
+    ),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
-    ("prompt_len", "tokens of each prompt"),
-    ("seq_len", "tokens of each sequence, prompt and response"),
-    ("correct_seq_len", "tokens of each sequence with a reward above 0"),
-    ("incorrect_seq_len", "tokens of each sequence with any other reward"),
+    ("prompt_len", "length of each prompt, in tokens"),
+    ("seq_len", "length of each sequence (prompt and response), in tokens"),
+    ("correct_seq_len", "length of each sequence with a reward above 0, in tokens"),
+    ("incorrect_seq_len", "length of each sequence with a reward of 0 or less, in tokens"),
 )
 _BATCH_COUNTS: _Rows = (
-    ("n_seqs", "sequences of the step"),
-    ("correct_n_seqs", "sequences with a reward above 0"),
-    ("incorrect_n_seqs", "sequences with any other reward"),
-    ("n_tokens", "tokens of the step, including prompts"),
-    ("n_valid_tokens", "trained tokens"),
-    ("eps_clip", "width of the clip range below 1"),
-    ("c_clip", "dual-clip bound; absent without dual clipping"),
-    ("use_dual_clip", "1 if there is a dual-clip bound, else 0"),
-    ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are not trained on"),
-    ("rs_upper", "upper bound of rejection sampling; absent without rejection sampling"),
-    ("rs_lower", "lower bound of rejection sampling; absent with clamp or without a lower bound"),
+    ("n_seqs", "number of sequences in the step"),
+    ("correct_n_seqs", "number of sequences with a reward above 0"),
+    ("incorrect_n_seqs", "number of sequences with a reward of 0 or less"),
+    ("n_tokens", "number of tokens in the step, including prompts"),
+    ("n_valid_tokens", "number of trained tokens"),
+    ("eps_clip", "distance of the lower clip bound from 1"),
+    ("c_clip", "dual-clip bound (not reported without dual clipping)"),
+    ("use_dual_clip", "1 with dual clipping, else 0"),
+    ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are excluded from training, else 0"),
+    ("rs_upper", "upper bound of rejection sampling (not reported without rejection sampling)"),
+    ("rs_lower", "lower bound of rejection sampling (not reported with action clamp or without a lower bound)"),
 )
 _UPDATE: _Rows = (
     (
         "importance_weight",
-        "ratio of the policy to the behavior policy, or to the proximal policy with a decoupled loss or recompute_logprob; per "
-        "token; near 1",
+        "importance ratio of each token relative to the behavior policy (with a decoupled loss or "
+        "recompute_logprob: to the proximal policy); near 1",
     ),
-    ("approx_kl", "log-prob under the policy minus the log-prob that importance_weight compares it with, per token"),
+    (
+        "approx_kl",
+        "logarithm of each token's own importance ratio",
+    ),
     ("new_logp", "log-prob of each trained token under the policy"),
     (
         "old_logp",
-        "log-prob of each trained token when sampled; with recompute_logprob and without a decoupled loss, log-prob under "
-        "the proximal policy",
+        "log-prob of each trained token when sampled (with recompute_logprob and no decoupled loss: under the "
+        "proximal policy)",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
-    ("actor_loss", "the policy loss; it has no trend and does not measure success"),
+    ("actor_loss", "policy loss, which has no trend and does not measure success"),
     (
         "clip_ratio",
-        "share of clipped tokens among those that rejection sampling and M2PO keep; mostly below 0.1",
+        "fraction of clipped tokens among the tokens that rejection sampling and M2PO keep; mostly below 0.1",
     ),
-    ("dual_clip_ratio", "share of tokens at the dual-clip bound, among those that rejection sampling and M2PO keep"),
+    (
+        "dual_clip_ratio",
+        "fraction of tokens at the dual-clip bound among the tokens that rejection sampling and M2PO keep",
+    ),
     (
         "behave_imp_weight",
-        "importance weight of a kept token: ratio of the proximal to the behavior policy, clamped if rejection sampling clamps",
+        "importance weight of each kept token: ratio of the proximal to the behavior policy (clamped with "
+        "action clamp)",
     ),
-    ("behave_approx_kl", "log-prob under the proximal policy minus log-prob under the behavior policy"),
+    (
+        "behave_approx_kl",
+        "log-prob of each kept token under the proximal policy minus its log-prob under the behavior policy",
+    ),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
     ("vocab_min_logits", "minimum logit over the vocabulary at each trained token, before the temperature"),
     ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before the temperature"),
-    ("rkl_loss", "distillation: k1 estimate of the reverse KL to the teacher per token"),
-    ("sapo_soft_gate", "SAPO: the gate per token"),
-    ("sapo_scaled_gate_pos", "SAPO: the scaled gate of tokens with an advantage above 0"),
-    ("sapo_scaled_gate_neg", "SAPO: the scaled gate of tokens with an advantage of 0 or less"),
+    ("rkl_loss", "with distillation: k1 estimate of the reverse KL divergence to the teacher, per token"),
+    ("sapo_soft_gate", "with SAPO: value of the soft gate, per token"),
+    ("sapo_scaled_gate_pos", "with SAPO: scaled gate of tokens with an advantage above 0"),
+    ("sapo_scaled_gate_neg", "with SAPO: scaled gate of tokens with an advantage of 0 or less"),
 )
 _UPDATE_COUNTS: _Rows = (
-    ("unclipped_behave_tokens", "trained tokens that rejection sampling and M2PO keep"),
-    ("clipped_tokens", "clipped tokens among those that rejection sampling and M2PO keep"),
-    ("rs_filtered_fraction", "share of trained tokens that rejection sampling drops or clamps"),
-    ("kl_loss", "with kl_loss_coef: mean KL to the reference per trained token"),
+    ("unclipped_behave_tokens", "number of trained tokens that rejection sampling and M2PO keep"),
+    ("clipped_tokens", "number of clipped tokens among the tokens that rejection sampling and M2PO keep"),
+    ("rs_filtered_fraction", "fraction of trained tokens that rejection sampling masks or clamps"),
+    ("kl_loss", "with kl_loss_coef: mean KL divergence to the reference, per trained token"),
     ("kl_coef", "with kl_loss_coef: weight of the KL term"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate"),
-    ("update_successful", "share of the step's updates whose gradient was finite; other updates are skipped"),
+    ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "forward and backward passes per optimizer step, summed over data-parallel replicas and averaged over the "
-        "update's steps",
+        "number of microbatches per optimizer step, summed over the data-parallel replicas and averaged over "
+        "the update's optimizer steps",
     ),
 )
 _LOGP: _Rows = (
-    ("prox_logp_gt", "log-prob under the proximal policy, recomputed"),
-    ("kl_div_direct", "k1 estimate of the KL between behavior and proximal policy, per token"),
-    ("kl_div_taylor", "k2 estimate of the KL between behavior and proximal policy, per token"),
-    ("kl_div_dual", "k3 estimate of the KL between behavior and proximal policy, per token"),
+    ("prox_logp_gt", "recomputed log-prob under the proximal policy"),
+    ("kl_div_direct", "k1 estimate of the KL divergence between behavior and proximal policy, per token"),
+    ("kl_div_taylor", "k2 estimate of the KL divergence between behavior and proximal policy, per token"),
+    ("kl_div_dual", "k3 estimate of the KL divergence between behavior and proximal policy, per token"),
 )
 _APPROXIMATED: _Rows = (
-    ("approx_logp", "proximal log-prob approximated by this method"),
-    ("behave_imp_weight", "ratio of the proximal policy to the behavior policy, from approx_logp"),
-    ("importance_weight", "ratio of the policy to the proximal policy, from approx_logp"),
+    ("approx_logp", "approximate log-prob under the proximal policy"),
+    ("behave_imp_weight", "ratio of the proximal to the behavior policy, computed from approx_logp"),
+    ("importance_weight", "ratio of the current to the proximal policy, computed from approx_logp"),
     ("abs_error", "absolute error of approx_logp"),
     ("rel_error", "relative error of approx_logp"),
     ("squared_error", "squared error of approx_logp"),
@@ -154,27 +165,30 @@ _APPROXIMATED: _Rows = (
 )
 _VERSIONS: _Rows = (
     *(
-        (f"sample_staleness_{policy}_{part}", f"{statistic} lag of the trained tokens behind {reference}, in versions")
-        for policy, reference in (("proximal", "the proximal policy"), ("theta", "the policy"))
+        (
+            f"sample_staleness_{policy}_{part}",
+            f"{statistic} staleness of the trained tokens relative to {reference}, in versions",
+        )
+        for policy, reference in (("proximal", "the proximal policy"), ("theta", "the updated policy"))
         for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
     ),
-    ("v_theta", "version that the update produces"),
-    ("v_proximal", "version of the proximal policy"),
-    ("n_valid_generated_tokens", "trained tokens that carry a version"),
+    ("v_theta", "weight version that the update produces"),
+    ("v_proximal", "weight version of the proximal policy"),
+    ("n_valid_generated_tokens", "number of trained tokens with a recorded weight version"),
 )
 _CRITIC: _Rows = (
     ("new_value", "predicted value during the update, per trained token"),
     ("old_value", "predicted value before the update"),
-    ("target_value", "regression target"),
-    ("critic_loss", "the value loss"),
-    ("clip_ratio", "share of trained tokens whose prediction is clipped"),
+    ("target_value", "regression target of the value"),
+    ("critic_loss", "value loss"),
+    ("clip_ratio", "fraction of trained tokens whose predicted value is clipped"),
 )
 _SFT: _Rows = (("loss", "negative log-prob of each trained token, in nats"), ("ppl", "perplexity of each sequence"))
 _SFT_COUNTS: _Rows = (
-    ("n_seqs", "sequences of the step"),
-    ("n_tokens", "tokens of the step"),
-    ("n_valid_tokens", "trained tokens"),
-    ("prompt_tokens", "tokens of the prompts"),
+    ("n_seqs", "number of sequences in the step"),
+    ("n_tokens", "number of tokens in the step"),
+    ("n_valid_tokens", "number of trained tokens"),
+    ("prompt_tokens", "number of prompt tokens"),
 )
 _RW: _Rows = (
     ("correct_ratio", "1 for a pair whose chosen response has the higher score, else 0"),
@@ -184,33 +198,33 @@ _RW: _Rows = (
 )
 _DPO: _Rows = (
     ("loss", "pairwise loss"),
-    ("chosen_reward", "beta times the log-ratio of policy and reference, for chosen responses"),
-    ("rejected_reward", "beta times the log-ratio of policy and reference, for rejected responses"),
-    ("reward_accuracy", "1 for a pair whose chosen response has the higher reward, else 0"),
-    ("reward_margin", "chosen minus rejected reward"),
+    ("chosen_reward", "implicit reward of chosen responses: beta times the log-ratio of policy to reference"),
+    ("rejected_reward", "implicit reward of rejected responses: beta times the log-ratio of policy to reference"),
+    ("reward_accuracy", "1 for a pair whose chosen response has the higher implicit reward, else 0"),
+    ("reward_margin", "implicit reward of the chosen response minus that of the rejected response"),
 )
 _TIMES: _Rows = (
-    ("step", "the whole step except saving and evaluation"),
-    ("rollout", "waiting for a batch of episodes"),
+    ("step", "whole step without saving and evaluation"),
+    ("rollout", "wait for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
-    ("recompute_logp", "computing proximal log-probs"),
-    ("ref_logp", "computing log-probs of the reference"),
-    ("teacher_logp", "computing log-probs of the teacher"),
-    ("critic_values", "computing the critic's values"),
-    ("compute_advantage", "computing advantages"),
+    ("recompute_logp", "computation of proximal log-probs"),
+    ("ref_logp", "computation of the reference's log-probs"),
+    ("teacher_logp", "computation of the teacher's log-probs"),
+    ("critic_values", "computation of the critic's values"),
+    ("compute_advantage", "computation of advantages"),
     ("train_step", "actor update"),
     ("critic_train_step", "critic update"),
-    ("update_weights", "sending new weights to the rollout"),
-    ("save", "saving models; with asynchronous saving, copying them"),
-    ("checkpoint_for_recover", "writing a recovery checkpoint"),
+    ("update_weights", "transfer of new weights to the rollout"),
+    ("save", "saving of models (with asynchronous saving: only the copying)"),
+    ("checkpoint_for_recover", "writing of a recovery checkpoint"),
     ("eval", "evaluation"),
 )
 _MEMORY: _Rows = (
     ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
     (
         "available_gib",
-        "memory that is available after the step, in GiB: the minimum of the machine's free memory and the rest of "
-        "the cgroup limit",
+        "memory that is available after the step, in GiB: the smaller of the machine's free memory and the "
+        "rest of the cgroup limit",
     ),
     (
         "peak_gpu_gib",
@@ -239,7 +253,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("SFT", "sft", "avg, min, max", _SFT),
     ("SFT", "sft", "number", _SFT_COUNTS),
     ("Reward model", "rw", "avg, min, max", _RW),
-    ("Reward model", "rw", "number", (("n_pairs", "pairs of the step"),)),
+    ("Reward model", "rw", "number", (("n_pairs", "number of pairs in the step"),)),
     ("DPO and IPO", "dpo", "avg, min, max", _DPO),
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),

@@ -191,7 +191,7 @@ def test_kernels_of_the_hub_need_their_package(actor, monkeypatch):
 def test_the_notice_says_which_settings_have_an_effect(model):
     changes = {"actor.megatron.virtual_pipeline_parallel_size": 2, "actor.archon.ac_mode": "full"}
     text = notice(experiment(model, "megatron:d2p2", changes | {"actor.megatron.async_save": True}))
-    assert "actor.megatron.async_save: areno's engine, which replaces this backend, makes this choice itself" in text
+    assert "actor.megatron.async_save: areno's own engine replaces this backend" in text
     assert "actor.archon: section of an unused backend" in text
     assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 model chunks" in text
     text = notice(experiment(model, "archon:p2", {"actor.archon.pp_schedule": "ZBVZeroBubble"}))

@@ -13,7 +13,7 @@ from functools import partial
 from areno.config.experiment.setting_declaration import Problems, changed, section, setting
 
 UNUSED_BACKEND = "section of an unused backend"
-OWN_ENGINE = "areno's engine, which replaces this backend, makes this choice itself"
+OWN_ENGINE = "areno's own engine replaces this backend"
 _RECOMPUTES = "gradient_checkpointing controls recomputation"
 _STATES = "gradients and master weights are float32; optimizer.type and optimizer_dtype set the dtype of the moments"
 _SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
@@ -48,7 +48,7 @@ class Stages:
 
 @dataclass
 class SGLangConfig:
-    """SGLang servers: options of the command line. ``model_path`` is ignored, because servers load ``actor.path``."""
+    """Command-line options of SGLang servers. ``model_path`` has no effect, because servers load ``actor.path``."""
 
     model_path: str = _sglang("")
     random_seed: int = _sglang(1)
@@ -108,7 +108,8 @@ class SGLangConfig:
     enable_return_routed_experts: bool = _sglang(False)
     command: str = setting(
         "",
-        "Command that starts a server, such as PATH/python -m sglang.launch_server; empty uses the installed SGLang.",
+        "Command that starts a server, such as PATH/python -m sglang.launch_server. If empty, areno starts "
+        "the installed SGLang.",
     )
 
     def problems(self) -> Problems:
@@ -118,7 +119,7 @@ class SGLangConfig:
 
 @dataclass
 class vLLMConfig:  # noqa: N801
-    """vLLM servers: options of the command line. ``model`` is ignored, because servers load ``actor.path``."""
+    """Command-line options of vLLM servers. ``model`` has no effect, because servers load ``actor.path``."""
 
     model: str = _vllm("")
     seed: int = _vllm(1)
@@ -142,7 +143,9 @@ class vLLMConfig:  # noqa: N801
     max_lora_rank: int = _vllm(16)
     max_loras: int = _vllm(8)
     lora_modules: list[str] | None = setting(None, _VLLM)
-    command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty uses the installed vLLM.")
+    command: str = setting(
+        "", "Command that starts a server, such as PATH/vllm serve. If empty, areno starts the installed vLLM."
+    )
 
     def problems(self) -> Problems:
         """Yield the problems within the section."""
@@ -158,7 +161,7 @@ def _command_problems(command: str) -> Problems:
 
 @dataclass
 class ArchonFP8Config:
-    """Archon's FP8 training; ``mode`` must be disabled if ``actor.backend`` is archon."""
+    """FP8 training, which areno does not support. If ``actor.backend`` is archon, ``mode`` must be disabled."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
     exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=OWN_ENGINE)
@@ -171,7 +174,7 @@ class ArchonEngineConfig:
     """Settings of the backend archon."""
 
     attn_type: str = _archon("varlen", choices=("varlen", "sdpa", "tree"))
-    offload_params: bool = setting(False, "GPU only: keep sharded parameters in host memory between uses.")
+    offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
     enable_compile: bool = _archon(False)
     ac_mode: str = _archon("selective", choices=("none", "full", "selective", "memory_budget"))
     selective_ac_option: str = _archon("op")
@@ -180,35 +183,39 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "With pipeline parallelism and without pp_layers_per_stage, 1F1B has one model chunk per stage; other schedules have "
-        "two if possible. The zero-bubble schedules run as Interleaved1F1B.",
+        "Pipeline schedule. By default, 1F1B has one model chunk per stage, and the other schedules have two "
+        "if possible. Zero-bubble schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
-        None, "Layers per model chunk with pipeline parallelism; null lets the schedule decide.", minimum=1
+        None,
+        "Number of layers per model chunk with pipeline parallelism. If null, the schedule determines this number.",
+        minimum=1,
     )
     pp_first_stage_less_layers: int = setting(
         1,
-        "With pipeline parallelism, the first model chunk has this many fewer layers, to compensate for the embedding.",
+        "Number of layers by which the first model chunk of a pipeline is shorter, to compensate for the embedding.",
         minimum=0,
     )
     pp_last_stage_less_layers: int = setting(
         1,
-        "With pipeline parallelism, the last model chunk has this many fewer layers, to compensate for the output layer.",
+        "Number of layers by which the last model chunk of a pipeline is shorter, to compensate for the output layer.",
         minimum=0,
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether the gathered weights of a layer are freed between forward and backward pass; default frees these weights "
-        "only without pipeline parallelism.",
+        "Whether to free the gathered weights of a layer between the forward and the backward pass. With "
+        "default, areno frees these weights only without pipeline parallelism.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(
-        ArchonFP8Config, "FP8 training; must be disabled if backend is archon.", no_effect=OWN_ENGINE
+        ArchonFP8Config,
+        "FP8 training, which areno does not support. If backend is archon, the mode must be disabled.",
+        no_effect=OWN_ENGINE,
     )
     use_deterministic_algorithms: bool = setting(
         False,
-        "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have no deterministic algorithm.",
+        "Use PyTorch's deterministic algorithms. PyTorch warns about operations that have no deterministic algorithm.",
     )
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
@@ -270,7 +277,9 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class FP8EngineConfig:
-    """FP8 training by Transformer Engine. If ``actor.backend`` is megatron, the section is an error."""
+    """FP8 training by Transformer Engine, which areno does not support. If ``actor.backend`` is megatron, the section is an
+    error.
+    """
 
     mode: str = _fp8("e4m3")
     recipe: str = _fp8("delayed")
@@ -300,7 +309,7 @@ class MegatronEngineConfig:
     )
     virtual_pipeline_parallel_size: int = setting(
         1,
-        "Number of model chunks (ranges of consecutive layers) per stage, with pipeline parallelism.",
+        "Number of model chunks per pipeline stage. A chunk is a range of consecutive layers.",
         minimum=1,
     )
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
@@ -313,7 +322,7 @@ class MegatronEngineConfig:
     use_checkpoint_opt_param_scheduler: bool = _megatron(True)
     use_deterministic_algorithms: bool = setting(
         False,
-        "Use PyTorch's deterministic algorithms; PyTorch warns about operations that have no deterministic algorithm.",
+        "Use PyTorch's deterministic algorithms. PyTorch warns about operations that have no deterministic algorithm.",
     )
     recompute_granularity: str | None = setting("full", _MEGATRON, no_effect=_RECOMPUTES)
     recompute_method: str | None = setting("uniform", _MEGATRON, no_effect=_RECOMPUTES)
@@ -326,7 +335,9 @@ class MegatronEngineConfig:
     moe_token_dispatcher_type: str = setting("alltoall", _MEGATRON, no_effect=_EXCHANGE)
     moe_permute_fusion: bool = _megatron(False)
     fp8_config: FP8EngineConfig | None = section(
-        None, "FP8 training; must be null if backend is megatron.", no_effect=OWN_ENGINE
+        None,
+        "FP8 training, which areno does not support. If backend is megatron, the section must be null.",
+        no_effect=OWN_ENGINE,
     )
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
     use_mbridge_save: bool = _megatron(False)

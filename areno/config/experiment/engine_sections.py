@@ -47,32 +47,34 @@ class FSDPWrapPolicy:
     """Modules that FSDP wraps."""
 
     transformer_layer_cls_to_wrap: list[str] | None = setting(
-        None, "Class names of the modules to wrap individually; null wraps the decoder layers."
+        None, "Class names of the modules to wrap individually. If null, FSDP wraps each decoder layer."
     )
 
 
 @dataclass
 class FSDPEngineConfig:
-    """Sharding and offloading, with any training backend."""
+    """Sharding and offloading for every training backend."""
 
     shard_weights: bool | None = setting(
         None,
-        "Shard weights and gradients across the d x c ranks (FSDP2); false shards only optimizer states (ZeRO-1) if c = e = 1.",
-        shown="true if c or e > 1, or if d > 1 with type adam and no LoRA (t > 1 needs transformers 5.23); megatron: "
-        "use_torch_fsdp2",
+        "Shard weights and gradients across the d x c ranks (FSDP2). With false, only optimizer states are "
+        "sharded (ZeRO-1). With c or e above 1, weights are always sharded.",
+        shown="true if optimizer.type is adam, use_lora is false and d x c > 1 (t > 1 needs transformers 5.23). For "
+        "megatron: use_torch_fsdp2",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
-    offload_params: bool = setting(False, "GPU only: keep sharded parameters in host memory between uses.")
+    offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
     memory_efficient_load: bool = setting(
         False,
-        "Sharded weights without t and e: one rank loads the model and sends the other ranks their shards layer by layer.",
+        "Load sharded weights on one rank, which sends them to the other ranks layer by layer (with e above "
+        "1: all at once). With t above 1, the setting has no effect.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
         1,
-        "Layers whose optimizer state is prefetched with per_layer_optim_step.",
+        "Number of layers whose optimizer states are prefetched.",
         minimum=0,
-        no_effect="optimizer states in host memory are updated in host memory, so nothing is prefetched",
+        no_effect="areno updates offloaded optimizer states in host memory and prefetches nothing",
     )
     shard_vision_across_sp: bool = setting(
         False,
@@ -83,55 +85,58 @@ class FSDPEngineConfig:
 
 @dataclass
 class TrainEngineConfig:
-    """A model, its training and its devices."""
+    """A model with its training settings and its devices."""
 
     experiment_name: str = setting(
-        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
+    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
     path: str = setting(
         "",
-        "Model folder, .gguf file or repo id; ref and critic default to the actor's model.",
+        "Model: a folder, a .gguf file or a repo id. The sections ref and critic inherit the path of actor.",
         inherits="actor.path",
         required=True,
     )
-    model_type: str = setting("", "Model family, such as qwen3; a model of another family is rejected.")
+    model_type: str = setting("", "Expected model family, such as qwen3. A model of another family is an error.")
     attn_impl: str = setting(
         AUTO,
-        "Attention implementation: auto, eager, sdpa or flash_attention_2. Not supported: flash_attention_3, flex_attention "
-        "and Hugging Face Hub kernels (owner/repo[@revision][:entry]).",
+        "Attention implementation: auto, eager, sdpa or flash_attention_2. areno does not support "
+        "flash_attention_3, flex_attention or kernels from the Hugging Face Hub.",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
-        shown="auto (one machine with GPUs: flash_attention_2 if installed; else sdpa)",
+        shown="auto (flash_attention_2 on a single machine with GPUs if installed, else sdpa)",
     )
-    use_kernels: bool = setting(False, "Use Hugging Face Hub kernels for the layers that they support.")
+    use_kernels: bool = setting(False, "Use kernels from the Hugging Face Hub for the layers that have such a kernel.")
     init_from_scratch: bool = setting(False, "Start from random weights.")
-    is_critic: bool = setting(False, "Return one number per token instead of logits (for a critic or reward model).")
+    is_critic: bool = setting(
+        False,
+        "Give the model a scalar head, which returns one number per token. Critics and reward models need this head.",
+    )
     temperature: float = setting(
         1.0,
-        "Softmax temperature of log-probs.",
+        "Temperature at which log-probs are computed.",
         above=0,
         inherits="gconfig.temperature",
         shown="gconfig.temperature, else 1.0",
     )
-    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Microbatches of an optimizer step.")
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "How an optimizer step is split into microbatches.")
     pad_to_maximum: bool = setting(
         False,
         "Pad every microbatch to max_tokens_per_mb.",
-        no_effect="microbatches are packed, which needs no padding",
+        no_effect="packed microbatches need no padding",
     )
     disable_dropout: bool = setting(
         False,
         "Train without dropout.",
-        no_effect="training never uses dropout, which would make the importance ratios noisy",
+        no_effect="training never uses dropout, because dropout would make the importance ratios noisy",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     offload_activations: bool = setting(
-        False, "GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
+        False, "Keep the inputs of recomputed layers in host memory until the backward pass (GPU only)."
     )
     dtype: str = setting(
         AUTO,
-        "Dtype of forward and backward passes.",
+        "Dtype of the forward and backward passes.",
         choices=DTYPES,
         synonyms=DTYPE_SYNONYMS,
         inherits="actor.dtype",
@@ -140,58 +145,68 @@ class TrainEngineConfig:
     )
     grad_reduce_dtype: str = setting(
         "float32",
-        "Dtype of gradient reductions across ranks.",
+        "Dtype in which gradients are reduced across ranks.",
         choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
     optimizer_dtype: str = setting(
         "float32",
-        "Dtype of the moments of optimizer.type adam. Master weights are always float32, so that small updates are not lost.",
+        "Dtype of the moments if optimizer.type is adam. Master weights are always float32.",
         choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
-    optimizer: OptimizerConfig | None = section(None, "Optimizer; required for actor and critic.")
+    optimizer: OptimizerConfig | None = section(None, "The optimizer. The actor and the critic need an optimizer.")
     weight_update_mode: str = setting(
         AUTO,
-        "How new weights are sent to the rollout replicas: shm (shared memory), xccl (a collective) or disk (a checkpoint).",
+        "How new weights are sent to the rollout replicas: through shared memory (shm), a collective (xccl) "
+        "or a checkpoint on disk (disk).",
         choices=(AUTO, "shm", "disk", "xccl"),
         documented="xccl",
-        shown="auto (CPUs of one machine: shm; else usually xccl)",
+        shown="auto (shm on the CPUs of a single machine, else usually xccl)",
     )
-    fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and offloading, with any backend.")
+    fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and offloading for every training backend.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, "Settings of the backend archon.")
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
         False,
-        "Same as optimizer.offload (GPU only); with sharded weights, also the same as fsdp.offload_params.",
+        "Offload the optimizer, as optimizer.offload does (GPU only). Sharded weights are offloaded too, as "
+        "with fsdp.offload_params.",
     )
-    use_lora: bool = setting(False, "Train an adapter and freeze the weights.")
+    use_lora: bool = setting(False, "Train a LoRA adapter and freeze the weights of the model.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
-    lora_alpha: int = setting(16, "The adapter's output is scaled by alpha / rank.", minimum=1)
+    lora_alpha: int = setting(16, "Alpha of the adapter, whose output is scaled by lora_alpha / lora_rank.", minimum=1)
     target_modules: list[str] = setting(
-        [], "Linear layers that get an adapter, by the last component of the layer name.", shown="all linear layers"
+        [],
+        "Linear layers that get an adapter, given by the last part of their names, such as q_proj.",
+        shown="all linear layers",
     )
     load_in_4bit: bool = setting(
-        False, "Store the frozen weights in 4 bits (QLoRA: nf4, double quantization, by bitsandbytes)."
+        False,
+        "Store the frozen weights in 4 bits with bitsandbytes (QLoRA: nf4 with double quantization).",
     )
     peft_type: str = setting("lora", "Kind of adapter.", choices=("lora",))
-    enable_tree_training: bool = setting(False, "Compute the common prefixes of a microbatch's rows only once.")
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, "Resources of the workers; a second entry is not used.")
+    enable_tree_training: bool = setting(
+        False, "Compute a prefix only once if several rows of a microbatch share this prefix."
+    )
+    scheduling_spec: list[SchedulingSpec] = section(
+        one_spec, "Resources of the workers. A second list entry has no effect."
+    )
     backend: str = setting(
         "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
     )
     _version: str = setting(
-        "v1", "v2 runs training as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
+        "v1",
+        "How training runs: in workers of the run (v1) or as services behind a gateway (v2).",
+        choices=("v1", "v2"),
+        refused=NO_GATEWAY,
     )
-    admin_api_key: str = of_gateway("", "Key for the services of v2.", shown=ADMIN_KEY)
-    log_level: str = of_gateway("warning", "Log level of the services of v2.")
+    admin_api_key: str = of_gateway("", "API key of the gateway services.", shown=ADMIN_KEY)
+    log_level: str = of_gateway("warning", "Log level of the gateway services.")
     request_timeout: float = setting(
-        3600.0, "With several ranks: abort the run if a rank makes no progress for this many seconds.", above=0
+        3600.0, "Abort a run with several ranks if one rank makes no progress for this many seconds.", above=0
     )
-    setup_timeout: float = setting(3600.0, "Timeout for a worker to load its model, in seconds.", above=0)
-    workers_ready_timeout: float = loading_timeout(
-        30.0, "Timeout for a worker process to respond, in seconds.", above=0
-    )
+    setup_timeout: float = setting(3600.0, "Seconds that a worker may take to load its model.", above=0)
+    workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the role has its own devices.")
 
     def problems(self) -> Problems:
@@ -232,59 +247,78 @@ class TrainEngineConfig:
 
 @dataclass
 class NamedAlgorithm:
-    """An algorithm, selected by name, that provides the loss."""
+    """An algorithm that is selected by name and provides the loss."""
 
     algorithm: str = setting(
         "",
-        "Algorithm that provides the loss, as in areno train --algo: gmpo, simpo, or your own as file.py:NAME. A variant of "
-        "the policy loss, such as cispo, only changes default settings.",
+        "Algorithm that provides the loss, as for areno train --algo: gmpo, simpo, or your own as "
+        "file.py:NAME. Variants of the policy loss, such as cispo, only change default settings.",
     )
-    algorithm_options: dict[str, Any] = setting({}, "Options of the algorithm, by name.")
+    algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
-    """The policy and its training. The loss is the policy loss (PolicyLossOptions) or the loss of a named algorithm."""
+    """The policy and its training. The loss is the policy loss of PolicyLossOptions, or the loss of a named algorithm."""
 
-    ppo_n_minibatches: int = setting(4, "Optimizer steps per pass over a batch.", minimum=1)
-    ppo_n_epochs: int = setting(1, "Passes over a batch, each with ppo_n_minibatches optimizer steps.", minimum=1)
-    reward_norm: NormConfig | None = section(None, "Normalization of rewards, before advantages are computed.")
-    reward_scaling: float = setting(1.0, "Factor by which rewards are multiplied, after the bias is added.")
-    reward_bias: float = setting(0.0, "Offset added to rewards.")
+    ppo_n_minibatches: int = setting(4, "Number of optimizer steps per pass over a batch.", minimum=1)
+    ppo_n_epochs: int = setting(
+        1, "Number of passes over a batch. Each pass takes ppo_n_minibatches optimizer steps.", minimum=1
+    )
+    reward_norm: NormConfig | None = section(None, "Normalization of the rewards before the advantages are computed.")
+    reward_scaling: float = setting(1.0, "Factor by which rewards are multiplied after reward_bias is added.")
+    reward_bias: float = setting(0.0, "Offset that is added to rewards.")
     reward_clip: float = setting(20.0, "Clip scaled rewards to this magnitude.", above=0)
-    overlong_reward_penalty: bool = setting(False, "DAPO: penalize answers near the length limit.")
+    overlong_reward_penalty: bool = setting(
+        False, "Penalize answers that come close to the length limit, as DAPO does."
+    )
     overlong_tokens: int | None = setting(
         None,
-        "Length of the penalized range before the limit, in tokens.",
+        "Length in tokens of the penalized range, which ends at the length limit.",
         minimum=1,
     )
     overlong_penalty_factor: float | None = setting(
-        None, "Penalty at the length limit. A row of several turns can be longer and be penalized more.", above=0
+        None,
+        "Penalty at the length limit. A row with several turns can exceed the limit and then gets a larger penalty.",
+        above=0,
     )
-    mask_no_eos_with_zero: bool = setting(False, "Give truncated answers no task reward, and do not train on them.")
+    mask_no_eos_with_zero: bool = setting(
+        False, "Give truncated answers no task reward, and exclude these answers from training."
+    )
     discount: float = setting(1.0, "Discount factor of rewards, per token.", minimum=0, maximum=1)
     gae_lambda: float = setting(1.0, "Lambda of generalized advantage estimation.", minimum=0, maximum=1)
     adv_norm: NormConfig | None = section(None, "Normalization of advantages over tokens.")
     kl_ctl: float = setting(
         0.1,
-        "Coefficient of the KL penalty against the reference in the reward.",
+        "Coefficient of the KL penalty in the reward. The penalty keeps the policy close to the reference.",
         minimum=0,
         shown="0.1 with a ref and without kl_loss_coef, else 0",
     )
-    kl_estimator: str = setting("k1", "Estimator of the KL penalty in the reward (kl_ctl).", choices=("k1", "k2", "k3"))
-    kl_loss_coef: float = setting(0.0, "Coefficient of a KL term against the reference in the loss.", minimum=0)
-    kl_loss_type: str = setting("low_var_kl", "Estimator of the KL term in the loss (kl_loss_coef).", choices=KL_TYPES)
+    kl_estimator: str = setting(
+        "k1", "Estimator of the KL penalty in the reward (see kl_ctl).", choices=("k1", "k2", "k3")
+    )
+    kl_loss_coef: float = setting(
+        0.0, "Coefficient of the KL term in the loss. The term keeps the policy close to the reference.", minimum=0
+    )
+    kl_loss_type: str = setting(
+        "low_var_kl", "Estimator of the KL term in the loss (see kl_loss_coef).", choices=KL_TYPES
+    )
     recompute_logprob: bool = setting(
-        False, "Recompute log-probs with the weights before the update, instead of using the log-probs of the rollout."
+        False,
+        "Recompute log-probs with the weights before the update. Without use_decoupled_loss, the recomputed "
+        "log-probs replace those of the rollout.",
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
-        None, "Bounds on the importance weight of the decoupled loss; null sets no bounds."
+        None, "Bounds on the importance weight of the decoupled loss. If null, there are no bounds."
     )
-    log_agent_stats: bool = setting(False, "Report the numbers that workflows return under their own keys.")
-    log_agent_stats_keys: list[str] = setting([], "Keys that log_agent_stats reports; empty reports none.")
+    log_agent_stats: bool = setting(
+        False,
+        "Report additional numbers that a workflow returns. log_agent_stats_keys lists the keys of these numbers.",
+    )
+    log_agent_stats_keys: list[str] = setting([], "Keys that log_agent_stats reports. An empty list reports nothing.")
     max_new_tokens: int = setting(
         1024,
-        "Maximum number of tokens in an answer, and thus the length limit for the overlong penalty.",
+        "Maximum number of tokens in an answer. The overlong penalty uses this number as the length limit.",
         minimum=1,
         inherits="gconfig.max_new_tokens",
         shown="gconfig.max_new_tokens",
@@ -336,12 +370,18 @@ class PPOCriticConfig(TrainEngineConfig):
     """The value model."""
 
     is_critic: bool = setting(True, "A critic returns one number per token.")
-    ppo_n_minibatches: int = setting(4, "Optimizer steps per pass over a batch.", minimum=1)
-    ppo_n_epochs: int = setting(1, "Passes over a batch, each with ppo_n_minibatches optimizer steps.", minimum=1)
-    eps_clip: float = setting(0.5, "Value clipping: clip range of V - V_old, in units of reward.", above=0)
+    ppo_n_minibatches: int = setting(4, "Number of optimizer steps per pass over a batch.", minimum=1)
+    ppo_n_epochs: int = setting(
+        1, "Number of passes over a batch. Each pass takes ppo_n_minibatches optimizer steps.", minimum=1
+    )
+    eps_clip: float = setting(
+        0.5,
+        "Clip range for the change of a predicted value in the value loss, in units of reward.",
+        above=0,
+    )
     mask_no_eos_with_zero: bool = setting(
         False,
-        "Give no task reward to truncated answers, as for the actor.",
+        "Give truncated answers no task reward, and exclude these answers from training, as for the actor.",
         inherits="actor.mask_no_eos_with_zero",
         shown="actor.mask_no_eos_with_zero",
     )
@@ -349,15 +389,17 @@ class PPOCriticConfig(TrainEngineConfig):
 
 @dataclass
 class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
-    """A model trained on preference pairs."""
+    """The policy or the reference in training on preference pairs."""
 
     beta: float = setting(0.1, "Strength of the regularization towards the reference.", above=0)
     loss_type: str = setting(
         "sigmoid",
-        "sigmoid is DPO, ipo is IPO with log-probs averaged per token, and hinge is SLiC.",
+        "Loss: sigmoid (DPO), ipo (IPO with log-probs averaged per token) or hinge (SLiC).",
         choices=("sigmoid", "ipo", "hinge"),
     )
-    label_smoothing: float = setting(0.0, "Assumed fraction of flipped preferences.", minimum=0, below=0.5)
+    label_smoothing: float = setting(
+        0.0, "Assumed fraction of pairs whose preference label is wrong.", minimum=0, below=0.5
+    )
 
 
 @dataclass
@@ -366,19 +408,21 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Which section may be set, rollout or train. Nothing else changes: the actor's engine or a server runs the teacher.",
+        "Section that may be set: rollout or train. In both cases, the actor's engine or a server runs the teacher.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "Only with engine_type rollout; must agree with the run's other sections.",
+        "Accepted only with engine_type rollout. The values must agree with the run's other sections.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
-        None, "Only with engine_type train; must agree with the run's other sections.", inner={"path": "teacher.path"}
+        None,
+        "Accepted only with engine_type train. The values must agree with the run's other sections.",
+        inner={"path": "teacher.path"},
     )
     path: str = setting(
-        "", "Teacher: a model folder, a repo id, or the address of a server, such as http://HOST:8000/v1."
+        "", "Teacher model: a folder, a repo id, or the address of a server, such as http://HOST:8000/v1."
     )
     offload: bool = setting(
         False,

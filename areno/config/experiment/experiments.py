@@ -31,44 +31,52 @@ from areno.config.experiment.worker_sections import ClusterSpecConfig, Scheduler
 
 @dataclass
 class BaseExperimentConfig:
-    """Settings that all kinds of experiments share."""
+    """Settings of every experiment."""
 
-    experiment_name: str = setting("", "Name of the experiment; must not contain _ or /.", required=True)
-    trial_name: str = setting("", "Name of the trial; must not contain - or /.", required=True)
-    cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines and their shared folder.")
+    experiment_name: str = setting("", "Name of the experiment, without the characters _ and /.", required=True)
+    trial_name: str = setting("", "Name of the trial, without the characters - and /.", required=True)
+    cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines and the folder that they share.")
     allocation_mode: str = setting(
         "", "Backends of several sections in one string, such as areno:d1+fsdp:d1 for rollout and actor."
     )
-    seed: int = setting(1, "Seed of the data order and all sampling.", minimum=0, maximum=2**32 - 1)
+    seed: int = setting(1, "Random seed for the data order and sampling.", minimum=0, maximum=2**32 - 1)
     enable_offload: bool = setting(
         False,
-        "GPU only: let engines keep data in host memory.",
-        no_effect="the setting offload of each engine and optimizer decides which data is kept in host memory",
+        "Allow engines to keep data in host memory (GPU only).",
+        no_effect="each engine and each optimizer has its own setting offload",
     )
-    total_train_epochs: int = setting(1, "Passes over the training rows.", minimum=1)
-    total_train_steps: int | None = setting(None, "Stop after this many steps; null trains for all epochs.", minimum=1)
+    total_train_epochs: int = setting(1, "Number of passes over the training rows.", minimum=1)
+    total_train_steps: int | None = setting(
+        None, "Stop after this many steps. If null, train for all epochs.", minimum=1
+    )
     total_train_n_seqs: int | None = setting(
         None,
-        "Stop after the step at which this many sequences have been trained on; null trains for all epochs.",
+        "Number of sequences to train on. The run stops after the step that reaches this number. If null, "
+        "train for all epochs.",
         minimum=1,
     )
     tokenizer_path: str = setting(
-        "", "Tokenizer, which must be the model's own tokenizer.", inherits="actor.path", shown="actor.path"
+        "",
+        "Path of the tokenizer. Only the tokenizer in the model's own folder is supported.",
+        inherits="actor.path",
+        shown="actor.path",
     )
     train_dataset: TrainDatasetConfig = section(TrainDatasetConfig, "The rows to train on.")
-    valid_dataset: ValidDatasetConfig | None = section(None, "The held-out rows; null disables evaluation.")
-    saver: SaverConfig = section(SaverConfig, "Saved models.")
+    valid_dataset: ValidDatasetConfig | None = section(
+        None, "Held-out rows for evaluation. If null, the run has no evaluation."
+    )
+    saver: SaverConfig = section(SaverConfig, "How and when to save models.")
     evaluator: EvaluatorConfig = section(EvaluatorConfig, "When to evaluate.")
-    stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Statistics loggers.")
+    stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Where to log statistics.")
     perf_tracer: PerfTracerConfig | None = section(
-        None, "Performance traces of the trainer's process; null writes no traces."
+        None, "Performance traces of the trainer process. If null, no traces are written."
     )
     memory_profiler: MemoryProfilerConfig | None = section(
-        None, "CUDA memory snapshots of the actor's ranks; null takes none."
+        None, "CUDA memory snapshots of the actor's ranks. If null, no snapshots are taken."
     )
     recover: RecoverConfig = section(RecoverConfig, "Recovery checkpoints.")
-    sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")
-    vllm: vLLMConfig = section(vLLMConfig, "vLLM servers.")
+    sglang: SGLangConfig = section(SGLangConfig, "Options of SGLang servers.")
+    vllm: vLLMConfig = section(vLLMConfig, "Options of vLLM servers.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "The scheduler that starts worker processes.")
     launcher: dict[str, Any] = setting(
         {},
@@ -86,34 +94,44 @@ class BaseExperimentConfig:
 
 @dataclass
 class PPOConfig(BaseExperimentConfig):
-    """PPO (with ``critic``), GRPO and other policy-gradient algorithms, selected by settings of ``actor``."""
+    """PPO, GRPO and other policy-gradient algorithms. The settings of ``actor`` select the algorithm. PPO also needs a
+    ``critic``.
+    """
 
-    gconfig: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers.")
+    gconfig: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling parameters for training.")
     eval_gconfig: GenerationHyperparameters | None = section(
-        None, "Sampling of answers in evaluation; null uses gconfig."
+        None, "Sampling parameters for evaluation. If null, gconfig applies."
     )
     rollout: InferenceEngineConfig = section(InferenceEngineConfig, "The inference engine.")
-    actor: PPOActorConfig = section(PPOActorConfig, "The policy.")
-    ref: PPOActorConfig | None = section(None, "A frozen reference policy for KL terms; null for no reference.")
-    critic: PPOCriticConfig | None = section(None, "A value model; null for no critic.")
-    teacher: TeacherConfig | None = section(None, "A teacher for distillation; null for no teacher.")
+    actor: PPOActorConfig = section(PPOActorConfig, "The trained policy.")
+    ref: PPOActorConfig | None = section(
+        None, "A frozen reference policy for KL terms. If null, there is no reference."
+    )
+    critic: PPOCriticConfig | None = section(None, "A value model. If null, there is no critic.")
+    teacher: TeacherConfig | None = section(None, "A teacher model for distillation. If null, there is no teacher.")
     async_training: bool | None = setting(
         None,
-        "Deprecated. This setting must agree with rollout.max_head_offpolicyness, which takes effect instead; null "
-        "skips the check.",
+        "Deprecated: use rollout.max_head_offpolicyness instead. If async_training is set, the two settings "
+        "must agree.",
     )
     dynamic_bs: bool = setting(
         False,
-        "Complete a batch when accepted and rejected groups together reach batch_size, and train on the accepted "
-        "groups only.",
+        "Count rejected groups towards the batch size. The trainer uses only the accepted groups, so batches "
+        "differ in size.",
     )
     success_rate_lb: float | None = setting(
-        None, "Filter out prompts whose mean reward is below this value; null sets no bound.", minimum=0, maximum=1
+        None,
+        "Filter out prompts whose mean reward is below this value. If null, there is no lower bound.",
+        minimum=0,
+        maximum=1,
     )
     success_rate_ub: float | None = setting(
-        None, "Filter out prompts whose mean reward is above this value; null sets no bound.", minimum=0, maximum=1
+        None,
+        "Filter out prompts whose mean reward is above this value. If null, there is no upper bound.",
+        minimum=0,
+        maximum=1,
     )
-    reward: RewardConfig = section(RewardConfig, "The reward function and its timeout, or the reward model.")
+    reward: RewardConfig = section(RewardConfig, "The reward function or the reward model.")
     workflow: WorkflowConfig = section(WorkflowConfig, "The workflow that turns a prompt into a trajectory.")
 
     @property
@@ -149,28 +167,28 @@ class PPOConfig(BaseExperimentConfig):
 
 @dataclass
 class GRPOConfig(PPOConfig):
-    """PPOConfig under the name that most examples use."""
+    """The same settings as PPOConfig. Most examples use this name."""
 
 
 @dataclass
 class SFTConfig(BaseExperimentConfig):
     """Supervised fine-tuning."""
 
-    actor: TrainEngineConfig = section(TrainEngineConfig, "The model.")
+    actor: TrainEngineConfig = section(TrainEngineConfig, "The trained model.")
 
 
 @dataclass
 class RWConfig(BaseExperimentConfig):
     """Reward-model training on preference pairs."""
 
-    actor: TrainEngineConfig = section(TrainEngineConfig, "The model; needs is_critic=true.")
+    actor: TrainEngineConfig = section(TrainEngineConfig, "The trained model. Its setting is_critic must be true.")
 
 
 @dataclass
 class DPOConfig(BaseExperimentConfig):
     """Preference optimization without a reward model, such as DPO and IPO."""
 
-    actor: DPOEngineConfig = section(DPOEngineConfig, "The policy.")
+    actor: DPOEngineConfig = section(DPOEngineConfig, "The trained policy.")
     ref: DPOEngineConfig = section(DPOEngineConfig, "The frozen reference policy.")
 
 

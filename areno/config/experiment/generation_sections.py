@@ -19,10 +19,10 @@ ADMIN_KEY = "random for each run"
 NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove the setting, or set _version=v1"
 """Why ``_version`` v2 is rejected."""
 
-of_gateway = partial(setting, no_effect="only read by services of _version v2")
+of_gateway = partial(setting, no_effect="only read with _version v2, which is not supported")
 """Declares a setting of gateway services."""
 
-loading_timeout = partial(setting, no_effect="setup_timeout limits the time for starting and loading together")
+loading_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
 """Declares a timeout for starting a process, not counting the time for loading a model."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
@@ -39,26 +39,30 @@ _OPENAI_NAMES = {
 class GenerationHyperparameters:
     """Sampling parameters."""
 
-    n_samples: int = setting(1, "Answers per prompt (the group size).", minimum=1)
-    max_new_tokens: int = setting(16384, "Maximum tokens of an answer.", minimum=1)
+    n_samples: int = setting(1, "Number of answers per prompt (the group size).", minimum=1)
+    max_new_tokens: int = setting(16384, "Maximum number of tokens in an answer.", minimum=1)
     min_new_tokens: int = setting(
         0,
-        "No end-of-sequence or stop token is sampled before this many tokens; stop texts still end an answer.",
+        "Minimum number of tokens before an end-of-sequence or stop token can be sampled. A stop text can "
+        "still end an answer earlier.",
         minimum=0,
     )
-    max_tokens: int = setting(32768, "Maximum tokens of prompt and answer together.", minimum=1)
+    max_tokens: int = setting(32768, "Maximum number of tokens in prompt and answer together.", minimum=1)
     greedy: bool = setting(False, "Always take the most likely token.")
     top_p: float = setting(
-        1.0, "Nucleus sampling: sample from the most likely tokens with this total probability.", above=0, maximum=1
+        1.0,
+        "Nucleus sampling: sample from the smallest set of most likely tokens that reaches this total probability.",
+        above=0,
+        maximum=1,
     )
-    top_k: int = setting(100_000_000, "Sample from the k most likely tokens.", minimum=1)
+    top_k: int = setting(100_000_000, "Number of most likely tokens to sample from.", minimum=1)
     temperature: float = setting(
-        1.0, "Sampling temperature; log-probs are computed from the scaled distribution.", above=0
+        1.0, "Sampling temperature. Log-probs are computed from the temperature-scaled distribution.", above=0
     )
     stop_token_ids: list[int] = setting(
         [], "Token ids that end an answer, in addition to the model's end-of-sequence tokens.", minimum=0
     )
-    ignore_eos: bool = setting(False, "Continue after an end-of-sequence token.")
+    ignore_eos: bool = setting(False, "Continue generating after an end-of-sequence token.")
     skip_special_tokens: bool = setting(True, "Remove special tokens from the decoded text.")
     stop: list[str] | None = setting(None, "Texts that end an answer.")
     frequency_penalty: float = setting(
@@ -123,27 +127,29 @@ class AgentConfig:
     """How agents run, and how their conversations become training rows."""
 
     agent_cls_path: str = setting(
-        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty runs workflow.path instead."
+        "",
+        "Agent class with the method async run(data, ...), as module.Class or file.py:NAME. If empty, "
+        "workflow.path applies.",
     )
     admin_api_key: str = setting(
         "",
-        "Key for opening and closing sessions.",
+        "API key for opening and closing sessions.",
         shown=ADMIN_KEY,
-        no_effect="only the trainer opens and closes sessions, and the trainer needs no key",
+        no_effect="only the trainer opens and closes sessions, and it needs no key",
     )
     scheduling_spec: list[SchedulingSpec] = section(
-        one_spec, "Resources of agents: exactly one entry, which must not set cpu or env_vars."
+        one_spec, "Resources of agents. The list must have exactly one entry, without cpu and env_vars."
     )
     mode: str = setting(
         "inline",
-        "inline runs agents in the trainer's process; subproc runs agents in separate processes, which can be killed.",
+        "Run agents in the trainer process (inline), or in separate processes that areno can kill (subproc).",
         choices=("inline", "subproc", "online"),
         refused_values={
             "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "
             "agent"
         },
     )
-    tool_call_parser: str = setting("qwen", "Parser of tool calls.")
+    tool_call_parser: str = setting("qwen", "Parser of the model's tool calls.")
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
@@ -152,21 +158,25 @@ class AgentConfig:
     )
     engine_max_tokens: int | None = setting(
         None,
-        "Maximum tokens of prompt and completion together, if this is below gconfig.max_tokens.",
+        "Maximum number of tokens in prompt and completion together. If gconfig.max_tokens is smaller, "
+        "gconfig.max_tokens applies.",
         minimum=1,
     )
     turn_discount: float = setting(
-        1.0, "Discount factor per turn for the rewards of later turns.", minimum=0, maximum=1
+        1.0,
+        "Discount factor per turn. A turn is credited with its own reward and the discounted rewards of later turns.",
+        minimum=0,
+        maximum=1,
     )
     export_style: str = setting(
         "individual",
-        "individual makes one row per answer of the model; concat makes one row per conversation, or per branch if the "
-        "conversation forks.",
+        "Make one row per answer of the model (individual) or one row per conversation (concat). With concat, "
+        "a conversation that forks gives one row per branch.",
         choices=("individual", "concat"),
     )
     subproc_max_workers: int = setting(4, "Maximum number of agent processes in mode subproc.", minimum=1)
     session_timeout_seconds: int = setting(
-        3600, "Timeout of an agent's run and of each of its requests, in seconds.", minimum=1
+        3600, "Timeout in seconds of an agent's run and of each request during the run.", minimum=1
     )
     set_reward_finish_timeout: float = setting(
         0.0, "Seconds to wait for rewards after the agent has finished.", minimum=0
@@ -186,66 +196,70 @@ class AgentConfig:
 
 @dataclass
 class InferenceEngineConfig:
-    """Rollout: inference engine, staleness, and agents."""
+    """Settings of the rollout: the inference engine, staleness and agents."""
 
     experiment_name: str | None = setting(
-        None, "Experiment name; set this name only at the top level.", inherits="experiment_name"
+        None, "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
-    trial_name: str | None = setting(None, "Trial name; set this name only at the top level.", inherits="trial_name")
-    fileroot: str | None = setting(None, "Root of logs and dumps.", inherits="cluster.fileroot")
+    trial_name: str | None = setting(None, "Trial name. Set this name only at the top level.", inherits="trial_name")
+    fileroot: str | None = setting(None, "Root folder of logs and dumps.", inherits="cluster.fileroot")
     max_concurrent_rollouts: int | None = setting(
         None,
-        "Maximum number of prompt groups generated concurrently.",
+        "Maximum number of prompt groups that are generated concurrently.",
         minimum=1,
         inherits="rollout.consumer_batch_size",
         shown="rollout.consumer_batch_size",
     )
     queue_size: int | None = setting(
         None,
-        "Maximum number of prompts that wait for generation; null means 16 x max_concurrent_rollouts. max_head_offpolicyness "
-        "may set a lower limit.",
+        "Maximum number of prompts that wait for generation. If null, the limit is 16 x "
+        "max_concurrent_rollouts. A small max_head_offpolicyness lowers the limit.",
         minimum=1,
     )
     consumer_batch_size: int = setting(
         0,
-        "Prompt groups per training step.",
+        "Number of prompt groups per training step.",
         minimum=1,
         inherits="train_dataset.batch_size",
         shown="train_dataset.batch_size",
     )
     max_head_offpolicyness: int = setting(
         0,
-        "Number of versions that rollout may be ahead of training when an episode starts; 0 is synchronous.",
+        "Number of weight versions by which the rollout may be ahead of training when an episode starts. With "
+        "0, training is synchronous.",
         minimum=0,
     )
     max_staleness: int | None = setting(
         None,
-        "Maximum age of trained tokens, in versions; on_stale handles trajectories with older tokens. null sets no bound.",
+        "Maximum staleness of trained tokens, in weight versions. The setting on_stale selects the action for "
+        "staler trajectories. If null, there is no bound.",
         minimum=0,
     )
     on_stale: str = setting(
-        "drop", "What to do with a trajectory that exceeds max_staleness.", choices=("drop", "regenerate")
+        "drop",
+        "Whether to drop a trajectory that exceeds max_staleness or to regenerate the trajectory from its prompt.",
+        choices=("drop", "regenerate"),
     )
-    enable_rollout_tracing: bool = setting(False, "Log the lengths and duration of each generation request.")
-    check_trajectory_format: bool = setting(False, "Check keys and shapes of the trajectories that a workflow returns.")
+    enable_rollout_tracing: bool = setting(False, "Log the lengths and the duration of each generation request.")
+    check_trajectory_format: bool = setting(
+        False, "Check the keys and shapes of the trajectories that a workflow returns."
+    )
     tokenizer_path: str = setting(
         "",
-        "Tokenizer of dumped text, which must be the model's own tokenizer.",
+        "Path of the tokenizer for dumped text. Only the tokenizer in the model's own folder is supported.",
         inherits="tokenizer_path",
         shown="tokenizer_path",
     )
-    dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
+    dump_to_file: bool = setting(False, "Write every trajectory as text to the run directory.")
     save_rollouts: str | None = setting(
         None,
-        "Save training rows to rollouts/ in the run directory, for areno replay: N keeps the rows of the newest N steps, all "
-        "keeps the rows of every step, and null or 0 saves no rows.",
+        "Number of newest steps whose training rows are kept in rollouts/ of the run directory, for areno "
+        "replay. With all, the rows of every step are kept. With null or 0, no rows are saved.",
     )
-    setup_timeout: float = setting(300.0, "Timeout for an engine to load, in seconds.", above=0)
-    workers_ready_timeout: float = loading_timeout(
-        30.0, "Timeout for a worker process to respond, in seconds.", above=0
-    )
-    request_timeout: float = setting(3600.0, "Timeout of each attempt at a generation request, in seconds.", above=0)
-    request_retries: int = setting(3, "Maximum retries of a failed request.", minimum=0)
+    setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
+    workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
+    request_timeout: float = setting(3600.0, "Timeout in seconds of each attempt at a generation request.", above=0)
+    request_retries: int = setting(3, "Maximum number of retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(
         0.0,
         "Seconds to wait after generation is paused.",
@@ -254,14 +268,14 @@ class InferenceEngineConfig:
     )
     scheduling_spec: list[SchedulingSpec] = section(
         one_spec,
-        "Resources of a rollout worker; a second entry is not used.",
+        "Resources of a rollout worker. A second list entry has no effect.",
     )
     backend: str = setting(
         "",
-        "Engine and parallelism, such as areno:d2, vllm:d2t2 or sglang:d2 (areno is the built-in engine).",
+        "Engine and parallelism, such as areno:d2 (the built-in engine), vllm:d2t2 or sglang:d2.",
         required=True,
     )
-    scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether rollout has its own devices.")
+    scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the rollout has its own devices.")
     use_lora: bool = setting(
         False, "Serve the actor's adapter instead of full weights.", inherits="actor.use_lora", shown="actor.use_lora"
     )
@@ -271,26 +285,30 @@ class InferenceEngineConfig:
     agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
     speculate: int = setting(
         0,
-        "Speculative decoding by prompt lookup (CPU only): maximum draft tokens per decode step; 0 disables drafting. Answers "
-        "do not change.",
+        "Maximum number of draft tokens per decode step for speculative decoding by prompt lookup (CPU only). "
+        "Speculation does not change the answers. 0 disables speculation.",
         minimum=0,
         maximum=63,
     )
     return_routed_experts: bool = setting(
         False,
-        "Routing replay: record each token's experts in rollout and reuse them in training, so that routing differences do not "
-        "change log-probs. On a CPU, this setting disables compiled decode steps.",
+        "Routing replay: record the experts of each token in the rollout and use them in training. Routing "
+        "differences then do not change log-probs. On a CPU, replay disables compiled decode steps.",
     )
     _version: str = setting(
-        "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
+        "v1",
+        "How the rollout runs: in workers of the run (v1) or as services behind a gateway (v2).",
+        choices=("v1", "v2"),
+        refused=NO_GATEWAY,
     )
     model: str = of_gateway("default", "Model name that a gateway reports.")
-    routing_strategy: str = of_gateway("round_robin", "Routing strategy for requests.")
-    poll_interval: float = of_gateway(5.0, "Seconds between a router's health checks.", above=0)
-    admin_api_key: str = of_gateway("", "Key for the services of v2.", shown=ADMIN_KEY)
+    routing_strategy: str = of_gateway("round_robin", "Strategy by which a gateway routes requests.")
+    poll_interval: float = of_gateway(5.0, "Seconds between two health checks of a router.", above=0)
+    admin_api_key: str = of_gateway("", "API key of the gateway services.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,
-        "Addresses of running vLLM or SGLang servers, one per replica, separated by commas; null starts servers.",
+        "Comma-separated addresses of running vLLM or SGLang servers, one per replica. If null, areno starts "
+        "the servers.",
     )
     provider_api_key: str | None = setting(None, "API key of the servers at api_url.")
 

@@ -37,62 +37,70 @@ class LegacyKey(NamedTuple):
 
 LEGACY_KEYS: dict[str, LegacyKey] = {
     "experiment_name": LegacyKey(
-        "experiment_name", "Name of the experiment; must not contain _ or /.", "async-ppo or sync-ppo"
+        "experiment_name", "Name of the experiment, without the characters _ and /.", "async-ppo or sync-ppo"
     ),
-    "trial_name": LegacyKey("trial_name", "Name of this trial; must not contain - or /.", "current time"),
+    "trial_name": LegacyKey("trial_name", "Name of the trial, without the characters - and /.", "current time"),
     "n_nodes": LegacyKey("cluster.n_nodes", "Number of machines.", "1"),
-    "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "all devices of this machine"),
+    "n_gpus_per_node": LegacyKey(
+        "cluster.n_gpus_per_node", "Number of devices per machine.", "all devices of the machine"
+    ),
     "allocation_mode": LegacyKey(
         "allocation_mode",
-        "Devices of generation and training, such as areno.d1m1+d1m1, with d for data, m for tensor and p for pipeline "
-        "parallelism.",
+        "Devices of generation and training, such as areno.d1m1+d1m1. d is data, m is tensor and p is "
+        "pipeline parallelism.",
         "areno.d1m1+d1m1",
     ),
-    "cluster.fileroot": LegacyKey("cluster.fileroot", "Root of logs and checkpoints.", DEFAULT_FILEROOT),
+    "cluster.fileroot": LegacyKey("cluster.fileroot", "Root folder of logs and checkpoints.", DEFAULT_FILEROOT),
     "actor.type._class": LegacyKey("actor.model_type", "Model family of the actor, such as qwen3.", "any"),
     "ref.type._class": LegacyKey("ref.model_type", "Model family of the reference.", "any"),
     "critic.type._class": LegacyKey("critic.model_type", "Model family of the critic.", "any"),
     "actor.path": LegacyKey("actor.path", "Model folder or repo id of the actor.", "required"),
     "ref.path": LegacyKey(
-        "ref.path", "Model of the reference; without a reference, there is no KL term.", "no reference"
+        "ref.path",
+        "Model folder or repo id of the reference. Without a reference, there is no KL term.",
+        "no reference",
     ),
     "dataset.path": LegacyKey("train_dataset.path", "JSONL file with the dataset.", "required"),
-    "dataset.train_bs_n_seqs": LegacyKey("train_dataset.batch_size", "Prompts per training step.", "1"),
-    "group_size": LegacyKey("gconfig.n_samples", "Answers per prompt.", "1"),
+    "dataset.train_bs_n_seqs": LegacyKey("train_dataset.batch_size", "Number of prompts per training step.", "1"),
+    "group_size": LegacyKey("gconfig.n_samples", "Number of answers per prompt.", "1"),
     "max_concurrent_rollouts": LegacyKey(
         "rollout.max_concurrent_rollouts",
-        "Maximum number of prompts generated concurrently.",
+        "Maximum number of prompts that are generated concurrently.",
         "dataset.train_bs_n_seqs",
     ),
     "max_head_offpolicyness": LegacyKey(
         "rollout.max_head_offpolicyness",
-        "Number of versions that rollout may be ahead of training; 0 is synchronous.",
+        "Number of weight versions by which the rollout may be ahead of training. With 0, training is synchronous.",
         "0",
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
-        "actor.mb_spec.max_tokens_per_mb", "Maximum tokens of a microbatch when training the actor.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb",
+        "Maximum number of tokens in a microbatch when the actor is trained.",
+        "no limit",
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "actor.mb_spec.max_tokens_per_mb",
-        "Maximum tokens of a microbatch when the actor computes log-probs; the smaller of this limit and the training limit "
-        "applies.",
+        "Maximum number of tokens in a microbatch when the actor computes log-probs. The smaller of this "
+        "limit and the training limit applies.",
         "no limit",
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
         "ref.mb_spec.max_tokens_per_mb",
-        "Maximum tokens of a microbatch when the reference computes log-probs.",
+        "Maximum number of tokens in a microbatch when the reference computes log-probs.",
         "no limit",
     ),
-    "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum tokens of an answer.", "16384"),
-    "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per pass over a batch.", "4"),
+    "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Maximum number of tokens in an answer.", "16384"),
+    "ppo.ppo_n_minibatches": LegacyKey(
+        "actor.ppo_n_minibatches", "Number of optimizer steps per pass over a batch.", "4"
+    ),
     "ppo.recompute_logprob": LegacyKey(
         "actor.recompute_logprob",
-        "Recompute log-probs before the update.",
+        "Recompute log-probs with the weights before the update.",
         "true if asynchronous or ppo.use_decoupled_loss=true, else false",
     ),
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",
-        "Decoupled PPO: clip the ratio against the policy before the update.",
+        "Use the decoupled PPO loss, whose clipped ratio is relative to the policy before the update.",
         "same as ppo.recompute_logprob",
     ),
     "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),
@@ -100,12 +108,12 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "actor.adv_norm", "Normalize advantages within each group instead of over the batch.", "false"
     ),
     "success_rate_ub": LegacyKey(
-        "success_rate_ub", "Filter out prompts whose success rate is higher than this value.", "no bound"
+        "success_rate_ub", "Filter out prompts whose success rate is above this value.", "no bound"
     ),
     "success_rate_lb": LegacyKey(
-        "success_rate_lb", "Filter out prompts whose success rate is lower than this value.", "no bound"
+        "success_rate_lb", "Filter out prompts whose success rate is below this value.", "no bound"
     ),
-    "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Passes over the dataset.", "1"),
+    "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Number of passes over the dataset.", "1"),
     "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Save a model every N epochs.", "null"),
     "exp_ctrl.save_freq_steps": LegacyKey("saver.freq_steps", "Save a model every N steps.", "null"),
     "exp_ctrl.save_freq_secs": LegacyKey("saver.freq_secs", "Save a model every N seconds.", "null"),
@@ -114,9 +122,9 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a recovery checkpoint every N steps.", "null"),
     "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a recovery checkpoint every N seconds.", "null"),
-    "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Weights & Biases; true means online.", "disabled"),
+    "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Mode of Weights & Biases. true means online.", "disabled"),
     "tensorboard.path": LegacyKey(
-        "stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run directory"
+        "stats_logger.tensorboard.path", "Folder of TensorBoard's event files.", "the run directory"
     ),
 }
 """Legacy keys, each with the setting that receives its value."""

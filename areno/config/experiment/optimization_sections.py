@@ -14,19 +14,20 @@ class OptimizerConfig:
 
     type: str = setting(
         "adam",
-        "adam is AdamW with fp32 moments; adam_8bit and adam_bf16 use 8-bit and bf16 moments; sgd has no moments.",
+        "AdamW (adam), AdamW with 8-bit moments (adam_8bit), AdamW with bf16 moments (adam_bf16) or SGD "
+        "without moments (sgd).",
         choices=("adam", "sgd", "adam_8bit", "adam_bf16"),
     )
     lr: float = setting(0.001, "Peak learning rate.", above=0)
     weight_decay: float = setting(0.01, "Decoupled weight decay.", minimum=0)
-    beta1: float = setting(0.9, "Decay of the first moment (all types but sgd).", minimum=0, below=1)
-    beta2: float = setting(0.999, "Decay of the second moment (all types but sgd).", minimum=0, below=1)
-    eps: float = setting(1e-08, "Added to the square root of the second moment (all types but sgd).", above=0)
+    beta1: float = setting(0.9, "Decay rate of the first moment (not for type sgd).", minimum=0, below=1)
+    beta2: float = setting(0.999, "Decay rate of the second moment (not for type sgd).", minimum=0, below=1)
+    eps: float = setting(1e-08, "Constant added to the square root of the second moment (not for type sgd).", above=0)
     min_lr_ratio: float = setting(
         0.0, "Final learning rate of a linear or cosine schedule, as a fraction of lr.", minimum=0, maximum=1
     )
     lr_scheduler_type: str = setting(
-        "constant", "Shape of the schedule after warmup.", choices=("linear", "cosine", "constant")
+        "constant", "Shape of the learning-rate schedule after the warmup.", choices=("linear", "cosine", "constant")
     )
     warmup_steps_proportion: float = setting(
         0.001, "Length of the linear warmup from 0 to lr, as a fraction of all steps.", minimum=0, maximum=1
@@ -34,16 +35,20 @@ class OptimizerConfig:
     initial_loss_scale: float = setting(float(2**32), "Initial loss scale (dtype float16 only).", above=0)
     min_loss_scale: float = setting(1.0, "Minimum loss scale (dtype float16 only).", above=0)
     loss_scale_window: float = setting(
-        5.0, "Steps without overflow before the loss scale is doubled (dtype float16 only).", above=0
+        5.0,
+        "Number of consecutive steps without overflow after which the loss scale doubles (dtype float16 only).",
+        above=0,
     )
     hysteresis: int = setting(
         2,
-        "With value N, the N-th overflow since the last doubling and each later one halve the scale (float16 only).",
+        "Number of overflows after which the loss scale is first halved (dtype float16 only). Each later "
+        "overflow halves the scale again. The count restarts when the scale doubles.",
         minimum=1,
     )
     gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
     offload: bool = setting(
-        False, "GPU only: keep optimizer states and accumulated gradients in host memory, and update the weights there."
+        False,
+        "Keep optimizer states and accumulated gradients in host memory, and update the weights there (GPU only).",
     )
 
     def problems(self) -> Problems:
@@ -56,23 +61,29 @@ class OptimizerConfig:
 
 @dataclass
 class MicroBatchSpec:
-    """How the rows of an optimizer step are split into microbatches. The split changes results only by rounding."""
+    """How the rows of an optimizer step are split into microbatches. The split changes results only by rounding errors."""
 
     n_mbs: int | None = setting(
-        1, "Number of microbatches per data-parallel rank (with max_tokens_per_mb: the minimum).", minimum=1
+        1,
+        "Number of microbatches per data-parallel rank. With max_tokens_per_mb, this value is the minimum number.",
+        minimum=1,
     )
     granularity: int = setting(
-        1, "Number of adjacent rows that stay in one microbatch (2 for pairs); the last ones may be fewer.", minimum=1
+        1,
+        "Number of adjacent rows that stay together in one microbatch, such as 2 for pairs. The last block of "
+        "rows may be smaller.",
+        minimum=1,
     )
     max_tokens_per_mb: int | None = setting(
         None,
-        "Maximum tokens of a microbatch; choose a value that fits into memory. A longer row gets its own microbatch.",
+        "Maximum number of tokens in a microbatch. Choose a value that fits into memory. A longer row gets "
+        "its own microbatch.",
         minimum=1,
     )
     n_mbs_divisor: int = setting(1, "Make the number of microbatches a multiple of this value.", minimum=1)
     packing_algorithm: str = setting(
         "ffd",
-        "ffd (first-fit decreasing) makes few microbatches; kk (Karmarkar-Karp) balances their sizes.",
+        "Make few microbatches (ffd: first-fit decreasing), or microbatches of similar size (kk: Karmarkar-Karp).",
         choices=("ffd", "kk"),
     )
 
@@ -88,18 +99,22 @@ class MicroBatchSpec:
 
 @dataclass
 class NormConfig:
-    """Normalization (x - mean) / (std + eps) of rewards or advantages."""
+    """Normalization of rewards or advantages: (x - mean) / (std + eps)."""
 
-    mean_level: str | None = setting("batch", "Scope of the mean; null subtracts no mean.", choices=("batch", "group"))
+    mean_level: str | None = setting(
+        "batch", "Scope of the mean. If null, no mean is subtracted.", choices=("batch", "group")
+    )
     mean_leave1out: bool = setting(False, "Subtract from each value the mean of the other values (leave-one-out).")
     std_level: str | None = setting(
-        "batch", "Scope of the standard deviation; null omits the division.", choices=("batch", "group")
+        "batch",
+        "Scope of the standard deviation. If null, there is no division by a standard deviation.",
+        choices=("batch", "group"),
     )
-    std_unbiased: bool = setting(True, "Use n - 1 instead of n in the variance.")
-    eps: float = setting(1e-05, "Added to the standard deviation.", minimum=0)
+    std_unbiased: bool = setting(True, "Divide by n - 1 instead of n in the variance.")
+    eps: float = setting(1e-05, "Constant added to the standard deviation.", minimum=0)
     group_size: int = setting(
         1,
-        "Answers per prompt; must equal gconfig.n_samples if a level is group.",
+        "Number of answers per prompt. If a level is group, this number must equal gconfig.n_samples.",
         minimum=1,
         inherits="gconfig.n_samples",
         shown="gconfig.n_samples",

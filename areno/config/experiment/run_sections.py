@@ -15,7 +15,7 @@ SAVES_NOTHING = "off"
 LOADER = "loader"
 """Key of ``dataset_kwargs`` that specifies the user's own loader."""
 
-_READS_ROWS = "the trainer's process reads the rows"
+_READS_ROWS = "the trainer process reads the rows itself"
 _service = partial(setting, no_effect=_READS_ROWS)
 
 
@@ -24,29 +24,33 @@ class TrainDatasetConfig:
     """The rows to train on."""
 
     split: str = setting("train", "Split of the dataset.")
-    path: str = setting("", "Data file, folder or hub reference.", required=True)
+    path: str = setting("", "Dataset: a file, a folder or a hub reference.", required=True)
     type: str = setting("", "Kind of experiment: rl, sft, rw (reward model) or dpo.", required=True)
-    batch_size: int = setting(1, "Rows per step: prompts for RL, and pairs for rw and dpo.", minimum=1)
-    shuffle: bool = setting(True, "Shuffle the rows each epoch, with the experiment's seed.")
+    batch_size: int = setting(1, "Number of rows per step: prompts for rl, pairs for rw and dpo.", minimum=1)
+    shuffle: bool = setting(True, "Shuffle the rows before each epoch. The setting seed determines the order.")
     pin_memory: bool = _service(False, "Keep batches in pinned memory.")
-    num_workers: int = _service(0, "Processes that prefetch rows; 0 reads rows in the trainer's process.", minimum=0)
-    num_dataset_workers: int = _service(1, "Processes of a data service.", minimum=1)
+    num_workers: int = _service(0, "Number of processes that prefetch rows.", minimum=0)
+    num_dataset_workers: int = _service(1, "Number of processes of a data service.", minimum=1)
     drop_last: bool = setting(True, "Drop an incomplete last batch.")
     max_length: int | None = setting(
-        None, "Maximum tokens of a row (for RL, of its prompt); longer rows are skipped and counted.", minimum=1
+        None,
+        "Maximum number of tokens in a row (for rl: in its prompt). areno skips and counts longer rows.",
+        minimum=1,
     )
     dataset_kwargs: dict[str, Any] = setting(
-        {}, "Your own dataset loader (key loader: file.py:NAME) and its additional arguments."
+        {},
+        "Your own dataset loader, given by the key loader as file.py:NAME. Other keys are additional "
+        "arguments of the loader.",
     )
     scheduling_spec: SchedulingSpec | None = section(
-        None, "Resources of a data service's workers; null for no service.", no_effect=_READS_ROWS
+        None, "Resources of the workers of a data service.", no_effect=_READS_ROWS
     )
-    setup_timeout: float = _service(120.0, "Timeout for a data service to start, in seconds.", above=0)
+    setup_timeout: float = _service(120.0, "Seconds that a data service may take to start.", above=0)
 
 
 @dataclass
 class ValidDatasetConfig(TrainDatasetConfig):
-    """The held-out rows."""
+    """The held-out rows for evaluation."""
 
     split: str = setting("test", "Split of the dataset.")
     shuffle: bool = setting(False, "Has no effect: an evaluation uses the rows in file order.")
@@ -55,16 +59,16 @@ class ValidDatasetConfig(TrainDatasetConfig):
 
 @dataclass
 class FrequencyConfig:
-    """How often to save, evaluate or checkpoint: whenever any of the three intervals has passed."""
+    """Intervals of an action, such as saving or evaluating. The action runs whenever one of the three intervals has passed."""
 
     experiment_name: str = setting(
-        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
-    freq_epochs: int | None = setting(None, "Interval in epochs; null ignores epochs.", minimum=1)
-    freq_steps: int | None = setting(None, "Interval in steps; null ignores steps.", minimum=1)
-    freq_secs: int | None = setting(None, "Interval in seconds; null ignores time.", minimum=1)
+    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    fileroot: str = setting("", "Root folder of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    freq_epochs: int | None = setting(None, "Interval in epochs, or null for no such interval.", minimum=1)
+    freq_steps: int | None = setting(None, "Interval in steps, or null for no such interval.", minimum=1)
+    freq_secs: int | None = setting(None, "Interval in seconds, or null for no such interval.", minimum=1)
 
     @property
     def has_frequency(self) -> bool:
@@ -74,12 +78,12 @@ class FrequencyConfig:
 
 @dataclass
 class SaverConfig(FrequencyConfig):
-    """Saved models, in Hugging Face format. Except in mode off, the last model is saved even without an interval."""
+    """Saved models in Hugging Face format. The last model is always saved, except in mode off."""
 
     mode: str = setting(
         "auto",
-        "sync writes while training waits, async writes in the background, auto is async if the model can be copied, and off "
-        "saves nothing, not even the last model.",
+        "Write while training waits (sync), write a copy of the model in the background (async), or save no "
+        "models (off). auto means async if the model can be copied, else sync.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
 
@@ -95,10 +99,11 @@ class EvaluatorConfig(FrequencyConfig):
     """Evaluation on held-out rows."""
 
     eval_before_train: bool = setting(False, "Also evaluate before the first step.")
-    keep_best: bool = setting(False, "Keep the checkpoint with the best evaluation, as recover/best.")
+    keep_best: bool = setting(False, "Keep the checkpoint with the best evaluation in the folder recover/best.")
     early_stop_patience: int | None = setting(
         None,
-        "Stop the run after this many consecutive evaluations without a new best result; null never stops the run.",
+        "Stop the run after this many consecutive evaluations without a new best result. If null, the run "
+        "never stops early.",
         minimum=1,
     )
 
@@ -109,12 +114,14 @@ class RecoverConfig(FrequencyConfig):
 
     mode: str = setting(
         "disabled",
-        "on and auto write recovery checkpoints, and resume from the newest recovery checkpoint, if any; off and disabled do "
-        "neither.",
+        "Write recovery checkpoints and resume from the newest checkpoint, if any (on, auto), or do neither "
+        "(off, disabled).",
         choices=("on", "off", "auto", "disabled"),
     )
-    retries: int = setting(3, "With recovery checkpoints: maximum number of restarts after engine failures.", minimum=0)
-    no_save_optim: bool = setting(False, "Do not save the optimizer in recovery checkpoints.")
+    retries: int = setting(
+        3, "Maximum number of restarts after engine failures. Restarts need recovery checkpoints.", minimum=0
+    )
+    no_save_optim: bool = setting(False, "Omit the optimizer states from recovery checkpoints.")
     no_load_optim: bool = setting(False, "Resume with new optimizer states instead of the saved states.")
 
     @property
@@ -128,18 +135,22 @@ class WandBConfig:
     """Weights & Biases."""
 
     mode: str = setting(
-        "disabled", "true means online, and false means disabled.", choices=("online", "offline", "disabled", "shared")
+        "disabled",
+        "Mode of Weights & Biases. true means online, and false means disabled.",
+        choices=("online", "offline", "disabled", "shared"),
     )
     wandb_base_url: str = setting("", "Address of a self-hosted server.")
-    wandb_api_key: str = setting("", "API key; empty uses WANDB_API_KEY or the key stored by `wandb login`.")
+    wandb_api_key: str = setting("", "API key. If empty, WANDB_API_KEY or the key stored by `wandb login` applies.")
     entity: str | None = setting(None, "User or team.")
-    project: str | None = setting(None, "Project; null uses the experiment's name.")
-    name: str | None = setting(None, "Name of the run; null uses the trial's name.")
+    project: str | None = setting(None, "Project (default: the name of the experiment).")
+    name: str | None = setting(None, "Name of the run (default: the name of the trial).")
     job_type: str | None = setting(None, "Kind of run.")
-    group: str | None = setting(None, "Group of runs; null uses the names of experiment and trial.")
+    group: str | None = setting(None, "Group of runs (default: the names of experiment and trial).")
     notes: str | None = setting(None, "Free text.")
     tags: list[str] | None = setting(None, "Tags.")
-    config: dict[str, Any] | None = setting(None, "Configuration to show; null shows the experiment's configuration.")
+    config: dict[str, Any] | None = setting(
+        None, "Configuration to show (default: the configuration of the experiment)."
+    )
     id_suffix: str | None = setting("train", "Suffix of the run's id, after the names of experiment and trial.")
 
 
@@ -147,10 +158,12 @@ class WandBConfig:
 class SwanlabConfig:
     """SwanLab."""
 
-    project: str | None = setting(None, "Project; null uses the experiment's name.")
-    name: str | None = setting(None, "Name of the run; null uses the trial's name.")
-    config: dict[str, Any] | None = setting(None, "Configuration to show; null shows the experiment's configuration.")
-    logdir: str | None = setting(None, "Folder of local logs; null puts the logs in the run directory.")
+    project: str | None = setting(None, "Project (default: the name of the experiment).")
+    name: str | None = setting(None, "Name of the run (default: the name of the trial).")
+    config: dict[str, Any] | None = setting(
+        None, "Configuration to show (default: the configuration of the experiment)."
+    )
+    logdir: str | None = setting(None, "Folder of local logs. If null, the logs are in the run directory.")
     mode: str = setting("disabled", "Where to log.", choices=("cloud", "local", "disabled", "offline"))
     api_key: str | None = setting(None, "API key for mode cloud.")
 
@@ -159,7 +172,7 @@ class SwanlabConfig:
 class TensorBoardConfig:
     """TensorBoard."""
 
-    path: str | None = setting(None, "Folder of event files; null puts the files in the run directory.")
+    path: str | None = setting(None, "Folder of event files. If null, the files are in the run directory.")
 
 
 @dataclass
@@ -167,8 +180,8 @@ class TrackioConfig:
     """Trackio."""
 
     mode: str = setting("disabled", "Where to log.", choices=("disabled", "online", "local"))
-    project: str | None = setting(None, "Project; null uses the experiment's name.")
-    name: str | None = setting(None, "Name of the run; null uses the trial's name.")
+    project: str | None = setting(None, "Project (default: the name of the experiment).")
+    name: str | None = setting(None, "Name of the run (default: the name of the trial).")
     space_id: str | None = setting(None, "Hugging Face Space for mode online.")
 
 
@@ -179,22 +192,22 @@ class MLflowConfig:
     mode: str = setting("disabled", "Whether to log.", choices=("enabled", "disabled"))
     tracking_uri: str | None = setting(
         None,
-        "Address of a server, or a database such as sqlite:////data/mlflow.db; null uses MLFLOW_TRACKING_URI or, by default, "
-        "mlflow.db in the current folder.",
+        "Address of a server, or a database such as sqlite:////data/mlflow.db. If null, MLFLOW_TRACKING_URI "
+        "applies, or else mlflow.db in the current folder.",
     )
-    experiment: str | None = setting(None, "Experiment in MLflow; null uses the experiment's name.")
-    name: str | None = setting(None, "Name of the run; null uses the trial's name.")
+    experiment: str | None = setting(None, "Experiment in MLflow (default: the name of the experiment).")
+    name: str | None = setting(None, "Name of the run (default: the name of the trial).")
 
 
 @dataclass
 class StatsLoggerConfig:
-    """Statistics loggers."""
+    """Where statistics are logged."""
 
     experiment_name: str = setting(
-        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    fileroot: str = setting("", "Root folder of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases.")
     swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab.")
     tensorboard: TensorBoardConfig = section(TensorBoardConfig, "TensorBoard.")
@@ -206,23 +219,25 @@ class StatsLoggerConfig:
 class SessionTracerConfig:
     """Traces of rollout sessions."""
 
-    enabled: bool = setting(False, "Write session_tracer/ in the run directory.")
-    flush_threshold: int = setting(256, "Write finished sessions in batches of this size; values below 1 mean 1.")
+    enabled: bool = setting(False, "Write the traces to session_tracer/ in the run directory.")
+    flush_threshold: int = setting(
+        256, "Number of finished sessions that are written together. Values below 1 count as 1."
+    )
 
 
 @dataclass
 class PerfTracerConfig:
-    """Chrome traces of the trainer's process."""
+    """Chrome traces of the trainer process."""
 
     experiment_name: str = setting(
-        "", "Experiment name; set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name; set this name only at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    fileroot: str = setting("", "Root folder of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
     enabled: bool = setting(False, "Write traces.")
-    save_interval: int = setting(1, "Write every N steps; values below 1 mean 1.")
+    save_interval: int = setting(1, "Write the traces every N steps. Values below 1 count as 1.")
     profile_steps: list[int] | None = setting(
-        None, "Steps, counted from 0, that PyTorch's profiler records as well.", minimum=0
+        None, "Steps that PyTorch's profiler also records, counted from 0.", minimum=0
     )
     session_tracer: SessionTracerConfig | None = section(None, "Traces of rollout sessions.")
 
@@ -241,29 +256,37 @@ class RewardConfig:
 
     fn: str = setting(
         "",
-        "Reward function (file.py:NAME or module.NAME), called as (prompt, completion, prompt_ids, completion_ids, **row).",
+        "Reward function, as file.py:NAME or module.NAME. The call is fn(prompt, completion, prompt_ids, "
+        "completion_ids, **row).",
     )
-    weights: dict[str, Any] = setting({}, "Weights of the reward parts that fn returns; parts without a weight get 1.")
+    weights: dict[str, Any] = setting(
+        {}, "Weights of the reward parts that fn returns. The default weight of a part is 1."
+    )
     normalize_parts: bool = setting(
         False, "Standardize each reward part over the samples of a prompt before weighting (GDPO)."
     )
     path: str = setting(
         "",
-        "Folder or repo id of a reward model, which scores the answers instead of fn; only with workflow.path rlvr.",
+        "Folder or repo id of a reward model that scores the answers instead of fn. Only the workflow rlvr "
+        "supports a reward model.",
     )
     on_error: str = setting(
         "drop",
-        "What happens if fn raises or every attempt times out. drop: the episode is discarded, and the run ends only after "
-        "many consecutive failures. stop: the run ends at once.",
+        "Action if fn raises an error or every attempt times out: end the run (stop) or discard the episode "
+        "(drop). With drop, the run ends only after many consecutive failures.",
         choices=("drop", "stop"),
     )
     timeout_seconds: float = setting(
         15.0,
-        "Timeout of one reward call, in seconds. After a timeout, the worker process is killed and replaced.",
+        "Timeout in seconds of one reward call. After a timeout, areno kills and replaces the worker process.",
         above=0,
     )
-    max_retries: int = setting(3, "Maximum retries of a reward after a timeout or the death of a worker.", minimum=0)
-    max_workers: int | None = setting(None, "Worker processes; null uses half of the cores.", minimum=1)
+    max_retries: int = setting(
+        3, "Maximum number of retries of a reward call after a timeout or a crash of the worker.", minimum=0
+    )
+    max_workers: int | None = setting(
+        None, "Number of worker processes. If null, areno starts one process per two CPU cores.", minimum=1
+    )
 
     def problems(self) -> Problems:
         """Yield the problems with the weights."""
@@ -275,12 +298,14 @@ class RewardConfig:
 
 @dataclass
 class WorkflowConfig:
-    """The workflow, unless a program passes its own workflow to the trainer."""
+    """The workflow that runs the episodes. A workflow that a program passes to the trainer takes precedence."""
 
-    path: str = setting("rlvr", "rlvr, multi_turn, agent, or a class as file.py:NAME or module.NAME.")
+    path: str = setting(
+        "rlvr", "The workflow: rlvr, multi_turn, agent, or your own class as file.py:NAME or module.NAME."
+    )
     kwargs: dict[str, Any] = setting({}, "Arguments of the workflow, such as max_turns and turn_discount.")
     dynamic_filter_fn: str = setting(
         "",
-        "Function (file.py:NAME or module.NAME) that receives a group's trajectory and returns whether to train on the group. "
-        "Empty keeps all groups.",
+        "Filter function, as file.py:NAME or module.NAME. The function gets the trajectory of a group and "
+        "returns whether to train on the group. If empty, all groups are kept.",
     )

@@ -29,40 +29,43 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "Where addresses are stored: in files (nfs), an etcd server (etcd3), a Ray actor (ray), or process memory (memory).",
+        "Where addresses are stored: in files (nfs), an etcd server (etcd3), a Ray actor (ray) or process "
+        "memory (memory).",
         choices=("nfs", "memory", "etcd3", "ray"),
     )
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
-        "Folder for the files of type nfs; all machines must share this folder.",
+        "Folder for the files of type nfs. All machines must share this folder.",
         documented="/tmp/areal/name_resolve",
-        shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: the folder name_resolve below cluster.fileroot)",
+        shown=f"{DEFAULT_RECORD_ROOT} (for ray and slurm: the folder name_resolve in cluster.fileroot)",
     )
-    etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, reachable from all machines.")
+    etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server that all machines can reach.")
     ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the addresses.")
 
 
 @dataclass
 class ClusterSpecConfig:
-    """The machines and their shared folder."""
+    """The machines and the folder that they share."""
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, "Where workers publish their addresses.")
     cluster_name: str = _worker("local", "Name of the cluster.")
-    fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints, shared by all machines.")
+    fileroot: str = setting(
+        DEFAULT_FILEROOT, "Root folder of logs and checkpoints. All machines must share this folder."
+    )
     n_nodes: int = setting(
         1,
-        "Number of machines. On a single machine, 32 (AReaL's default) counts as unset.",
+        "Number of machines. On a single machine, AReaL's default of 32 counts as unset.",
         minimum=1,
         documented=32,
         shown="1",
     )
     n_gpus_per_node: int | None = setting(
         None,
-        "GPUs per machine; 0 for CPU-only machines. On Ray, other values have no effect. On a single machine, 8 (AReaL's "
-        "default) counts as unset.",
+        "Number of GPUs per machine, 0 for machines without GPUs. On Ray, only the value 0 has an effect. On "
+        "a single machine, AReaL's default of 8 counts as unset.",
         minimum=0,
         documented=8,
-        shown="all GPUs of the machine (slurm: required)",
+        shown="all GPUs of the machine (required for slurm)",
     )
 
 
@@ -72,8 +75,8 @@ class SchedulerConfig:
 
     type: str | None = setting(
         None,
-        "Where processes start: on this machine (local or null), on a Ray cluster (ray), or on the nodes of a Slurm job "
-        "(slurm).",
+        "Where processes start: on this machine (local or null), on a Ray cluster (ray) or on the nodes of a "
+        "Slurm job (slurm).",
         choices=("local", "ray", "slurm"),
     )
     endpoint: str = _worker("http://localhost:8081", "Address of an external scheduling service.")
@@ -94,21 +97,24 @@ class SchedulingSpec:
 
     cpu: int | None = setting(
         None,
-        "CPU cores of a worker (on a cluster: per GPU); also the number of the worker's compute threads.",
+        "Number of CPU cores of a worker (on a cluster: per GPU). A worker uses as many compute threads as cores.",
         minimum=1,
-        shown="an equal share of this machine (cluster: 8, or 1 without GPUs)",
+        shown="an equal share of this machine (on a cluster: 8, or 1 without GPUs)",
     )
-    gpu: int = _cluster(0, "GPUs of a worker; 0 means 1 if the nodes have GPUs.", minimum=0)
+    gpu: int = _cluster(0, "Number of GPUs of a worker. 0 means one GPU if the nodes have GPUs.", minimum=0)
     mem: int = _cluster(
-        32, "Memory to request, in GB per GPU (without GPUs: per worker); 32 requests no specific amount.", minimum=1
+        32,
+        "Requested memory in GB per GPU (without GPUs: per worker). With the default, areno requests no "
+        "specific amount.",
+        minimum=1,
     )
-    port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
-    image: str = _slurm("", "Container image; empty runs the worker on the node itself.")
+    port_count: int = _worker(2, "Number of ports that the worker may open.", minimum=1)
+    image: str = _slurm("", "Container image. If empty, the worker runs directly on the node.")
     task_type: str = _worker("worker", "Kind of worker.", choices=("worker", "engine"))
     env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
     cmd: str | None = _cluster(
         None,
-        "Command that starts Python, such as numactl -N0 python3; areno appends -m and the name of the worker module.",
+        "Command that starts Python, such as numactl -N0 python3. areno appends -m and the name of the worker module.",
     )
     srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Additional arguments of srun.")
     additional_bash_cmds: list[str] | None = setting(
@@ -116,11 +122,12 @@ class SchedulingSpec:
     )
     container_type: str = _slurm("apptainer", "Container runtime under Slurm.", choices=("apptainer", "none"))
     mount: str = _slurm("/storage:/storage", "Mounts of the container.")
-    nodelist: str | None = _cluster(None, "Nodes to use, comma-separated; for Ray, their addresses.")
-    exclude: str | None = _slurm(None, "Nodes to exclude, comma-separated.")
+    nodelist: str | None = _cluster(None, "Comma-separated nodes to use. For Ray, give the addresses of the nodes.")
+    exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "Ray placement groups of a role: one per engine; with shared, single-worker engines share one group.",
+        "How a role uses Ray placement groups. Each engine gets its own group. With shared, engines with a "
+        "single worker share one group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
@@ -132,18 +139,18 @@ class SchedulingSpec:
 
 @dataclass
 class SchedulingStrategy:
-    """Whether a role has its own devices or shares those of another role."""
+    """Whether a role has its own devices or shares the devices of another role."""
 
     type: str = setting(
         "separation",
-        "separation gives the role its own devices; colocation shares the devices of the target.",
+        "Whether the role has its own devices (separation) or shares the devices of the target (colocation).",
         choices=("separation", "colocation"),
     )
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
         True,
-        "With colocation: true runs the role in a separate process; false lets rollout and training alternate "
-        "on the actor's engine.",
+        "Whether a colocated role runs in a separate process. With false, rollout and training alternate on "
+        "the actor's engine.",
     )
 
     def problems(self) -> Problems:
