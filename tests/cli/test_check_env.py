@@ -14,6 +14,7 @@ from areno.cli.check import checks, format_checks
 from areno.cli.env import OPTIONAL, REQUIRED, at_least, collect, format_report
 from areno.cli.main import main
 from areno.engine.kernels.library import compiler_missing
+from tests.support.examples import some_quick
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_the_compiler_is_the_one_that_compiles_the_kernels(tmp_path, monkeypatch
     assert check.detail == (f"{tmp_path}/{given.split()[0]}" if given else "g++ not found; decoding on a CPU is slower")
 
 
-@pytest.mark.parametrize("module", ["yaml", "safetensors", "numpy"])
+@pytest.mark.parametrize("module", some_quick(["yaml", "safetensors", "numpy"], "numpy"))
 def test_a_required_package_that_does_not_import_is_reported(module):
     code = f"import sys; sys.modules[{module!r}] = None\nfrom areno.cli.main import main\nsys.exit(main(['check']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -59,6 +59,7 @@ def test_several_passes_make_several_optimizer_steps_that_clip(algo, run):
         assert contents(state / "critic_optimizer")["head"]["steps"] == 12
 
 
+@pytest.mark.long
 def test_passes_with_a_reference_resume_bit_for_bit(run):
     options = (*PASSES, "--kl-coef", 0.1, "--temperature", 0.8, "--save-interval", 3, "--advantage", "group_mean")
     whole = run("gspo", "whole", *options, "--max-steps", 6)

@@ -157,6 +157,7 @@ def test_tracking_services_are_checked_before_anything_is_loaded(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_tracking_service(tiny_checkpoint, tmp_path, monkeypatch):
     """Also if the evaluation of the step that it resumes from is reported again."""
     monkeypatch.setenv("WANDB_MODE", "offline")

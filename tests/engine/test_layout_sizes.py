@@ -151,6 +151,7 @@ def test_a_model_with_a_short_context_is_tried_with_shorter_rows(tmp_path, capsy
     assert entry["measured"]["seconds"] > 0
 
 
+@pytest.mark.long
 def test_a_trial_makes_passes_of_the_estimated_number_of_tokens(tmp_path):
     """Peak memory grows as estimated beyond the number of tokens to which a training run limits a pass on a CPU."""
     path = str(save_tiny_checkpoint(tmp_path / "model", heads=4, hidden=64, intermediate_size=2048))

@@ -13,6 +13,7 @@ import torch
 from areno.engine.model.loading import prepare
 from areno.engine.plan import memory_probe
 from areno.engine.rollout.threads import ThreadRule
+from tests.support.examples import some_quick
 from tests.support.tiny import tiny_module
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -68,7 +69,7 @@ retain_freed_memory()
 """
 
 
-@pytest.fixture(params=["our allocator", "no compiler"])
+@pytest.fixture(params=some_quick(["our allocator", "no compiler"], "our allocator"))
 def keeper(request, tmp_path):
     """Environment variables for each of the two ways to retain freed memory."""
     return {} if request.param == "our allocator" else {"CXX": "/no/compiler", "ARENO_CACHE_DIR": str(tmp_path)}
@@ -107,6 +108,7 @@ print(in_use, freed, kept())
     assert after <= 20
 
 
+@pytest.mark.long
 @linux
 def test_our_allocator_wastes_little_where_blocks_of_many_sizes_come_and_go():
     program = """

@@ -90,7 +90,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("kind", ["safetensors", pytest.param("bin", marks=pytest.mark.long)])
 def test_the_head_of_a_model_on_the_hub_is_downloaded(kind, tmp_path):
     save_head(tmp_path / "served", kind)
     (tmp_path / "served" / "consolidated.safetensors").write_bytes(b"the same weights in another format")

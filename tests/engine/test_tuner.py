@@ -98,6 +98,7 @@ def with_all_and_half(checkpoint):
         return [sizes_of(tune_sizes(engine, each, grpo_loss_fn, capacity=capacity)) for each in shares]
 
 
+@pytest.mark.long
 def test_every_trial_and_the_choice_are_logged(engine, checkpoint, caplog):
     with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
         chosen = tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=room(90))

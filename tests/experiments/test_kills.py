@@ -54,6 +54,7 @@ def killed_until_done(run: Run, moments: Any, most: int = 60) -> int:
     raise AssertionError("the run has not completed")
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_where_it_stopped(make_run, task):
     """All processes are killed at once, in the middle of the run."""
     run = make_run(forked=True).start()

@@ -79,7 +79,14 @@ def test_bash_commands_run_before_a_worker_and_its_own_command_starts_it(launche
     group.close()
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 1, fsdp=True)], ids=["dp2", "tp2", "fsdp2"])
+FAR_LAYOUTS = [
+    pytest.param(Layout(2, 1), id="dp2"),
+    pytest.param(Layout(1, 2), id="tp2", marks=pytest.mark.long),
+    pytest.param(Layout(2, 1, fsdp=True), id="fsdp2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("layout", FAR_LAYOUTS)
 def test_training_on_two_nodes_gives_the_weights_of_one(policy, launcher, layout, tmp_path):  # noqa: F811
     near = EngineGroup(str(policy), config(), layout, processes=Processes(threads=1))
     far = EngineGroup(str(policy), config(), layout, processes=processes(launcher))
@@ -96,6 +103,7 @@ def test_training_on_two_nodes_gives_the_weights_of_one(policy, launcher, layout
     assert same(load_file(tmp_path / "near" / "model.safetensors"), load_file(tmp_path / "far" / "model.safetensors"))
 
 
+@pytest.mark.long
 def test_weights_reach_replicas_on_other_nodes_bit_for_bit_also_after_a_restart(
     policy,  # noqa: F811
     open_fleet,  # noqa: F811

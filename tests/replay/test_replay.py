@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from areno.cli.main import main
 from tests.replay.conftest import OPTIONS, of_step
 from tests.support.cli import task_arguments, write_task
+from tests.support.examples import some_quick
 
 TIMES = ("_time_s", "tokens_per_second")
 OF_SAMPLES = (
@@ -59,7 +60,7 @@ def tensors(checkpoint):
     }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", some_quick(OPTIONS, "gspo", "ppo", "agent"))
 def test_the_same_options_give_the_recorded_update_bit_for_bit(name, runs, tmp_path, capsys):
     run, out = runs(name), tmp_path / "out"
     before = contents(run)

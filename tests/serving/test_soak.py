@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -14,13 +16,18 @@ import pytest
 from tests.serving.running import running
 
 
-async def client(url, number, until, counts):
-    """Streams answers until the time is up, and abandons a third of them. Every other answer must be complete."""
+async def client(url, number, last, until, counts):
+    """Stream ``last`` answers, or as many as fit into the time, and abandon a third of them. The others must be complete.
+
+    The first answer of each client is long and not abandoned, so that all clients together fill a short queue.
+    """
     draw = random.Random(number)
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        while time.monotonic() < until:
-            leave = draw.random() < 0.33
-            wanted = draw.randint(4, 40)
+        for sent in itertools.count():
+            if sent == last or time.monotonic() > until:
+                return
+            leave = draw.random() < 0.33 and sent > 0
+            wanted = draw.randint(4, 40) if sent else 80
             body = {"prompt": f"What is {number} plus", "max_tokens": wanted, "ignore_eos": True, "stream": True}
             body |= {"stream_options": {"include_usage": True}, "n": draw.choice([1, 1, 2])}
             try:
@@ -43,10 +50,10 @@ async def one(http, body):
     return "complete"
 
 
-def soak(server, clients, seconds):
+def soak(server, clients, *, last=None, seconds=math.inf):
     async def together():
         until = time.monotonic() + seconds
-        await asyncio.gather(*(client(server.url, number, until, counts) for number in range(clients)))
+        await asyncio.gather(*(client(server.url, number, last, until, counts) for number in range(clients)))
 
     counts = Counter()
     asyncio.run(together())
@@ -58,7 +65,7 @@ def soak(server, clients, seconds):
 
 
 def test_forty_clients_with_random_disconnects(server):
-    counts = soak(server, 40, 5)
+    counts = soak(server, 40, last=8)
     assert counts["complete"] > 10
     assert counts["left"] > 10
     assert counts["refused"] > 0  # this server runs 8 samples and queues 24
@@ -67,6 +74,6 @@ def test_forty_clients_with_random_disconnects(server):
 @pytest.mark.long
 def test_two_hundred_clients_for_two_minutes(sharp_checkpoint):
     with running(sharp_checkpoint, "--max-running-prompts", 32, "--kv-cache-tokens", 60000) as server:
-        counts = soak(server, 200, 120)
+        counts = soak(server, 200, seconds=120)
         assert counts["complete"] > 100
         assert counts["left"] > 100

@@ -17,7 +17,7 @@ from areno.errors import EngineError, UsageError
 from areno.text import grammar
 from areno.text.grammar import json_object_constraint, json_schema_constraint, tool_call_constraint
 from areno.text.tool_calls import parser_for
-from tests.support.examples import examples
+from tests.support.examples import examples, some_quick
 from tests.support.tiny import bpe_tokenizer
 from tests.text.tool_call_cases import TOOLS, WRITERS
 
@@ -232,7 +232,7 @@ def test_the_reasoning_may_contain_markers_that_are_tokens(special):
 
 
 @pytest.mark.parametrize("name", FORMATS + TAGGED)
-@pytest.mark.parametrize("markers", ["text", "tokens", "special"])
+@pytest.mark.parametrize("markers", some_quick(["text", "tokens", "special"], "tokens"))
 def test_required_calls_parse_and_validate(name, markers):
     parser = parser_for(None, name)
     tokenizer = bpe_tokenizer(["get_weather now"])

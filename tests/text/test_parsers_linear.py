@@ -156,7 +156,9 @@ def _check(make_stream, markers, length):
 PARSERS = sorted({parser_for(None, name).formats: name for name in sorted(WRITERS)}.values())  # one per set of formats
 
 
-@pytest.mark.parametrize("length", [0, 16], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "length", [pytest.param(0, id="whole", marks=pytest.mark.long), pytest.param(16, id="streamed")]
+)
 @pytest.mark.parametrize("name", PARSERS)
 def test_doubling_the_text_takes_at_most_2_5_times_the_work_of_a_tool_call_parser(watched, name, length):
     parser = parser_for(None, name)

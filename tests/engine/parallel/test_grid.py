@@ -15,6 +15,7 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.train.optimizer import OptimizerOptions
 from areno.errors import UsageError
 from tests.engine.parallel.trainee import Learned, Lesson, Trainees
+from tests.support.examples import some_quick
 from tests.support.tiny import save_tiny_checkpoint
 
 # Relative to a statistic, and to the largest entry of a gradient and of a weight after five steps.
@@ -75,7 +76,7 @@ LAYOUTS = SHARDED | STAGES
 CASES = [
     Case("qwen3", SHARDED["d2t2"], True),
     Case("qwen3", SHARDED["c2"], True, {"tree": True}),
-    Case("llama", SHARDED["c2"], True, {"loss": "value"}, heads=3),
+    Case("llama", SHARDED["c2"], False, {"loss": "value"}, heads=3),
     Case("gpt_oss", SHARDED["d2c2"], True),
     Case("qwen3_5", SHARDED["c2"], True),
     Case("qwen3_moe", EXPERTS["d2t2e2"], True),
@@ -83,7 +84,7 @@ CASES = [
     Case("llama", STAGES["p2t2"], True, {"tree": True}),
     Case("qwen3_5", STAGES["d2p2"], True),
     Case("gpt_oss", STAGES["p2c2"], True),
-    Case("qwen3_moe", STAGED_EXPERTS["d2p2e2"], True),
+    Case("qwen3_moe", STAGED_EXPERTS["d2p2e2"]),
     Case("qwen3", SHARDED["d2"], True, {"lora": True}),
     Case("llama", SHARDED["d2c2"], False, {"lora": True, "tree": True}),
     Case("qwen3_moe", EXPERTS["d2e2"], False, {"lora": ("q_proj", "o_proj")}),
@@ -93,7 +94,7 @@ CASES = [
     Case("llama", STAGES["p4"], False, {"mini_bs": 8, "tree": True}, tied=True),
     Case("qwen3", STAGES["p2"], False, {"loss": "sft", "recompute": False}, tied=True),
     Case("qwen3", STAGES["d2p2-fsdp"], False, {"loss": "sft", "recompute": False}),
-    Case("gpt_oss", EXPERTS["d4e2"], True),
+    Case("gpt_oss", EXPERTS["d4e2"]),
     Case("qwen3_moe", EXPERTS["d2c2e4"], False, {"tree": True, "recompute": False}),
     Case("qwen3", SHARDED["c2t2"], False, {"loss": "sft", "recompute": False}),
     Case("qwen3", SHARDED["d2c2"], False, {"mini_bs": 8, "tree": True}),
@@ -207,7 +208,7 @@ SHARDINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", SHARDINGS)
+@pytest.mark.parametrize("kind", some_quick(SHARDINGS, "read once", "in host memory"))
 def test_sharding_options_change_no_results(kind, trainees, checkpoints):
     layout = SHARDINGS[kind]
     case = Case("qwen3", layout, tied=layout.pp_size > 1)

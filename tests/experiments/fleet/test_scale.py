@@ -21,13 +21,14 @@ from areno.rollouts.fleet.weight_transfer import WeightOptions
 from areno.rollouts.servers.command_line import ServerOptions
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
+from tests.support.examples import some_quick
 
 
 def unfinished(fleet):
     return [replica.unfinished for replica in fleet.health().replicas]
 
 
-@pytest.mark.parametrize("mode", ["shm", "xccl", "disk"])
+@pytest.mark.parametrize("mode", some_quick(["shm", "xccl", "disk"], "shm"))
 def test_a_joining_replica_gets_the_newest_weights_and_a_leaving_one_finishes_its_requests(trainer, open_fleet, mode):
     fleet = open_fleet(weights=WeightOptions(mode=mode))
     learn(trainer)

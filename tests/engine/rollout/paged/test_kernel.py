@@ -72,6 +72,7 @@ def run(command, tmp_path, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=REPO)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
     reason="the interpreter of Triton 3.6 does not work with NumPy 2.4",
