@@ -374,8 +374,8 @@ def test_a_tilde_in_the_paths_of_models_and_adapters_is_the_home_folder(open_eng
             "config.json: .*'vocab_size': TypeError: .* expected int, got str",
         ),
         ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
-        ('{"model_type": "llama", "architectures": 3}', "architectures is 3, not a list"),
-        ('{"model_type": "llama", "architectures": ["A", 3]}', r"architectures is \['A', 3\], not a list"),
+        ('{"model_type": "llama", "architectures": 3}', "architectures is 3, but must be a list"),
+        ('{"model_type": "llama", "architectures": ["A", 3]}', r"architectures is \['A', 3\], but must be a list"),
         ('{"model_type": "llama", "dtype": [3]}', "list index out of range"),
     ],
 )
