@@ -157,7 +157,7 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
     if not prompt:
         raise EngineError("a prompt must contain at least one token")
     if not request.seeds:
-        raise EngineError("a request has no seeds; pass one seed per sample, and at least one sample")
+        raise EngineError("a request has no seeds; pass at least one seed, because each seed gives one sample")
     for what, ids in (("a prompt", request.prompt_tokens), ("logit_bias", sampling.logit_bias)):
         if (invalid := unknown_id(ids or (), vocabulary)) is not None:
             raise EngineError(

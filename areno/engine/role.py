@@ -76,7 +76,7 @@ class Role:
         )
 
     def set_recomputation(self, recompute: bool | None) -> None:
-        """Set whether training recomputes activations. None decides by the available memory."""
+        """Set whether training recomputes activations. If ``recompute`` is None, the available memory decides."""
         self.activation_checkpointing = recompute
         if "training" in vars(self):
             self.training.activation_checkpointing = recompute
@@ -118,8 +118,8 @@ class Role:
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
             requested = "log-probs" if what == "logprobs" else what
             raise EngineError(
-                f"role {self.name!r} predicts {_PREDICTION[self.kind]}, not {requested}; use a role with ModelRole(kind=...) "
-                "policy for log-probs, value for values, or reward for rewards"
+                f"role {self.name!r} predicts {_PREDICTION[self.kind]}, not {requested}; load a role whose "
+                "ModelRole.kind is policy (for log-probs), value (for values) or reward (for rewards)"
             )
         per_row = temperature_per_row(rows, temperatures)
         self.check(rows)

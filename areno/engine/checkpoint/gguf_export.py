@@ -61,7 +61,7 @@ def _unsupported(what: str) -> UsageError:
 
 def _shape(config: Any) -> dict[str, Any]:
     if config.model_type not in ARCHITECTURES:
-        raise _unsupported(f"models of type {config.model_type}, only {', '.join(ARCHITECTURES)}")
+        raise _unsupported(f"models of type {config.model_type} (supported types: {', '.join(ARCHITECTURES)})")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window, gemma = getattr(config, "sliding_window", None), config.model_type in _GEMMA
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)

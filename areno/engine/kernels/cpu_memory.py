@@ -34,5 +34,5 @@ class CachingAllocator:
         return int(self._functions.areno_memory_unused_bytes())
 
     def release_unused(self) -> None:
-        """Return the freed memory that the allocator keeps to the system."""
+        """Release the allocator's freed memory to the system."""
         self._functions.areno_memory_release_unused()

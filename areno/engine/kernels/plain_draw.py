@@ -27,8 +27,8 @@ def plain_draw(
     Args:
         logits: logits of each row, fp32 [B, V].
         temperatures: sampling temperature of each row, fp32 [B].
-        greedy: whether the kernel selects the most likely token, for each row [B]. Among equally likely tokens, the kernel
-            selects the token with the lowest id.
+        greedy: for each row, whether to select the most likely token [B]. Among equally likely tokens, the token with the
+            lowest id is selected.
         u: uniform random number in [0, 1) for each row, float64 [B].
         block_size: number of tokens per block; see :mod:`areno.engine.rollout.inverse_cdf`.
 

@@ -33,12 +33,12 @@ _SHOWN = 8
 _MOMENTS = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2, "sgd": 0}
 _NUMBERS: dict[str, tuple[Any, float, str]] = {
     "--device-memory": (float, 80, "memory of each device in GiB"),
-    "--per-node": (int, 8, "devices per node, which limits tensor parallelism and context parallelism"),
+    "--per-node": (int, 8, "devices per node, the maximum size of tensor and of context parallelism"),
     "--tokens": (int, 16384, "number of tokens per microbatch"),
     "--microbatches": (int, 64, "number of microbatches per optimizer step, over all replicas"),
-    "--tflops": (float, 400, "speed that each device achieves, in TFLOP/s"),
-    "--node-bandwidth": (float, 200, "bandwidth of each device to devices of its node, in GB/s"),
-    "--network-bandwidth": (float, 20, "bandwidth of each device to other nodes, in GB/s"),
+    "--tflops": (float, 400, "computing speed that each device achieves, in TFLOP/s"),
+    "--node-bandwidth": (float, 200, "bandwidth between devices of a node, in GB/s per device"),
+    "--network-bandwidth": (float, 20, "bandwidth between nodes, in GB/s per device"),
 }
 """Type, default and help text of each option that takes a number."""
 _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries and the allocator's cache
@@ -96,7 +96,10 @@ def run(argv: Sequence[str]) -> int:
     for flag, (kind, default, text) in _NUMBERS.items():
         parser.add_argument(flag, type=kind, default=default, help=f"{text} (default {default})")
     parser.add_argument(
-        "--optimizer", choices=list(_MOMENTS), default="adam", help="the setting optimizer.type (default adam)"
+        "--optimizer",
+        choices=list(_MOMENTS),
+        default="adam",
+        help="optimizer, as in the setting optimizer.type (default adam)",
     )
     parser.add_argument(
         "--dtype",
@@ -116,7 +119,7 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.tried < 0:
         raise UsageError(
-            f"--try {options.tried}: the number of layouts is negative; use a number from 1 to 8, or omit --try"
+            f"--try {options.tried}: the number of layouts must not be negative; use a number from 1 to 8, or omit --try"
         )
     for flag in ("--devices", *_NUMBERS):
         number = getattr(options, flag.removeprefix("--").replace("-", "_"))
@@ -204,7 +207,7 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         lines.append(f"{fit.backend:24} {figures}{actual}")
     lines += [
         "",
-        "GiB held: memory of the device that needs the most. GiB sent: data that each device sends per optimizer step.",
+        "GiB held: memory that the device with the highest need uses. GiB sent: data that each device sends per step.",
         "waiting: share of a step for which devices wait in the pipeline. about s: estimated seconds per step.",
         "In layouts that begin with megatron:, every replica has the full weights.",
     ]

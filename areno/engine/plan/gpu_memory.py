@@ -66,7 +66,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
 
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
-    """Return the size of the KV cache in tokens, after the models have been loaded. The size is the same on all ranks.
+    """Return the size of the KV cache in tokens, which is the same on all ranks. The models must already be loaded.
 
     On a GPU that no other process shares, the function also sets whether each role recomputes activations. A choice in the
     configuration takes precedence.

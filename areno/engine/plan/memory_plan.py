@@ -191,7 +191,7 @@ class _Planner:
         )
 
     def _loading(self) -> Phase:
-        """Plan the loading phase. During a dtype conversion, the original and the converted weights are in memory."""
+        """Plan the loading phase. During a dtype conversion, both the original and the converted weights are in memory."""
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
         # File headers and untied copies are negligible: only another dtype makes the sizes differ this much.
         converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]

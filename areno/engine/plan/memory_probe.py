@@ -37,7 +37,7 @@ def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the memory in use in bytes: the process's resident set, or on a GPU the memory that PyTorch has allocated."""
+    """Return the used memory in bytes: the resident set of the process or, on a GPU, what PyTorch has allocated."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return proc_figure("/proc/self/status", "VmRSS") or _max_resident()
@@ -49,7 +49,7 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Return the memory that the allocator retains to the system."""
+    """Release the allocator's retained memory to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
-    """Return the memory that the allocator retains to the system, if the free memory on a CPU is short.
+    """Release the allocator's retained memory to the system, if memory is short on a CPU.
 
     Memory is short if the free memory is less than ``_SHORT`` times the memory use of ``ranks`` processes like this process.
     """

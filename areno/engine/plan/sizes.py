@@ -71,7 +71,7 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share one memory: 1 on a GPU, or the number of ranks of all engines on the machine on a CPU."""
+        """Number of ranks that share one memory: on a GPU, 1; on a CPU, the number of ranks of all engines on the machine."""
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:

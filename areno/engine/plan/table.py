@@ -70,7 +70,7 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """Return text that says whether a run fits. If not, the text names the options to ``change``, or else the ``remedy``."""
+    """State whether a run fits. If not, state the options to ``change``; if ``change`` is empty, state the ``remedy``."""
     figures = f"The peak is {needed / _MIB:,.1f} MiB{where}, and {available / _MIB:,.1f} MiB are free now"
     if needed <= available:
         return f"Fits: yes. {figures}."

@@ -1,6 +1,6 @@
 """Trace the memory that the engine allocates, by running the engine on fake tensors, which have shapes but no memory.
 
-The traced code is the engine's own code, so no memory formulas have to follow changes of the engine. Temporary memory inside a
+The traced code is the engine's own code, so changes of the engine need no new memory formulas. Temporary memory inside a
 PyTorch operation is not counted.
 """
 

@@ -148,7 +148,7 @@ class _Tuner:
     def _mini_bs(self, planned: TrainOptions) -> int:
         # A trial computes gradients without an update; only the plan covers the temporary memory of the update.
         search = _Search("mini_bs", ("forward", "backward", "optimizer"), self._update)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which together allow {self._longest(planned)} tokens"
+        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which together allow rows of {self._longest(planned)} tokens"
         if "mini_bs" in self.options.explicit:
             self._require(search, self.options.mini_bs, planned, "lower --mini-bs")
             return self.options.mini_bs
@@ -172,17 +172,22 @@ class _Tuner:
         expected, absent = self.held + max(self._more(plan, phase) for phase in search.phases), self._absent(plan)
         line = f"auto tune {search.name}={value}: planned {expected / _MIB:.0f} MiB"
         if expected > self.limit:
-            logger.info("%s, too much", line)
+            logger.info("%s, which is above the limit", line)
             return False
         try:
             measured = search.work(candidate)  # peak bytes of the fullest rank; None if one ran out of memory
         finally:
             self.engine.run_on_all_ranks(trial.clean)
         if measured is None:
-            logger.info("%s, out of memory when tried", line)
+            logger.info("%s, but the trial ran out of memory", line)
             return False
         fits = measured + absent <= self.limit
-        logger.info("%s, measured %.0f MiB, %s", line, (measured + absent) / _MIB, "fits" if fits else "too much")
+        logger.info(
+            "%s, measured %.0f MiB, %s",
+            line,
+            (measured + absent) / _MIB,
+            "which fits" if fits else "which is above the limit",
+        )
         return fits
 
     def _more(self, plan: MemoryPlan, name: str) -> int:

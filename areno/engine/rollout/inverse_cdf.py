@@ -33,7 +33,7 @@ def draw(weights: Tensor, sums: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose a block per row by the block sums [B, blocks]. Return the blocks [B], and the remaining target in each [B]."""
+    """Choose a block per row. Return the blocks [B], and the rests [B]: the target minus the sums of the earlier blocks."""
     running = sums.cumsum(-1)
     target = _below(u[:, None] * running[:, -1:], running[:, -1:])
     block = torch.searchsorted(running, target, right=True).clamp(max=sums.shape[1] - 1)
@@ -42,7 +42,7 @@ def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Return token indices [B], given the weights [B, size] in each row's block and the remaining targets [B]."""
+    """Return token indices [B], given the weights [B, size] in the blocks and the rests [B] of :func:`draw_block`."""
     size = weights.shape[1]
     inside = weights.double().cumsum(-1)
     target = _below(rest[:, None], inside[:, -1:])

@@ -2,8 +2,8 @@
 
 Requests can arrive at any time, and futures return the results. Each iteration (turn) of the loop admits and prefills waiting
 sequences, and runs one decode step. While sequences are running, a turn prefills only a limited number of tokens, so a long
-prompt does not delay the running sequences. If an error ends the loop, this error is the cause of an error in every pending
-request.
+prompt does not delay the running sequences. If an error ends the loop, every pending request fails, with this error as the
+cause.
 """
 
 import atexit
@@ -194,7 +194,7 @@ class RolloutLoop:
         self.cache.release()
 
     def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
-        """Change the size of the prefix cache and the limit of running sequences before the next turn. None changes nothing."""
+        """Change the size of the prefix cache and the limit of running sequences before the next turn. None keeps a value."""
         with self._wake:
             if prefix_tokens is not None:
                 self._commands.prefix_tokens = prefix_tokens

@@ -61,7 +61,7 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if none are to be recorded."""
+        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if no choices are recorded."""
         if self.records is None:
             return None
         kind = self.records.kind
@@ -87,7 +87,7 @@ class KVCache(ABC):
         return [*self.keys.values(), *self.values.values(), *self.states.tensors()]
 
     def make_finite(self) -> None:
-        """Replace values that are not finite with 0, because a masked NaN still makes the attention output NaN."""
+        """Set values that are not finite to 0, because a masked NaN would still make the attention output NaN."""
         for tensor in self.tensors():
             tensor.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -324,13 +324,13 @@ class DecodePlan:
         self.cache.write(layer, self._rows, self._write_at, k, v)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the cache, and attend over the cache."""
+        """Append keys ``k`` and values ``v`` [rows, heads, size] to the cache, and attend over the cache."""
         self.write(layer, k, v)
         # shape[] instead of len(), which would become a constant in a traced step.
         keys, values = self.cache.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
         return scaled_dot_product(q[:, :, None], keys, values, layer, self._mask(layer, q)[:, None, None])[:, :, 0]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run one recurrent step for all rows."""
+        """Run one step of a recurrent layer for all rows."""
         assert self._state_rows is not None
         return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]

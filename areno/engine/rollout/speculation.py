@@ -2,8 +2,9 @@
 
 The draft of a sample consists of the tokens that followed the previous occurrence of the sample's last n-gram. One forward pass
 gives the distributions at all positions of the draft. Each position is sampled with the same random number as without a draft.
-Draft tokens are accepted up to the first draft token that differs from the token sampled at the same position. Up to rounding,
-the output therefore has the same tokens as without a draft, not only the same distribution.
+Draft tokens are accepted until a draft token differs from the token sampled at its position. The differing draft token and all
+later ones are rejected. Up to rounding, the output therefore has the same tokens as without a draft, not only the same
+distribution.
 """
 
 from collections.abc import Sequence as Seq

@@ -53,7 +53,7 @@ class StepPackage:
         return logits, tokens, logprobs
 
     def refresh(self) -> None:
-        """Let the step use the current memory of the weights. Call this method before a step if weights may have moved."""
+        """Update the addresses of the weights in the compiled step. Call this method if weights may have moved in memory."""
         moved = [name for name, weight in self._weights.items() if weight.data_ptr() != self._lent[name].data_ptr()]
         for name in moved:
             self._lent[name].data = self._weights[name].detach()
@@ -107,7 +107,9 @@ class StepPackage:
             for a, b in zip(expected, actual, strict=True)
         )
         if not gap <= _TOLERANCE.get(model.dtype, 5e-2):
-            raise EngineError(f"the result of the compiled decode step differs from the model by {gap:.1e} (relative)")
+            raise EngineError(
+                f"the result of the compiled decode step differs from the model's result by {gap:.1e} (relative)"
+            )
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
         """Fill the cache columns that the step reads with keys and values that the model computes.

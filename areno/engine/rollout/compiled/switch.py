@@ -124,7 +124,7 @@ class DecodeSwitch:
         return draw
 
     def refresh(self) -> None:
-        """Let a compiled step use the current memory of the weights; see :meth:`StepPackage.refresh`."""
+        """Update the addresses of the weights in a compiled step; see :meth:`StepPackage.refresh`."""
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.refresh()
 

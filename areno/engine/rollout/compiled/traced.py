@@ -26,7 +26,7 @@ class KernelPlan(DecodePlan):
         self._prefixes = prefixes
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the cache, and attend over the cache."""
+        """Append keys ``k`` and values ``v`` [rows, heads, size] to the cache, and attend over the cache."""
         if not takes(layer, q):
             return super().attend(layer, q, k, v)
         self.write(layer, k, v)
@@ -73,7 +73,7 @@ class DecodeStep(nn.Module):
             leaders: for each row, the index of the first row with the same prefix [B].
             shared: for each row, the length of the shared prefix in tokens [B].
             temperatures: temperature of each row [B].
-            greedy: whether to select the most likely token, for each row [B].
+            greedy: for each row, whether to select the most likely token [B].
             u: uniform random number in [0, 1) for each row, float64 [B].
             keys: cached keys of the layers, each [B, heads, columns, size]; written in place.
             values: cached values of the layers, with the same shapes; written in place.

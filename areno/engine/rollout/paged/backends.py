@@ -1,7 +1,7 @@
 """Choose the implementation of decode attention over pages: areno's Triton kernel, or PyTorch's attention on gathered pages.
 
-A test on each GPU decides, not version numbers: on first use, the kernel runs on a small case. If the result is correct, the
-GPU uses the kernel.
+The choice depends on a test on each GPU, not on version numbers. On first use, the kernel runs on a small case. If the result
+is correct, the GPU uses the kernel.
 """
 
 import functools

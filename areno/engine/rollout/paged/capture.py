@@ -70,7 +70,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make synchronizations with the device raise errors that name the operation, which errors during a capture do not."""
+    """Make synchronizations raise errors that name the operation. Errors during a capture do not name the operation."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -64,7 +64,7 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Return the batch sizes to capture, up to ``most``. Small sizes are closer together, because padding costs them more."""
+    """Return the batch sizes to capture, up to ``most``. Small sizes are closer together, because padding costs more."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 

@@ -15,11 +15,11 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
     """Return the number of pages with which no allocation fails while the scheduler stays within its budget.
 
     The scheduler counts each live sequence with the length of the longest sequence, rounded up to a multiple of
-    :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never has more pages than the scheduler counts,
-    and fewer if sequences share pages. A single sequence may exceed the budget, but not the budget rounded up to
-    :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may allocate one more
-    page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages. The returned number
-    includes the spare page.
+    :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the scheduler
+    counts. Sequences that share pages need fewer pages. A single sequence may exceed the budget, but not the budget rounded up
+    to :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may allocate one
+    more page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages. The returned
+    number includes the spare page.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(

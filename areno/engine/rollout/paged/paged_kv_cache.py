@@ -182,7 +182,7 @@ class PagedCache(KVCache):
         """Let rows begin with the first ``length`` tokens of a snapshot. ``length`` must be a multiple of the page size."""
         if snapshot.allocator is not self.allocator:
             raise EngineError(
-                "a snapshot is from before the KV cache was released; clear the prefix store when you release the cache"
+                "the snapshot was taken before the KV cache was released; clear the prefix store when you release the cache"
             )
         for slot in slots:
             self._refer(slot, snapshot.pages[: length // self.page_size])

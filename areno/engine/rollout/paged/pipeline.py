@@ -1,8 +1,8 @@
 """Let decode steps on the device overlap with work on the host: step k + 1 is launched before the tokens of step k are read.
 
-To launch a step, the host needs the position of each unread token, which the host knows. The token itself stays on the device.
-The host learns one step late that a sample has stopped, so the sample takes part in one surplus step. The token of the surplus
-step is discarded. Tokens of samples that have left the batch are discarded, too.
+To launch a step, the host needs only the position of each unread token, which the host knows. The token itself stays on the
+device. The host learns one step late that a sample has stopped, so the sample takes part in one surplus step. The token of the
+surplus step is discarded. Tokens of samples that have left the batch are discarded, too.
 """
 
 from collections.abc import Sequence as Seq

@@ -58,7 +58,7 @@ class PagedPrefillPlan(PrefillPlan):
         return torch.cat(cells)
 
     def finish(self) -> None:
-        """After the forward pass, share pages and copy recurrent states with all slots that have the same context."""
+        """After the forward pass, give the pages and recurrent states of each context to all slots with this context."""
         for span in self.spans:
             self.cache.link(span.slots[0], span.slots[1:])
         super().finish()
