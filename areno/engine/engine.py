@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NO_REWARD_ROLLOUT = "a reward model cannot generate; to generate, create the trainer with trains='policy'"
+NO_REWARD_ROLLOUT = "a reward model cannot generate; to generate, create the trainer with runtime={'trains': 'policy'}"
 _OPTIMIZER_FOLDER = "optimizer"
 _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed memory to the system
 

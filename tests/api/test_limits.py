@@ -121,7 +121,7 @@ def test_the_engine_refuses_requests_that_would_end_generation_for_all(trainer):
         (Request([5] * CONTEXT, few), "32 tokens leaves no room"),
         (Request([5, vocabulary], few), f"a prompt contains token id {vocabulary}, but the ids of this model are 0 to"),
         (Request([5, -1], few), "a prompt contains token id -1"),
-        (Request([5], few, seeds=[]), "and a seed for each sample"),
+        (Request([5], few, seeds=[]), "a request has no seeds; pass at least one seed"),
         (Request([], few), "at least one token"),
         (Request([5], SamplingParams(logit_bias={vocabulary: 1.0})), f"logit_bias contains token id {vocabulary}"),
     ):

@@ -207,7 +207,7 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         lines.append(f"{fit.backend:24} {figures}{actual}")
     lines += [
         "",
-        "GiB held: memory that the device with the highest need uses. GiB sent: data that each device sends per step.",
+        "GiB held: memory of the device that uses the most memory. GiB sent: data that each device sends per step.",
         "waiting: share of a step for which devices wait in the pipeline. about s: estimated seconds per step.",
         "In layouts that begin with megatron:, every replica has the full weights.",
     ]
