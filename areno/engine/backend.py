@@ -27,36 +27,36 @@ ACTOR = "actor"
 
 
 class Generator(Protocol):
-    """Serves generation requests."""
+    """Accepts generation requests, and returns their results as futures."""
 
     tokenizer: Any
 
     @property
     def context_length(self) -> int | None:
-        """Maximum number of tokens per sequence; None if the model states no limit."""
+        """Maximum number of tokens per sequence; None if the model's configuration states no limit."""
 
     @property
     def failed(self) -> bool:
-        """Whether the whole engine has failed, so that every later request fails too."""
+        """Whether the engine has failed. After a failure of the engine, every request fails."""
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests and return one future per request.
+        """Queue requests, and return one future per request.
 
         Raises EngineError: the models cannot generate, or a request is invalid.
         """
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request. The request's future then resolves to the tokens sampled before the abort."""
+        """Abort the request of ``future``. The future's result then contains the tokens sampled before the abort."""
 
     def load(self) -> EngineLoad:
-        """Current generation load, summed over all replicas."""
+        """Return the current load and the token counts, summed over all replicas."""
 
 
 class Backend(Generator, Protocol):
-    """The models of a run.
+    """The interface to the models of a run.
 
     :class:`areno.engine.engine.Engine` holds the models in this process. :class:`areno.engine.parallel.group.EngineGroup` holds
-    the models in rank processes.
+    the models in separate processes, one per rank.
     """
 
     config: EngineConfig
@@ -64,29 +64,27 @@ class Backend(Generator, Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas of the models."""
+        """Number of data-parallel replicas of the models."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of the actor's logits."""
+        """Number of logits of the actor per token."""
 
     @property
     def kv_tokens(self) -> int:
-        """A replica's KV cache capacity in tokens."""
+        """Capacity of each replica's KV cache in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the total number of concurrent sequences of all replicas. None restores the configured limit of each
-        replica.
-        """
+        """Limit the number of sequences that all replicas together generate at once. None restores the configured limits."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
         """Turn the prefix cache on or off.
 
-        If the configured ``prefix_cache_tokens`` is not 0, do nothing.
+        The method does nothing if the configured ``prefix_cache_tokens`` is not 0.
         """
 
     def end_rollout(self) -> None:
-        """Abort pending requests. Without ``keep_rollout_state``, also free the KV cache."""
+        """Abort unfinished requests. If ``keep_rollout_state`` is false, also free the KV cache."""
 
     def train(
         self,
@@ -96,12 +94,12 @@ class Backend(Generator, Protocol):
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:
-        """Wait until generation has finished, train a role on rows, and return scalar statistics."""
+        """Wait until generation has finished, train a role on rows, and return the training statistics by name."""
 
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Compute loss and statistics of a trainable role without updating it."""
+        """Compute the loss and the statistics of a trainable role on rows, without an optimizer step."""
 
     def score(
         self,
@@ -112,7 +110,7 @@ class Backend(Generator, Protocol):
         temperatures: float | Sequence[float] = 1.0,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[Any]:
-        """Wait until generation has finished, then score rows with a role; see :func:`areno.engine.scoring.score`."""
+        """Wait until generation has finished, then score rows with a role's model; see :func:`areno.engine.scoring.score`."""
 
     def score_logprobs(
         self,
@@ -122,59 +120,59 @@ class Backend(Generator, Protocol):
         micro_bs: int = 8,
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[list[float]]:
-        """Per row, the log-prob of each token given the previous tokens. Entry 0 is 0.0.
+        """Return, for each row, the log-prob of each token given the previous tokens. The first token's entry is 0.0.
 
-        ``routed`` contains the recorded expert choices of each row (:mod:`areno.types.routing`). Pass ``routed`` only for the
-        actor.
+        ``routed`` contains the experts recorded for each row's tokens (:mod:`areno.types.routing`). Pass ``routed`` only for
+        the actor.
         """
         return self.score("logprobs", role, rows, micro_bs, temperatures, routed)
 
     def score_values(self, role: str, rows: TokenRows, micro_bs: int = 8) -> list[list[float]]:
-        """Per row, the critic's value after each token."""
+        """Return, for each row, the critic's value after each token."""
         return self.score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: TokenRows, micro_bs: int = 8) -> list[float]:
-        """Per row, the score at the last token."""
+        """Return, for each row, the reward model's score at the last token."""
         return self.score("rewards", role, rows, micro_bs)
 
     def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
         """Load the roles that are not loaded yet.
 
-        If ``checkpoint`` contains a trainable role, the role is loaded from ``checkpoint``. With ``checkpoint``, call
-        :meth:`load_state` of this checkpoint before training.
+        A trainable role that ``checkpoint`` contains is loaded from ``checkpoint``. If you pass ``checkpoint``, call
+        :meth:`load_state` with the same folder before you train.
 
         Raises EngineError: a loaded role of the same name has a different checkpoint, kind or ``trainable`` setting. Raises
-        UsageError: a role cannot use its checkpoint.
+        UsageError: the checkpoint of a role cannot be loaded, or has a different tokenizer than the actor.
         """
 
     def drop_role(self, name: str) -> None:
-        """Unload a role other than the actor. Raises EngineError: the role does not exist, or is the actor."""
+        """Unload a role other than the actor. Raises EngineError: no role has this name, or the role is the actor."""
 
     def learning_rate(self, role: str) -> float:
-        """Learning rate of a role's next optimizer step."""
+        """Return the learning rate of a role's next optimizer step."""
 
     def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule with a constant learning rate."""
+        """Replace a role's learning-rate schedule with a constant learning rate."""
 
     def checkpoint_bytes(self) -> int:
-        """Approximate size in bytes of a checkpoint with the state of all trainable roles."""
+        """Return the approximate size in bytes of a checkpoint that contains the state of all trainable roles."""
 
     def save_model(self, folder: Path, role: str = ACTOR) -> None:
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write all optimizer states, and the trainable models other than the actor."""
+        """Write the optimizer states of all trainable roles, and the models of all trainable roles other than the actor."""
 
     def load_state(self, checkpoint: Path) -> None:
-        """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
+        """Restore the state that :meth:`save_state` wrote. The actor's weights must already be those of the checkpoint.
 
-        Raises CheckpointError: the state is missing, corrupt, or belongs to different parameters.
+        Raises CheckpointError: the state is missing or corrupt, or its parameters differ from those of the loaded models.
         """
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call ``function(engine, *arguments)`` on every rank, and return the results in rank order.
 
-        If all ranks raise the same type of error, this method raises an error of this type. If only some ranks raise an error,
+        If all ranks raise errors of the same type, this method raises an error of that type. If only some ranks raise errors,
         or if the types differ, this method raises EngineError.
         """
 

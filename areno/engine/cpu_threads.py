@@ -1,9 +1,9 @@
-"""Adapt PyTorch's CPU thread count to the cores that other programs leave free.
+"""Adapt PyTorch's CPU thread count to the number of cores that other programs leave free.
 
-Suppose that another process is busy on one of two cores. Every parallel region then waits for the thread on the busy core, so
-two OpenMP threads are twice as slow as one thread. The thread count therefore follows the load. The count is set after the
-model has been loaded, and is revised at most every ``PERIOD_S`` seconds. Each change is logged. If ``OMP_NUM_THREADS`` is set,
-the count is fixed. Results are bitwise reproducible at equal thread counts.
+An example shows the need: if another program keeps one of two cores busy, two OpenMP threads take twice as long as one thread,
+because each parallel region waits for the thread on the busy core. The thread count is therefore set after the model has been
+loaded, and is adapted at most once every ``PERIOD_S`` seconds. Each change is logged. If ``OMP_NUM_THREADS`` is set, the thread
+count is fixed. Runs with equal thread counts give bitwise equal results.
 """
 
 import logging
@@ -24,14 +24,14 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """Return the new thread count, at most ``most``, for ``free`` cores not used by other programs."""
+    """Return the thread count, from 1 to ``most``, for a process to which other programs leave ``free`` cores."""
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)
 
 
 class CpuThreads:
-    """The thread count of this process. Use the shared instance :data:`CPU_THREADS`."""
+    """The CPU thread count of this process. Use the shared instance :data:`CPU_THREADS`."""
 
     def __init__(self) -> None:
         self.adapts = False  # whether the count follows the load
@@ -42,21 +42,21 @@ class CpuThreads:
         self._decided_at: float | None = None
 
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
-        """Declare that the cores are divided evenly among ``processes`` processes of a run.
+        """Declare that a run consists of ``processes`` processes, which divide the cores evenly.
 
-        ``root_pid`` is the id of the process that started these processes; None means this process. If ``fixed`` is true, the
-        thread count stays constant. If ``fixed`` is None, the earlier value is kept: initially, the count is fixed if
-        ``OMP_NUM_THREADS`` is set.
+        ``root_pid`` is the id of the process that started the run's processes; None means this process. If ``fixed`` is true,
+        the thread count never changes. If ``fixed`` is None, the previous value of ``fixed`` stays in effect. Initially, the
+        thread count is fixed only if ``OMP_NUM_THREADS`` is set.
         """
         self._sharing, self._root_pid = processes, root_pid or os.getpid()
         self._fixed = self._fixed if fixed is None else fixed
         self.adapts = False
 
     def begin(self) -> None:
-        """Start adapting the thread count to the load. If the count already follows the load, do nothing.
+        """Start to adapt the thread count to the load, unless the thread count already follows the load.
 
-        Call this method before loading a model, because the CPU load during loading determines the first count. The maximum is
-        the lower of two numbers: the calling thread's count and the number of usable cores.
+        Call this method before loading a model, because the CPU load during loading determines the first thread count. The
+        maximum is the calling thread's current count or the number of usable cores, whichever is lower.
         """
         if self.adapts:
             return
@@ -67,13 +67,13 @@ class CpuThreads:
         self.apply()
 
     def current(self) -> int:
-        """The current thread count."""
+        """Return the current thread count."""
         if self.adapts:
             self._follow(time.monotonic())
         return self._current
 
     def apply(self) -> None:
-        """Set the thread count of the calling thread. PyTorch also uses this count for threads started later."""
+        """Set PyTorch's thread count for the calling thread, and for threads that are started later."""
         if self.adapts and torch.get_num_threads() != self.current():
             torch.set_num_threads(self._current)
 

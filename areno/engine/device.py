@@ -1,4 +1,4 @@
-"""Device selection per thread and rank, and host-device transfers with little synchronization."""
+"""Select devices for threads and ranks, and copy data between host and device with little synchronization."""
 
 import os
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from areno.errors import UsageError
 
 
 def use_device(device: torch.device) -> None:
-    """Set the calling thread's current GPU. Triton, streams and graphs use this GPU even for tensors on another GPU.
+    """Make ``device`` the current GPU of the calling thread. For a CPU, do nothing.
 
-    A new thread starts on GPU 0, not on its parent's GPU.
+    Triton kernels, CUDA streams and CUDA graphs use the current GPU, even for tensors on another GPU. The current GPU of a new
+    thread is GPU 0, not the GPU of the thread that started it.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def use_deterministic_algorithms() -> None:
-    """Enable PyTorch's deterministic algorithms. PyTorch warns about operations without a deterministic algorithm."""
+    """Enable PyTorch's deterministic algorithms. PyTorch warns about operations that have no deterministic algorithm."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this variable
     torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -28,8 +29,8 @@ def use_deterministic_algorithms() -> None:
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
     """Return one device per rank of an engine.
 
-    If ``first`` is not a GPU, every rank gets ``first``. Otherwise, the ranks get the ``chosen`` GPUs, or by default
-    consecutive GPUs from ``first`` on. ``present`` is the number of GPUs of this machine.
+    If ``first`` is not a GPU, all ranks use ``first``. If ``chosen`` is given, the ranks use the GPUs with these numbers.
+    Otherwise, the ranks use consecutive GPUs, starting with ``first``. ``present`` is the number of GPUs of this machine.
 
     Raises UsageError: there are too few GPUs, or the length of ``chosen`` is not the number of ranks.
     """
@@ -44,7 +45,7 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
 
 
 def read_all(values: Sequence[Tensor | float]) -> list[float]:
-    """Read one-element tensors as floats, with one host-device synchronization per device instead of one per tensor."""
+    """Convert one-element tensors and floats to floats, with only one host-device synchronization per device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
@@ -58,7 +59,7 @@ def read_all(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a host tensor to a device. Copies to a GPU are asynchronous and use pinned memory."""
+    """Copy a host tensor to a device. A copy to a GPU is asynchronous and uses pinned host memory."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

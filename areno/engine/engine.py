@@ -1,8 +1,8 @@
-"""All models of a run on one device. The actor generates, trains, or does both. Other roles score rows, and some of them also
-train.
+"""The models of a run on one device.
 
-Rollout and training share the actor's module, so a rollout needs no weight transfer. ``version`` is the number of optimizer
-steps of the actor. Every generated token carries the version of the weights that sampled the token.
+The actor generates text, trains, or does both. Other roles score token rows, and some of these roles also train. Generation and
+training use the same module of the actor, so generation needs no weight transfer. ``version`` is the number of optimizer steps
+of the actor. Every generated token is labeled with the version of the weights that sampled the token.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NO_REWARD_ROLLOUT = "a reward model cannot generate: this trainer was created with trains='reward'"
+NO_REWARD_ROLLOUT = "a reward model cannot generate; to generate, create the trainer with runtime={'trains': 'policy'}"
 _OPTIMIZER_FOLDER = "optimizer"
 _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed memory to the system
 
@@ -87,7 +87,7 @@ class Engine(Backend):
             self._refuse_speculation(can_roll_back=bool(cache_shape.layers))
         self._token_bytes = cache_shape.bytes_per_token + (model.routers.bytes_per_token if model.routers else 0)
         budget = config.kv_cache_tokens or kv_tokens(config, self.path, self.roles.values(), self._token_bytes)
-        logger.debug("loaded %s: the KV cache has %d tokens of %d bytes each", self.path, budget, self._token_bytes)
+        logger.debug("loaded %s; its KV cache holds %d tokens of %d bytes each", self.path, budget, self._token_bytes)
         peers, interval = config.peers, config.decode_progress_interval_s
         progress = DecodeProgress(interval, peers.replica, peers.layout.dp_size) if peers.leads else None
         common: dict[str, Any] = {
@@ -129,28 +129,28 @@ class Engine(Backend):
             )
         if not can_roll_back:
             raise UsageError(
-                f"{option}: {self.path} has recurrent states, which cannot be rolled back after a rejected draft; "
+                f"{option}: the model {self.path} has recurrent states, which cannot be rolled back after a rejected draft; "
                 "use --speculate 0"
             )
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas, including this one."""
+        """Number of data-parallel replicas, including this engine."""
         return self.config.peers.layout.dp_size
 
     @property
     def context_length(self) -> int | None:
-        """Maximum number of positions of the actor; None if its configuration states no limit."""
+        """Maximum number of tokens per sequence; None if the actor's configuration states no limit."""
         return self.actor.model.context_length
 
     @property
     def vocab_size(self) -> int:
-        """Width of the actor's logits."""
+        """Number of logits of the actor per token."""
         return self.actor.model.vocab_size
 
     @property
     def kv_tokens(self) -> int:
-        """KV cache capacity in tokens; 0 if this engine cannot generate."""
+        """Capacity of the KV cache in tokens; 0 if this engine cannot generate."""
         return self._loop.scheduler.budget_tokens if self._loop is not None else 0
 
     @property
@@ -159,7 +159,7 @@ class Engine(Backend):
         return self._loop is not None and self._loop.failure is not None
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit concurrent sequences per replica; None restores the configured limit. Raises ValueError for a limit below 1."""
+        """Limit concurrent sequences; None restores the configured limit. Raises ValueError: the limit is below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
         limit, loop = self.config.max_running if sequences is None else sequences, self.loop
@@ -173,16 +173,16 @@ class Engine(Backend):
             self.loop.set_limits(prefix_tokens=self.loop.scheduler.budget_tokens // 4 if enabled else 0)
 
     def learning_rate(self, role: str) -> float:
-        """Learning rate of a role's next optimizer step."""
+        """Return the learning rate of a role's next optimizer step."""
         return self.role(role).trained_by().learning_rate
 
     def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule with a constant learning rate."""
+        """Replace a role's learning-rate schedule with a constant learning rate."""
         self.role(role).trained_by().learning_rate = value
 
     @property
     def loop(self) -> RolloutLoop:
-        """The rollout loop. Raises EngineError if the actor is a reward model or a pipeline stage."""
+        """The rollout loop. Raises EngineError: the actor is a reward model, or is split into pipeline stages."""
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
         if self._loop is None:
@@ -195,33 +195,33 @@ class Engine(Backend):
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def begin_rollout(self) -> None:
-        """Gather sharded weights. :meth:`end_rollout`, :meth:`train`, :meth:`measure` and :meth:`load_state` reshard them.
+        """Gather the actor's sharded weights on every rank. All ranks must call this method.
 
-        All ranks must call this method.
+        :meth:`end_rollout`, :meth:`train`, :meth:`measure` and :meth:`load_state` shard the weights again.
         """
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; see :meth:`RolloutLoop.submit`. If the adapter can be merged, it is merged first.
+        """Merge the adapter if possible, then queue the requests; see :meth:`RolloutLoop.submit`.
 
         Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not gathered them.
         """
         if not self.actor.model.weights.whole:
-            raise EngineError("the weights are sharded across ranks: call begin_rollout on all ranks first")
+            raise EngineError("the weights are sharded, so no rank can generate; call begin_rollout on all ranks first")
         if self.actor.model.adapter is not None:
             self.actor.model.adapter.merge()
         return self.loop.submit(requests)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request; see :meth:`RolloutLoop.cancel`."""
+        """Abort the request of ``future``; see :meth:`RolloutLoop.cancel`."""
         self.loop.cancel(future)
 
     def load(self) -> EngineLoad:
-        """Current generation load."""
+        """Return the current load and the token counts of the rollout loop."""
         return self.loop.load()
 
     def end_rollout(self) -> None:
-        """Abort pending requests, and reshard gathered weights. Without ``keep_rollout_state``, also free the KV cache."""
+        """Abort unfinished requests, and shard gathered weights. Without ``keep_rollout_state``, also free the KV cache."""
         self.loop.cancel_all()
         self._rest()
         if not self.config.keep_rollout_state:
@@ -244,7 +244,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records collected since the last call, by ``TrainSequence.observed``."""
+        """Return the token records collected since the last call. The keys are the values of ``TrainSequence.observed``."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
@@ -254,7 +254,7 @@ class Engine(Backend):
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
-        """Wait until generation has finished, then compute a trainable role's loss and statistics without an update."""
+        """Wait until generation has finished, then compute a trainable role's loss and statistics without an optimizer step."""
         self._rest()
         trainee = self.role(role)
         trainee.check(row.tokens for row in rows)
@@ -263,7 +263,7 @@ class Engine(Backend):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
-        """Load the missing roles. Frozen roles with the same checkpoint and kind share weights."""
+        """Load the roles that are not loaded yet. Frozen roles with the same checkpoint and kind share one set of weights."""
         self.wait_idle()
         automatic = self.config.kv_cache_tokens is None and self.config.device.type == "cuda"
         resized = self._loop if automatic and not roles.keys() <= self.roles.keys() else None
@@ -276,7 +276,8 @@ class Engine(Backend):
                 self.roles[name] = self._load_role(name, spec, saved if saved is not None and saved.is_dir() else None)
             elif (loaded.path, loaded.kind, loaded.trainable) != (spec.path, spec.predicts, spec.trainable):
                 raise EngineError(
-                    f"role {name!r} is already loaded from {loaded.path}; call drop_role({name!r}) to replace it"
+                    f"role {name!r} is already loaded from {loaded.path}, with a different path, kind or trainable setting; "
+                    f"call drop_role({name!r}) before you load the role again"
                 )
         if resized is not None:
             budget = kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes)
@@ -324,24 +325,24 @@ class Engine(Backend):
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """Options of the actor's adapter, for a new adapter of another trainable role; None if the actor has no adapter."""
+        """Return the adapter options for a new trainable role, copied from the actor; None if the actor has no adapter."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None
         return replace(options, adapter_path=None, rank=adapter.rank)
 
     def drop_role(self, name: str) -> None:
-        """Unload an auxiliary role."""
+        """Unload a role other than the actor."""
         if self.role(name) is self.actor:
-            raise EngineError("the actor cannot be dropped; use close() to close the trainer")
+            raise EngineError("the actor cannot be dropped; to unload all models, call close()")
         del self.roles[name]
         self._resumed.pop(name, None)
 
     def role(self, name: str) -> Role:
-        """Look up a loaded role. Raises EngineError if no role has this name."""
+        """Return a loaded role. Raises EngineError: no role has this name."""
         if name not in self.roles:
             raise EngineError(
-                f"there is no role {name!r}; loaded: {', '.join(self.roles)}. Load it with "
+                f"there is no role {name!r} (loaded roles: {', '.join(self.roles)}); load the role with "
                 f'trainer.ensure_roles({{"{name}": ModelRole(name="{name}", path=..., trainable=...)}})'
             )
         return self.roles[name]
@@ -369,7 +370,7 @@ class Engine(Backend):
                 self._loop.follow_weights()
 
     def _rest(self) -> None:
-        """Wait until generation has finished, then reshard gathered weights."""
+        """Wait until generation has finished, then shard gathered weights again."""
         self.wait_idle()
         self.actor.model.weights.release()
 
@@ -380,7 +381,7 @@ class Engine(Backend):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint_bytes(self) -> int:
-        """Approximate size in bytes of a checkpoint with the state of all trainable roles."""
+        """Return the approximate size in bytes of a checkpoint that contains the state of all trainable roles."""
         return sum(role.checkpoint_bytes() for role in self.roles.values() if role.trainable)
 
     def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
@@ -388,7 +389,7 @@ class Engine(Backend):
         self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write all optimizer states, and the trainable models other than the actor.
+        """Write the optimizer states of all trainable roles, and the models of all trainable roles other than the actor.
 
         The actor's optimizer state is written to ``trainer_state/optimizer/``. A critic's optimizer state is written to
         ``trainer_state/critic_optimizer/``. The critic's model is written to ``critic/`` in Hugging Face format.
@@ -402,11 +403,10 @@ class Engine(Backend):
                     role.save_model(checkpoint / name, self.tokenizer)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Restore a checkpoint's state. The actor must already have loaded the checkpoint's weights.
+        """Restore the state that :meth:`save_state` wrote. The actor's weights must already be those of the checkpoint.
 
         Call :meth:`ensure_roles` first, because only loaded roles are restored. The weights of trainable roles other than the
-        actor are also restored. If :meth:`ensure_roles` has just loaded these weights from this checkpoint, they are not loaded
-        again.
+        actor are also restored, unless :meth:`ensure_roles` has just loaded these weights from the same checkpoint.
         """
         self._rest()
         for name, role in list(self.roles.items()):
@@ -422,7 +422,7 @@ class Engine(Backend):
     def _open_saved(self, name: str, path: str, kind: ModelKind, optimizer: OptimizerOptions, folder: Path) -> Role:
         """Load a trainable role from a checkpoint.
 
-        ``path`` is the role's original model. ``folder`` contains the role's saved weights, or its saved adapter.
+        ``path`` is the model with which training began. ``folder`` contains the role's saved weights or saved adapter.
         """
         source, adapter = str(folder), self._new_adapter()
         if adapter is not None:

@@ -1,4 +1,4 @@
-"""Engine settings."""
+"""Settings of an engine."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,15 +14,15 @@ from areno.engine.train.optimizer import OptimizerOptions
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine loads, generates and trains.
+    """Settings for loading models, for generation, and for training.
 
-    ``trains`` says what the actor is. ``policy``: a trainable policy. ``reward``: a trainable sequence classifier, which cannot
-    generate. ``nothing``: a policy without an optimizer.
+    ``trains`` is the kind of actor. ``policy`` is a policy with an optimizer, and ``nothing`` is a policy without an optimizer.
+    ``reward`` is a sequence classifier with an optimizer, which cannot generate.
 
-    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads or
-    compiles the decode step before the first token, and ``eager`` does neither. ``auto`` loads the step from disk if an earlier
-    run has compiled the step. Otherwise, ``auto`` compiles the step in the background, if the remaining work justifies the
-    compilation.
+    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads a
+    compiled decode step, or compiles it, before the first token is generated. ``eager`` always decodes without compiled code.
+    ``auto`` loads the decode step that an earlier run has compiled. If there is no compiled step, ``auto`` compiles the step in
+    the background, provided that enough tokens remain to be generated.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -54,11 +54,11 @@ class EngineConfig:
 
     @property
     def compute_dtype(self) -> str:
-        """Compute dtype of the models: ``float32``, ``bfloat16`` or ``float16``."""
+        """Dtype of the forward and backward passes: ``float32``, ``bfloat16`` or ``float16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def load_options(self, option: str = "--ckpt", path: str | None = None) -> LoadOptions:
-        """Options for loading the checkpoint ``path``. ``option`` is the option that specifies it, for error messages."""
+        """Return the options for loading the checkpoint ``path``. ``option`` sets ``path``, and appears in error messages."""
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,

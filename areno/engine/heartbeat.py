@@ -1,16 +1,16 @@
-"""Liveness counter of this process. Long-running operations advance the counter."""
+"""A counter that shows that this process makes progress. Long operations advance the counter."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """A progress counter. Use the process-wide instance :data:`HEARTBEAT`."""
+    """A progress counter. Use the shared instance :data:`HEARTBEAT`."""
 
     count: float = 0.0
 
     def tick(self) -> None:
-        """Record progress."""
+        """Advance the counter."""
         self.count += 1
 
 

@@ -1,4 +1,4 @@
-"""The rollout loop's logger and its ``rollout decode progress`` lines."""
+"""The logger of the rollout loop, and its ``rollout decode progress`` log lines."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ logger = logging.getLogger("areno.engine.inference")
 
 
 class DecodeProgress:
-    """Logs decode throughput at most every ``interval_s`` seconds. If ``interval_s`` is 0 or less, logs nothing."""
+    """Logs the decode throughput at most once every ``interval_s`` seconds. If ``interval_s`` is 0 or less, logs nothing."""
 
     def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
         self.interval_s = interval_s
@@ -18,7 +18,7 @@ class DecodeProgress:
         self._tokens = 0
 
     def step(self, active: int, cuda_graph: bool = False) -> None:
-        """Count one decode step of ``active`` sequences, and log the throughput if the interval has elapsed."""
+        """Count one decode step of ``active`` sequences. Log the throughput if the interval has elapsed."""
         if self.interval_s <= 0:
             return
         now = time.perf_counter()
@@ -32,5 +32,5 @@ class DecodeProgress:
             self._since, self._tokens = now, 0
 
     def idle(self) -> None:
-        """Reset the interval, so that idle time does not count towards throughput."""
+        """Restart the interval, so that the throughput does not include idle time."""
         self._since, self._tokens = None, 0

@@ -1,16 +1,16 @@
 """Tune OpenMP and the C allocator for a process that generates and trains on CPUs.
 
-*One OpenMP worker pool at a time.* Every thread that calls into PyTorch gets its own OpenMP workers and keeps them. The rollout
-thread and the training thread would together have twice as many workers as there are cores. GNU OpenMP would then make all
-workers sleep at every barrier. On two cores, a decode step would take 15 ms instead of 4 ms. A thread therefore stops its
-workers when the thread becomes idle. The next parallel region restarts the workers in well under a millisecond.
+*Only one thread at a time has OpenMP workers.* Every thread that calls PyTorch gets its own OpenMP workers and keeps them. The
+rollout thread and the training thread would therefore together have twice as many workers as there are cores. With more workers
+than cores, GNU OpenMP makes all workers sleep at every barrier: on two cores, a decode step takes 15 ms instead of 4 ms. For
+this reason, a thread that becomes idle stops its workers. The thread's next parallel region restarts the workers in well under
+a millisecond.
 
-*Freed memory is retained.* By default, malloc returns large freed blocks to the system, and the pages of new blocks must be
-faulted in again. In a step on 64 rows with a model of 135 M parameters, there were 10 million page faults. They raised the time
-on two cores from 14.6 s to 22 s. Large tensors therefore come from a caching allocator
-(:mod:`areno.engine.kernels.cpu_memory`). If this allocator cannot be compiled, glibc retains memory in one untrimmed heap. The
-fragmentation of this heap raises the memory peak by 33% to 100%. If the system runs short of memory, the retained memory is
-returned to the system before each training pass.
+*Freed memory is retained.* By default, malloc returns large freed blocks to the system, so each new block causes page faults. A
+training step on 64 rows with a model of 135 M parameters caused 10 million page faults, which raised the time on two cores from
+14.6 s to 22 s. Large tensors therefore come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If the caching
+allocator cannot be compiled, glibc is set to keep all freed memory in one heap. The fragmentation of this heap raises the peak
+memory by 33% to 100%. If the system runs short of memory, retained memory is returned to the system before each training pass.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: keeps the program's settings
 
 
 def release_workers() -> None:
-    """Stop the calling thread's OpenMP workers. The thread must not be inside a parallel region."""
+    """Stop the OpenMP workers of the calling thread. The calling thread must not be inside a parallel region."""
     pause = _pause_call()
     if pause is not None:
         pause(_PAUSE_SOFT)
@@ -42,7 +42,7 @@ def release_workers() -> None:
 
 @functools.cache
 def _pause_call() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's OpenMP runtime; None if unavailable."""
+    """Return ``omp_pause_resource_all`` of PyTorch's OpenMP runtime; None if the runtime has no such function."""
     only_if_loaded = getattr(os, "RTLD_NOLOAD", None)
     if only_if_loaded is None:
         return None
@@ -55,7 +55,7 @@ def _pause_call() -> Callable[[int], int] | None:
 
 
 def trim_freed_memory() -> None:
-    """Return retained memory to the system; without glibc, do nothing."""
+    """Release retained memory to the system. Without glibc, this function does nothing."""
     if _ALLOCATOR:
         _ALLOCATOR[0].release_unused()
     trim = _of_libc("malloc_trim")
@@ -64,9 +64,9 @@ def trim_freed_memory() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Retain freed memory for reuse. This requires glibc 2.33 or newer.
+    """Keep freed memory in the process for reuse. The function needs glibc 2.33 or newer.
 
-    If the user has configured malloc or preloaded an allocator, do nothing.
+    The function does nothing if environment variables configure malloc or preload an allocator.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
@@ -81,7 +81,7 @@ def retain_freed_memory() -> None:
 
 
 def retained_bytes() -> int:
-    """Size in bytes of freed memory retained for reuse; 0 if unknown."""
+    """Return the size in bytes of the freed memory that is retained for reuse; 0 if the size is unknown."""
     if _ALLOCATOR:
         return _ALLOCATOR[0].unused_bytes()
     count = _of_libc("mallinfo2")
@@ -93,7 +93,7 @@ def retained_bytes() -> int:
 
 
 def _resident_heap() -> int:
-    """Resident size of the heap in bytes. malloc does not report this size: its count of free bytes includes trimmed pages."""
+    """Return the heap's resident size in bytes. malloc cannot report it, because its free bytes include trimmed pages."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
         inside = False
         for line in maps:
@@ -111,5 +111,5 @@ class _HeapFigures(ctypes.Structure):
 
 
 def _of_libc(name: str) -> Any:
-    """A function of the C library; None if it does not exist or the system is not Linux."""
+    """Return a function of the C library; None if the function does not exist, or if the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

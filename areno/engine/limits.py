@@ -1,7 +1,8 @@
-"""Context length and vocabulary limits of a model, read from its configuration before any weights are loaded.
+"""Read a model's context length and vocabulary size from its configuration, and check requests and tokenizers.
 
-A row that exceeds a limit would index an embedding table out of bounds. On a GPU, such an access crashes the process. Rotary
-embeddings have no table, so the model would silently run at positions on which it was never trained.
+A token id beyond the vocabulary would index the embedding table out of bounds, which crashes the process on a GPU. A row longer
+than the context length would have the same effect on a table of position embeddings. With rotary embeddings, which have no
+table, the model would silently run at positions on which the model was never trained.
 """
 
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ UNREADABLE = (
     SafetensorError,
     UnpicklingError,
 )
-"""Exceptions from reading a checkpoint whose files are missing, damaged or unsuitable."""
+"""Exceptions that are raised when the files of a checkpoint are missing, damaged or unsuitable."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 # Rotary scaling types whose configuration states the length before scaling.
@@ -35,10 +36,11 @@ _SCALED = ("yarn", "llama3", "longrope")
 
 
 def context_length(config: Any) -> int | None:
-    """Maximum number of positions of a ``transformers`` configuration; None if the configuration states no limit.
+    """Return the maximum number of tokens per sequence; None if the ``transformers`` configuration states no limit.
 
-    Most configurations with scaled rotary embeddings state the extended length. Other configurations (YaRN in Qwen models,
-    linear scaling) state the original length. This function multiplies the original length by the scaling factor.
+    Most configurations with scaled rotary embeddings state the length after scaling. Other configurations (YaRN in Qwen models,
+    linear scaling) state the length before scaling. For these configurations, the stated length is multiplied by the scaling
+    factor.
     """
     text = config.get_text_config()
     stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
@@ -56,14 +58,14 @@ def context_length(config: Any) -> int | None:
 
 
 def vocabulary_size(config: Any) -> int:
-    """Number of rows of the embedding table."""
+    """Return the number of rows of the embedding table."""
     return int(config.get_text_config().vocab_size)
 
 
 def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> Any:
     """Read the ``transformers`` configuration of a checkpoint, or of an adapter's base model.
 
-    Raises UsageError: the configuration is unreadable. The message names ``option``, which specifies the checkpoint.
+    ``option`` is the option that sets ``path``, for error messages. Raises UsageError: the configuration is unreadable.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
@@ -75,11 +77,11 @@ def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> A
         names, text = config.architectures, config.get_text_config()
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(
-                f"config.json: architectures is {names!r}, not a list of class names; correct or remove it"
+                f"config.json: architectures is {names!r}, but must be a list of class names; correct or remove this entry"
             )
         if not isinstance(text, PretrainedConfig):
             raise ValueError(
-                f"config.json: text_config is {text!r}, not the configuration of a model; correct or remove it"
+                f"config.json: text_config is {text!r}, but must be the configuration of a model; correct or remove this entry"
             )
         return config
     except invalid as error:
@@ -90,19 +92,19 @@ def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> A
 
 
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
-    """Check that a checkpoint has an embedding for every id that the tokenizer produces.
+    """Check that a checkpoint has an embedding for every token id that the tokenizer produces.
 
-    A special token may have an id without an embedding if neither the tokenizer nor the chat template inserts the token. An
-    example is the padding token. If a prompt contains such a token, the engine rejects the prompt.
+    A special token, such as the padding token, needs no embedding if neither the tokenizer nor the chat template inserts the
+    token. The engine rejects a prompt that contains a token without an embedding.
 
     Args:
-        option: option that specifies the checkpoint, for error messages.
+        option: option that sets ``path``, for error messages.
 
     Returns:
-        Maximum number of tokens of a row; None if the model states no limit.
+        Maximum number of tokens per sequence; None if the model's configuration states no limit.
 
     Raises:
-        UsageError: the configuration is unreadable, or the tokenizer has ids without an embedding.
+        UsageError: the configuration is unreadable, or a token id has no embedding.
     """
     config = read_config(path, option=option, trust_remote_code=trust_remote_code)
     rows, template = vocabulary_size(config), str(getattr(tokenizer, "chat_template", None) or "")
@@ -112,18 +114,18 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     if beyond:
         token = min(beyond, key=lambda name: beyond[name])
         raise UsageError(
-            f"{option} {path}: the tokenizer has {len(beyond)} token ids for which the model has no embedding: {token!r} is "
-            f"id {beyond[token]}, but the model has {rows} rows (vocab_size in config.json); use the model's own tokenizer, "
-            "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
+            f"{option} {path}: the tokenizer has {len(beyond)} token ids for which the model has no embedding: token {token!r} "
+            f"has id {beyond[token]}, but the embedding table has {rows} rows (vocab_size in config.json); use the model's own "
+            "tokenizer, or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
         )
     return context_length(config)
 
 
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
-    """Check that a role has the actor's vocabulary. Otherwise, the role would score different text.
+    """Check that the model of a role has the actor's vocabulary, because all roles read the same token ids.
 
-    ``tokenizer`` and ``own_path`` belong to the actor, and ``name`` and ``path`` to the role. Raises UsageError: the
-    vocabularies differ, a token id has no embedding, or the configuration is unreadable.
+    ``tokenizer`` and ``own_path`` are the actor's tokenizer and checkpoint. ``name`` and ``path`` are the role's name and
+    checkpoint. Raises UsageError: the vocabularies differ, a token id has no embedding, or the configuration is unreadable.
     """
     from areno.text.chat import load_tokenizer
 
@@ -135,17 +137,17 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
     if mine != theirs:
         token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
         raise UsageError(
-            f"role {name!r}: {path} and {own_path} have different tokenizers: token {token!r} has id "
-            f"{theirs.get(token)} in the first and {mine.get(token)} in the second; roles read the same token ids, so "
-            "use a model with the same tokenizer"
+            f"role {name!r}: the tokenizer of {path} differs from the actor's tokenizer ({own_path}): the id of token "
+            f"{token!r} is {theirs.get(token)} in the role's tokenizer and {mine.get(token)} in the actor's tokenizer (None: "
+            "no such token); use a model with the actor's tokenizer, because all roles read the same token ids"
         )
     check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
-    """Limit the new tokens of each request to the context length minus the prompt length.
+    """Check requests, and limit the new tokens of each request to the context length minus the prompt length.
 
-    Raises EngineError: a request is invalid, or does not fit in the context or the KV cache.
+    Raises EngineError: a request is invalid, or is too long for the context or the KV cache.
     """
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 
@@ -155,7 +157,7 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
     if not prompt:
         raise EngineError("a prompt must contain at least one token")
     if not request.seeds:
-        raise EngineError("a request needs at least one sample, and a seed for each sample")
+        raise EngineError("a request has no seeds; pass at least one seed, because each seed gives one sample")
     for what, ids in (("a prompt", request.prompt_tokens), ("logit_bias", sampling.logit_bias)):
         if (invalid := unknown_id(ids or (), vocabulary)) is not None:
             raise EngineError(
@@ -165,7 +167,7 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
     if limit is not None:
         if prompt >= limit:
             raise EngineError(
-                f"a prompt of {prompt} tokens leaves no room for an answer in a context of {limit} tokens"
+                f"a prompt of {prompt} tokens leaves no room for an answer in a context of {limit} tokens; shorten the prompt"
             )
         most = min(most, limit - prompt)
     if prompt + most > kv_tokens:
@@ -180,5 +182,5 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
 
 
 def unknown_id(ids: Iterable[int], vocabulary: int) -> int | None:
-    """The first token id without an embedding; None if all ids have embeddings."""
+    """Return the first of ``ids`` that has no embedding; None if all ids have embeddings."""
     return next((token for token in ids if not 0 <= token < vocabulary), None)

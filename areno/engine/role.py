@@ -1,6 +1,6 @@
-"""Model roles: actor, reference, critic and reward model.
+"""Load, train, score and save the model of a role: actor, reference, critic or reward model.
 
-Every role scores rows, and a role with an optimizer also trains. An actor that is a policy also generates.
+Every role scores token rows. A role with an optimizer also trains, and an actor that is a policy also generates.
 """
 
 import functools
@@ -35,7 +35,7 @@ _PREDICTION = {"policy": "log-probs", "value": "values", "reward": "rewards"}
 
 @dataclass
 class Role:
-    """A loaded model and, if trainable, its optimizer."""
+    """A loaded model with a name, and the model's optimizer if the model is trainable."""
 
     name: str
     path: str
@@ -54,9 +54,11 @@ class Role:
         return self.optimizer is not None
 
     def trained_by(self) -> Optimizer:
-        """The optimizer. Raises EngineError if the role is frozen."""
+        """Return the role's optimizer. Raises EngineError: the role has no optimizer."""
         if self.optimizer is None:
-            raise EngineError(f"role {self.name!r} is frozen; set ModelRole(trainable=True) to train it")
+            raise EngineError(
+                f"role {self.name!r} is frozen; to train the role, load it with ModelRole(trainable=True)"
+            )
         return self.optimizer
 
     @functools.cached_property
@@ -74,24 +76,24 @@ class Role:
         )
 
     def set_recomputation(self, recompute: bool | None) -> None:
-        """Set whether training recomputes activations."""
+        """Set whether training recomputes activations. If ``recompute`` is None, the available memory decides."""
         self.activation_checkpointing = recompute
         if "training" in vars(self):
             self.training.activation_checkpointing = recompute
 
     @functools.cached_property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline over all stages; None if the model is not split into stages."""
+        """The pipeline over all pipeline stages; None if the model is not split into stages."""
         return Pipeline(self.model, self.peers) if self.model.stage is not None else None
 
     def check(self, rows: Iterable[Sequence[int]]) -> None:
-        """Raise UsageError if a row exceeds the context length or contains a token id outside the vocabulary."""
+        """Check rows. Raises UsageError: a row exceeds the context length, or contains a token id outside the vocabulary."""
         context, vocabulary = self.model.context_length, self.model.vocab_size
         for index, row in enumerate(rows):
             if context is not None and len(row) > context:
                 raise UsageError(
-                    f"row {index} has {len(row)} tokens, but the context of role {self.name!r} is {context}; drop "
-                    f"longer rows, or set --max-context-len {context} (SamplingParams(max_context_len=...))"
+                    f"row {index} has {len(row)} tokens, but the context length of role {self.name!r} is {context}; "
+                    f"drop longer rows, or set --max-context-len {context} (SamplingParams(max_context_len=...))"
                 )
             if len(row) and (min(row) < 0 or max(row) >= vocabulary):
                 raise UsageError(
@@ -109,15 +111,15 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        Raises EngineError if values or rewards are requested from a policy, or log-probs from a critic or reward model.
-        Raises UsageError if :meth:`check` rejects a row. Raises ValueError unless there is one temperature in total or
-        one per row.
+        Raises EngineError: values or rewards are requested from a policy, or log-probs from a critic or a reward model. Raises
+        UsageError: :meth:`check` rejects a row. Raises ValueError: ``temperatures`` is a list, but does not have one entry per
+        row.
         """
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
             requested = "log-probs" if what == "logprobs" else what
             raise EngineError(
-                f"role {self.name!r} predicts {_PREDICTION[self.kind]}, not {requested}; "
-                "set ModelRole(kind=...) to policy, value or reward"
+                f"role {self.name!r} predicts {_PREDICTION[self.kind]}, not {requested}; load a role whose "
+                "ModelRole.kind is policy (for log-probs), value (for values) or reward (for rewards)"
             )
         per_row = temperature_per_row(rows, temperatures)
         self.check(rows)
@@ -126,10 +128,10 @@ class Role:
             return score(self.model, what, rows, micro_bs, per_row, self.pipeline, routed)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
-        """Copy the weights to host memory, and return a function that saves the copy. Training can continue meanwhile.
+        """Copy the weights to host memory, and return a function that saves the copy while training continues.
 
-        The function writes the same files as :meth:`save_model`. With several ranks, or for an adapter (which is small),
-        nothing is copied, and the result is None.
+        The returned function writes the same files as :meth:`save_model`. With several ranks, or if the model has an adapter,
+        nothing is copied, and the method returns None.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None
@@ -143,10 +145,10 @@ class Role:
         return lambda folder: self.save_model(folder, tokenizer, weights)
 
     def save_model(self, folder: str | Path, tokenizer: Any, weights: dict[str, torch.Tensor] | None = None) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format. With an adapter, the weights and
-        configuration are those of the adapter.
+        """Write weights, configuration and tokenizer in Hugging Face format.
 
-        If ``weights`` are given, they are saved instead of the model's current weights; see :meth:`stage_model`.
+        If the model has an adapter, only the adapter's weights and configuration are written. ``weights`` replace the model's
+        current weights in the written files; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
             if self.peers.replica == 0 or self.peers.layout.fsdp:
@@ -172,25 +174,27 @@ class Role:
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer state. Each rank writes its own shard, so all ranks must call this method."""
+        """Write the optimizer state to a folder. Each rank writes its own shard, so all ranks must call this method."""
         optimizer = self.trained_by()
         save_state(folder, optimizer.state_head(), optimizer.state_parts(), self.peers)
 
     def load_optimizer(self, folder: Path) -> None:
-        """Restore a saved optimizer state. The weights must come from the same checkpoint.
+        """Restore the optimizer state from a folder. The model's weights must be those of the same checkpoint.
 
-        Raises CheckpointError: the state is missing, corrupt, or belongs to different parameters.
+        Raises CheckpointError: the state is missing or corrupt, or its parameters differ from those of the model.
         """
         optimizer = self.trained_by()
         try:
             optimizer.load_state(SavedState(folder))
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} cannot be used: {error}") from error
+            raise CheckpointError(f"the optimizer state in {folder} cannot be used: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder} is damaged or incomplete: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"the optimizer state in {folder} is damaged or incomplete: {type(error).__name__}: {error}"
+            ) from error
 
     def checkpoint_bytes(self) -> int:
-        """Size in bytes of the role's checkpoint: weights and optimizer state."""
+        """Return the total size in bytes of the weights and the optimizer state in the role's checkpoint."""
         weights = self.model.weight_bytes
         if self.model.adapter is not None:  # only the adapter is saved
             weights = sum(p.numel() * p.element_size() for _, p in self.model.parameters())
@@ -207,9 +211,9 @@ def load_role(
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
 ) -> Role:
-    """Load a role's checkpoint. The checkpoint of a frozen critic or reward model must have a scalar head.
+    """Load the model of a role. The checkpoint of a frozen critic or reward model must have a scalar head.
 
-    Raises UsageError: the role cannot use the checkpoint, or options conflict.
+    Raises UsageError: the checkpoint cannot be used for this role, or options conflict.
     """
     _check_choices(name, path, options, optimizer, checkpointing, adapter, offload_activations)
     if adapter is not None:
@@ -244,7 +248,7 @@ def _check_choices(
     adapter: AdapterOptions | None,
     offload_activations: bool,
 ) -> None:
-    """Reject options that conflict or have no effect."""
+    """Check options. Raises UsageError: options conflict, or an option has no effect."""
     on_cpu, layout = torch.device(options.device).type == "cpu", options.peers.layout
     if on_cpu and optimizer is not None and optimizer.offload:
         raise UsageError(f"--offload-optimizer has no effect for role {name!r}, which is on a CPU; remove the option")
@@ -257,13 +261,13 @@ def _check_choices(
         )
     if adapter is not None and is_adapter(path):
         raise UsageError(
-            f"{options.option} {path} is an adapter, which cannot have another adapter; pass its base model, and this folder "
-            "as --lora-adapter-path, or merge the adapter first with areno export"
+            f"{options.option} {path} is an adapter, to which no second adapter can be added; pass the base model, and this "
+            "adapter as --lora-adapter-path, or merge this adapter into its base model with areno export"
         )
     if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
         raise UsageError(
             f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; remove one of the two options "
-            "(--world-size N alone keeps the full model on each device)"
+            "(with --world-size N alone, each device holds the full model)"
         )
     if not layout.fsdp:
         return

@@ -1,4 +1,4 @@
-"""Score token rows with any role, without gradients: log-probs, values or rewards."""
+"""Compute log-probs, values or rewards of token rows, without gradients."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,12 @@ Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
-    """Return one temperature per row. Raises ValueError unless ``temperatures`` is a number or has one entry per row."""
+    """Return one temperature per row. Raises ValueError: ``temperatures`` is a list, but does not have one entry per row."""
     per_row = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
     if len(per_row) != len(rows):
         raise ValueError(
-            f"{len(rows)} rows need one temperature, or a list with one per row; got a list of {len(per_row)}"
+            f"temperatures must be one number, or a list with one number for each of {len(rows)} rows; got a list of length "
+            f"{len(per_row)}"
         )
     return per_row
 
@@ -56,12 +57,14 @@ def score(
 ) -> list[Any]:
     """Score rows with a policy (log-probs), a critic (values) or a reward model (rewards).
 
-    ``routed`` holds each row's recorded expert choices. The choices are replayed if the model is prepared for routing replay.
+    ``routed`` holds the recorded expert choices of each row, which are replayed if the model is prepared for routing replay.
 
     Returns:
-        ``logprobs``: per row, the log-prob of each token given its prefix, at the row's temperature; entry 0 is 0.0.
-        ``values``: per row, the value after each token. ``rewards``: one score per row, at its last token. Only the last stage
-            of a ``pipeline`` returns scores. On the other stages, the list is empty.
+        ``logprobs``: for each row, the log-prob of each token given the previous tokens, at the row's temperature. The first
+            token's entry is 0.0.
+        ``values``: for each row, the value after each token. ``rewards``: for each row, the score at the last token.
+
+        Only the last stage of a ``pipeline`` returns scores. The other stages return an empty list.
     """
     results: list[Any] = []
     batches = _batches(model, rows, micro_bs, temperatures, routed)
@@ -98,7 +101,7 @@ def _batches(
 
 
 def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> list[Any]:
-    """Scores of a batch's rows, computed from the hidden states [T, C] of the batch."""
+    """Return the scores of a batch's rows, computed from the batch's hidden states [T, C]."""
     plan = batch.plan
     if isinstance(model, ValueModel):
         if what == "rewards":
@@ -116,7 +119,7 @@ def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:
-            raise ValueError(f"row {index} is empty; a row must have at least one token to be scored")
+            raise ValueError(f"row {index} is empty and cannot be scored; remove empty rows")
         if batch and (len(batch) == micro_bs or sum(map(len, batch)) + len(row) > MAX_TOKENS):
             yield batch
             batch = []

@@ -121,7 +121,7 @@ def test_the_engine_refuses_requests_that_would_end_generation_for_all(trainer):
         (Request([5] * CONTEXT, few), "32 tokens leaves no room"),
         (Request([5, vocabulary], few), f"a prompt contains token id {vocabulary}, but the ids of this model are 0 to"),
         (Request([5, -1], few), "a prompt contains token id -1"),
-        (Request([5], few, seeds=[]), "and a seed for each sample"),
+        (Request([5], few, seeds=[]), "a request has no seeds; pass at least one seed"),
         (Request([], few), "at least one token"),
         (Request([5], SamplingParams(logit_bias={vocabulary: 1.0})), f"logit_bias contains token id {vocabulary}"),
     ):
@@ -135,7 +135,7 @@ def test_the_engine_refuses_requests_that_would_end_generation_for_all(trainer):
 
 
 def test_rows_beyond_the_context_are_neither_scored_nor_trained_on(trainer):
-    long, message = [5] * (CONTEXT + 1), r"row 1 has 33 tokens, but the context of role 'actor' is 32"
+    long, message = [5] * (CONTEXT + 1), r"row 1 has 33 tokens, but the context length of role 'actor' is 32"
     with pytest.raises(UsageError, match=message):
         trainer.score_logprobs("actor", [[5], long])
     with pytest.raises(UsageError, match=message):
@@ -152,7 +152,7 @@ def test_errors_name_the_role_with_the_shorter_context(tmp_path):
     with Trainer(1, str(long)) as trainer:
         trainer.init()
         trainer.ensure_roles({"critic": ModelRole("critic", str(critic), trainable=True)})
-        with pytest.raises(UsageError, match=r"the context of role 'critic' is 16; .*--max-context-len 16"):
+        with pytest.raises(UsageError, match=r"the context length of role 'critic' is 16; .*--max-context-len 16"):
             trainer.score_values("critic", [[5] * 17])
 
 
@@ -227,7 +227,8 @@ def with_vocabulary(folder, vocabulary, **more):
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_at_load(tmp_path):
     size = with_vocabulary(tmp_path, -3)
     message = (
-        rf"has 3 token ids for which the model has no embedding: .* is id {size - 3}, but the model has {size - 3} rows"
+        r"has 3 token ids for which the model has no embedding: "
+        rf"token .* has id {size - 3}, but the embedding table has {size - 3} rows"
     )
     with pytest.raises(UsageError, match=message):
         checked(tmp_path)
@@ -252,7 +253,7 @@ def test_unused_special_tokens_may_exceed_the_embedding_table(tmp_path):
     assert checked(tmp_path) == 4096
     tokenizer.chat_template = "<|turn|>" + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"1 token ids for which the model has no embedding: '<\|turn\|>'"):
+    with pytest.raises(UsageError, match=r"1 token ids for which the model has no embedding: token '<\|turn\|>'"):
         checked(tmp_path)
 
 

@@ -374,8 +374,8 @@ def test_a_tilde_in_the_paths_of_models_and_adapters_is_the_home_folder(open_eng
             "config.json: .*'vocab_size': TypeError: .* expected int, got str",
         ),
         ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
-        ('{"model_type": "llama", "architectures": 3}', "architectures is 3, not a list"),
-        ('{"model_type": "llama", "architectures": ["A", 3]}', r"architectures is \['A', 3\], not a list"),
+        ('{"model_type": "llama", "architectures": 3}', "architectures is 3, but must be a list"),
+        ('{"model_type": "llama", "architectures": ["A", 3]}', r"architectures is \['A', 3\], but must be a list"),
         ('{"model_type": "llama", "dtype": [3]}', "list index out of range"),
     ],
 )
@@ -415,7 +415,7 @@ def test_an_adapter_of_another_model_or_type_is_refused(open_engine, tiny_checkp
     peft.get_peft_model(stock, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "ia3")
     with pytest.raises(UsageError, match=r"^the adapter \S+ has the type IA3; areno supports only LORA"):
         open_engine(rank=0, adapter_path=str(tmp_path / "ia3"))
-    with pytest.raises(UsageError, match="pass its base model, and this folder as --lora-adapter-path"):
+    with pytest.raises(UsageError, match="pass the base model, and this adapter as --lora-adapter-path"):
         open_engine(tmp_path / "adapter")
     with pytest.raises(UsageError, match=r"role 'critic' .* is an adapter"):
         open_engine(wide).ensure_roles({"critic": ModelRole("critic", str(tmp_path / "adapter"), trainable=True)})

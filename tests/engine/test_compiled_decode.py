@@ -268,7 +268,7 @@ def test_kernels_that_cannot_be_built_are_named_once(make_loop, tmp_path, monkey
     for _ in range(2):
         assert answers(loop, mixed_requests()) == expected
     (line,) = [r.message for r in caplog.records if r.name == LOGGER]
-    assert "decoding without areno's kernels" in line
+    assert "decoding runs without areno's kernels" in line
     assert "install g++" in line
 
 
@@ -358,7 +358,10 @@ def test_a_failed_build_says_why(own_cache):
     model = make_model()
     spec = StepSpec.of(model, validate_decoding(model, "test").layers)
     broken = StepSpec(spec.config, "AnotherForCausalLM", spec.attention, spec.dtype, spec.layers)
-    assert "yields a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
+    assert (
+        "describes a model of class LlamaForCausalLM, but the loaded model has class AnotherForCausalLM"
+        in switch._Build(broken).wait()
+    )
     assert [p for p in own_cache.rglob("*") if p.is_file() and p.suffix != ".so"] == []
 
 

@@ -76,7 +76,7 @@ def test_the_cache_takes_what_training_leaves(on_gpu, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert kv_tokens(config, path, [actor], 64) == 1024
     assert step.activation_checkpointing
-    assert "more than the GPU has free; use --adam-8bit" in caplog.text
+    assert "more GPU memory than is free; use --adam-8bit" in caplog.text
 
 
 def test_a_cache_is_no_larger_than_all_sequences_together(on_gpu, monkeypatch):

@@ -85,7 +85,7 @@ def test_a_model_of_another_form_is_refused_by_name(family, tmp_path, capsys):
     CONFIG_MAPPING[family]().save_pretrained(path)
     code, text = fit(capsys, "--ckpt", path, "--devices", "2")
     assert code == 2
-    assert f"--ckpt {path}: models of this architecture cannot be estimated" in text
+    assert f"--ckpt {path}: layouts for this architecture cannot be estimated" in text
 
 
 def test_a_missing_model_is_not_called_a_model_of_another_form(tmp_path, capsys):
@@ -126,7 +126,7 @@ def test_the_command_proposes_what_fits(tmp_path, capsys):
     for option, value in (("devices", "0"), ("device-memory", "nan"), ("device-memory", "inf"), ("tflops", "inf")):
         code, text = fit(capsys, "--ckpt", path, "--devices", "1", f"--{option}", value)
         assert code == 2
-        assert f"--{option} {value}: use a finite number above 0" in text
+        assert f"--{option} {value}: the value must be a finite number above 0" in text
 
 
 def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
@@ -134,7 +134,7 @@ def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
     words = ("--ckpt", path, "--devices", "2", "--tokens", "64", "--microbatches", "2", "--try", "1")
     code, text = fit(capsys, *words)
     assert code == 2
-    assert "--try on a CPU with --dtype bfloat16: use --dtype float32" in text
+    assert "--try with --dtype bfloat16: on a CPU, only float32 can be measured; use --dtype float32" in text
     code, text = fit(capsys, *words, "--dtype", "float32", "--json")
     assert code == 0
     [entry] = json.loads(text)

@@ -259,7 +259,7 @@ def test_damaged_weight_files_are_reported_as_such(safe, tmp_path):
     ("entry", "reason"),
     [
         ({"num_hidden_layers": "2"}, "config.json: .*'num_hidden_layers'.* expected int, got str"),
-        ({"text_config": 3}, "config.json: text_config is 3, not the configuration of a model"),
+        ({"text_config": 3}, "config.json: text_config is 3, but must be the configuration of a model"),
         ({"model_type": ["llama"]}, "unhashable"),
         ({"quantization_config": 3}, "to_dict"),
         ({"vocab_size": 0}, "IndexError"),

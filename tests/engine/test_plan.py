@@ -258,7 +258,7 @@ def test_the_table_says_yes_or_no_and_what_to_do(tiny_checkpoint):
     assert "Fits: no." in text
     assert "use a smaller model" in text
     crowded = options(tiny_checkpoint, batch_size=32, kv_cache_tokens=250)
-    assert "some sequences may wait" in plan_text(crowded, make_plan(crowded))
+    assert "some sequences may have to wait" in plan_text(crowded, make_plan(crowded))
 
 
 def test_a_checkpoint_without_a_usable_configuration_is_a_usage_error(tmp_path):

@@ -362,7 +362,7 @@ def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy(engine):
 
 
 def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
-    with pytest.raises(EngineError, match=r"no role 'ref'; loaded: actor\. Load it with"):
+    with pytest.raises(EngineError, match=r"no role 'ref' \(loaded roles: actor\); load the role with"):
         engine.score_logprobs("ref", ROWS)
     engine.ensure_roles(role("ref", other_checkpoint))
     engine.ensure_roles(role("ref", other_checkpoint))  # a second time changes nothing
@@ -389,7 +389,10 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.ensure_roles(role("teacher", classifier))
     with pytest.raises(ValueError, match="row 1 is empty"):
         engine.score_logprobs("actor", [[1], []])
-    with pytest.raises(ValueError, match="4 rows need one temperature, or a list with one per row; got a list of 2"):
+    with pytest.raises(
+        ValueError,
+        match="temperatures must be one number, or a list with one number for each of 4 rows; got a list of length 2",
+    ):
         engine.score_logprobs("actor", ROWS, [1.0, 1.0])
 
 
@@ -399,7 +402,7 @@ def test_a_role_of_another_tokenizer_is_refused_by_name(engine, tmp_path):
     )
     with pytest.raises(
         UsageError,
-        match=r"role 'ref': .* and .* have different tokenizers: token .* has id .* and .* in the sec",
+        match=r"role 'ref': the tokenizer of .* differs from the actor's tokenizer .*: the id of token .* is .* in the role's",
     ):
         engine.ensure_roles(role("ref", other))
 

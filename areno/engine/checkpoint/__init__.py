@@ -1,5 +1,5 @@
-"""The random state saved in checkpoints, and the export of models. :mod:`areno.training.checkpoints` writes the checkpoints.
+"""Capture the random state for checkpoints, and export models. :mod:`areno.training.checkpoints` writes the checkpoints.
 
-- ``rng``: random state of the process, as JSON.
-- ``export``: full checkpoints with merged adapters; ``gguf_export``: GGUF files for llama.cpp.
+- ``rng``: the random state of the process, as JSON.
+- ``export``: models in Hugging Face format, with merged adapters; ``gguf_export``: GGUF files for llama.cpp.
 """

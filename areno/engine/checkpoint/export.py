@@ -1,4 +1,4 @@
-"""Exports full checkpoints, with adapters merged, for programs that support the base model."""
+"""Export a model in Hugging Face format. An adapter is merged into its base model."""
 
 from pathlib import Path
 
@@ -20,17 +20,17 @@ def export_model(
 ) -> Path:
     """Write a model and its tokenizer in Hugging Face format. An adapter is merged into its base model.
 
-    The adapter is merged in fp32 on the CPU, and the result is rounded once. If the adapter was trained on a 4-bit base, it is
-    merged into the original weights.
+    An adapter is merged in fp32 on the CPU, and the merged weights are rounded once. An adapter that was trained on a 4-bit
+    base model is merged into the original weights, which are not quantized.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``. If it is None, the dtype is that of the base model's configuration, or ``float32``
-            if the configuration has none.
-        gguf: matrix type of an additional file ``model-TYPE.gguf`` in the folder; None writes no GGUF file.
+        dtype: dtype of the exported weights, ``float32`` or ``bfloat16``. None uses the dtype in the base model's
+            configuration, or ``float32`` if the configuration names no dtype.
+        gguf: type of the matrices in an additional file ``model-TYPE.gguf`` in the output folder; None writes no GGUF file.
 
     Raises:
-        UsageError: the configuration or the weights cannot be used, the adapter does not fit the model, or GGUF does not
-            support the model.
+        UsageError: the configuration or the weights cannot be read, the adapter does not fit the base model, or the GGUF export
+            does not support the model.
     """
     base, folder = base_of(path), Path(output).expanduser()
     check_reachable(base)

@@ -1,4 +1,4 @@
-"""Writes a causal language model as a GGUF file for llama.cpp and programs based on llama.cpp."""
+"""Write a causal language model as a GGUF file for llama.cpp and for programs based on llama.cpp."""
 
 import json
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ _SPLITS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     """Write a ``transformers`` model as a GGUF file.
 
-    Matrices have the type ``kind`` (f32, f16, bf16 or q8_0). A matrix whose rows cannot be divided into blocks of q8_0 has the
-    type f16. Vectors have the type f32.
+    Matrices are stored in the type ``kind`` (f32, f16, bf16 or q8_0), and vectors in f32. If ``kind`` is q8_0, a matrix is
+    stored in f16 if its row length is not a multiple of the q8_0 block size.
 
-    Raises UsageError: the architecture, rotary embeddings, layers or tokenizer are not supported. The folder is then not
-    created.
+    Raises UsageError: the architecture, the rotary embeddings, the layers or the tokenizer are not supported. In this case, no
+    folder is created.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))
@@ -55,13 +55,13 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
 
 def _unsupported(what: str) -> UsageError:
     return UsageError(
-        f"--gguf does not support {what}; omit --gguf, and convert the model with llama.cpp's convert_hf_to_gguf.py"
+        f"--gguf does not support {what}; export without --gguf, and convert the result with llama.cpp's convert_hf_to_gguf.py"
     )
 
 
 def _shape(config: Any) -> dict[str, Any]:
     if config.model_type not in ARCHITECTURES:
-        raise _unsupported(f"models of type {config.model_type}, only {', '.join(ARCHITECTURES)}")
+        raise _unsupported(f"models of type {config.model_type} (supported types: {', '.join(ARCHITECTURES)})")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window, gemma = getattr(config, "sliding_window", None), config.model_type in _GEMMA
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -72,7 +72,7 @@ def _shape(config: Any) -> dict[str, Any]:
         if any((kind == "full_attention") != (i % period == 0) for i, kind in enumerate(config.layer_types, 1)):
             raise _unsupported(f"layers in this order: {', '.join(config.layer_types)}")
         if config.query_pre_attn_scalar != head:
-            raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} with head size {head}")
+            raise _unsupported(f"query_pre_attn_scalar {config.query_pre_attn_scalar} for heads of size {head}")
     return {
         # Except for Gemma, llama.cpp applies no sliding window, so the context ends where the window would take effect.
         "context_length": min(config.max_position_embeddings, window if window and not gemma else 1 << 30),
@@ -91,7 +91,7 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the GGUF name and the weight of each tensor, in llama.cpp's conventions."""
+    """Yield the GGUF name and the weight of each tensor. The weights follow the layout conventions of llama.cpp."""
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():
@@ -103,7 +103,7 @@ def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
             weight = weight.float() + 1
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             if (gguf_name := names.get_name(name, (".weight", ".bias"))) is None:
-                raise _unsupported(f"the weight {name}")
+                raise _unsupported(f"the weight {name}, which has no name in llama.cpp")
             yield gguf_name, weight
     if config.rope_parameters.get("rope_type") == "llama3":
         yield "rope_freqs.weight", rope_factors(config)
@@ -142,7 +142,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 
 def _splitting(steps: dict[str, Any]) -> str:
-    """llama.cpp's name for a byte-level pre-tokenizer."""
+    """Return llama.cpp's name for a byte-level pre-tokenizer."""
     parts = steps.get("pretokenizers", [steps])
     if any(step.get("type") == "Digits" and step["individual_digits"] for step in parts):
         return "smollm"

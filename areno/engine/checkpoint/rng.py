@@ -1,4 +1,4 @@
-"""The process's random state (Python, NumPy, and torch on the CPU) as plain JSON."""
+"""Capture and restore the random state of the process (Python, NumPy, and PyTorch on the CPU) as JSON data."""
 
 import base64
 import random
@@ -9,7 +9,7 @@ import torch
 
 
 def capture_rng() -> dict[str, Any]:
-    """Capture the states of the global CPU generators of Python, NumPy and torch."""
+    """Return the states of the global random generators of Python, NumPy and PyTorch (CPU only) as JSON data."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     return {
@@ -20,7 +20,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore the states captured by :func:`capture_rng`."""
+    """Restore the states that :func:`capture_rng` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

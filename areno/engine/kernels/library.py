@@ -1,6 +1,6 @@
-"""Compiles and loads the C++ sources of this folder, and caches the compiled libraries on disk.
+"""Compile and load the C++ sources of this folder, and cache the compiled libraries on disk.
 
-If a source cannot be compiled, PyTorch's operators and allocator are used instead.
+If a source file cannot be compiled, PyTorch's operators and allocator are used instead of the code in the source file.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ _TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 class KernelLibrary:
-    """A source file, and the operators that it implements in the namespace ``areno``.
+    """A C++ source file, and the operators that the file implements in the namespace ``areno``.
 
     Args:
         name: name of the source file, without its suffix.
-        schemas: schemas of the operators.
+        schemas: PyTorch schemas of the operators.
         stable_abi: whether to compile against PyTorch's stable ABI instead of the ABI of the installed version.
     """
 
@@ -58,7 +58,7 @@ class KernelLibrary:
             self.declared.define(schema)
 
     def path(self) -> Path:
-        """Path of the compiled library. The file may not exist yet."""
+        """Return the path of the compiled library. The file may not exist yet."""
         sources = [self._source, *sorted(self._source.parent.glob("*.h"))]
         parts = [
             *(source.read_text(encoding="utf-8") for source in sources),
@@ -70,7 +70,7 @@ class KernelLibrary:
         return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
 
     def build(self) -> str:
-        """Compile the library if it does not exist. Returns the reason for a failure, or "" on success."""
+        """Compile the library if its file does not exist. Return the reason for a failure; "" on success."""
         try:
             target = self.path()
             return planted_problem(target) if target.exists() else self._build(target)
@@ -83,12 +83,12 @@ class KernelLibrary:
             for command in _commands(self._source, self._flags, compiled, linked):
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
-                    return (done.stderr.strip().splitlines() or ["the compiler failed"])[0]
+                    return (done.stderr.strip().splitlines() or ["the compiler failed without a message"])[0]
             os.replace(linked, target)
         return ""
 
     def load(self) -> bool:
-        """Load the library if it has been compiled and can be trusted. Returns whether its operators can be called."""
+        """Load the library if it has been compiled and can be trusted. Return whether the operators can be called."""
         try:
             target = self.path()
             if target.name not in self._loaded and target.exists() and not planted_problem(target):
@@ -105,17 +105,17 @@ class KernelLibrary:
 
 
 def load_all(kernels: Sequence[KernelLibrary]) -> str:
-    """Compile missing libraries concurrently and load all libraries. Returns the reason for a failure, or "" on success."""
+    """Compile missing libraries concurrently, then load all libraries. Return the reason for a failure; "" on success."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         problem = next(filter(None, pool.map(KernelLibrary.build, kernels)), "")
     if problem:
         return problem
     unloaded = [kernel.name for kernel in kernels if not kernel.load()]
-    return f"{', '.join(unloaded)} could not be loaded" if unloaded else ""
+    return f"the compiled kernels {', '.join(unloaded)} could not be loaded" if unloaded else ""
 
 
 def processor() -> str:
-    """Describe this processor. Library names depend on its features, so that different machines can share a cache folder."""
+    """Describe this processor. Names of compiled libraries depend on the processor, so machines can share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -125,11 +125,11 @@ def processor() -> str:
 
 
 def compiler_missing() -> str:
-    """Reason why this machine cannot compile C++; "" if it has a compiler."""
+    """Return the reason why this machine cannot compile C++; "" if the machine has a C++ compiler."""
     compiler = compiler_command()[0]
     if shutil.which(compiler):
         return ""
-    return f"this machine has no C++ compiler {compiler!r}; for faster decoding, install g++ or set CXX"
+    return f"the C++ compiler {compiler!r} is not installed; for faster decoding, install g++, or set CXX to another compiler"
 
 
 def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) -> list[list[str]]:

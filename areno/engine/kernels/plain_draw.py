@@ -1,6 +1,6 @@
-"""Sampling kernel for decode steps on a CPU, for rows without filters or logit edits.
+"""Sampling kernel for decode steps on a CPU, for rows that have neither filters nor logit edits.
 
-For 64 rows of 32,000 logits on two cores, code compiled by PyTorch takes 1.3 ms. The kernel takes a quarter of this time.
+For 64 rows of 32,000 logits on two cores, code compiled by PyTorch takes 1.3 ms. This kernel takes a quarter of that time.
 """
 
 import torch
@@ -25,10 +25,11 @@ def plain_draw(
     """Sample one token per row.
 
     Args:
-        logits: logits, fp32 [B, V].
-        temperatures: sampling temperatures, fp32 [B].
-        greedy: whether each row takes its most likely token [B]. In a tie, the row takes the first of these tokens.
-        u: uniform random numbers in [0, 1), float64 [B].
+        logits: logits of each row, fp32 [B, V].
+        temperatures: sampling temperature of each row, fp32 [B].
+        greedy: for each row, whether to select the most likely token [B]. Among equally likely tokens, the token with the
+            lowest id is selected.
+        u: uniform random number in [0, 1) for each row, float64 [B].
         block_size: number of tokens per block; see :mod:`areno.engine.rollout.inverse_cdf`.
 
     Returns:

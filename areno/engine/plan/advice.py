@@ -1,4 +1,4 @@
-"""Finds option changes with which a run fits into memory. For this purpose, the run is planned with each change."""
+"""Find option changes that make a run fit into memory, by planning the run's memory with each change."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +13,9 @@ Change = dict[str, Any]
 
 
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
-    """Return command-line options that together make a run fit. If no options make it fit, the list is empty.
+    """Return command-line options that together make a run fit into memory; an empty list if no options make the run fit.
 
-    The options are in order of increasing cost.
+    The options are sorted by increasing cost.
     """
 
     def planned(change: Change) -> tuple[bool, int]:
@@ -27,9 +27,10 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 
 
 def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[bool, int]], size: int) -> Change:
-    """Accumulate changes that reduce memory until the run fits. Return {} if the run does not fit even with all changes.
+    """Collect changes that reduce memory until the run fits. Return {} if the run does not fit even with all changes.
 
-    ``planned`` returns whether the run fits with changes, and its peak in bytes. ``size`` is the peak without changes.
+    ``planned`` returns whether the run fits with the given changes, and the run's peak memory in bytes. ``size`` is the peak
+    memory in bytes without changes.
     """
     accepted: Change = {}
     for change in changes:
@@ -42,7 +43,7 @@ def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[b
 
 
 def _changes(options: TrainOptions) -> Iterator[Change]:
-    """Possible changes, least costly first. A later value of an option replaces an earlier value."""
+    """Yield the possible changes, starting with the least costly. A later value of an option replaces an earlier value."""
     rollout = get_algorithm(options.algo).requires_rollout
     if rollout and not options.drop_rollout_state:
         yield {"drop_rollout_state": True}
@@ -64,15 +65,15 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
 
 
 def halves(value: int, least: int) -> Iterator[int]:
-    """Yield successive halves of a value down to ``least``, each rounded down to a multiple of ``least``."""
+    """Halve a value repeatedly, down to ``least``. Yield each half, rounded down to a multiple of ``least``."""
     while value // 2 >= least:
         value //= 2
         yield value - value % least
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """Return advice for a run that does not fit with any option."""
+    """Return advice for a run that no change of options makes fit."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
-        return "The weights alone exceed the free memory: use a smaller model, or a machine with more memory."
-    return "No option makes the run fit: use a smaller model, or a machine with more memory."
+        return "The weights alone exceed the free memory; use a smaller model, or a machine with more memory."
+    return "No change of options makes the run fit; use a smaller model, or a machine with more memory."

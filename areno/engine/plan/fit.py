@@ -1,4 +1,4 @@
-"""Lists up to eight layouts in which a model fits on a number of devices, sorted by estimated speed."""
+"""List up to eight layouts in which a model fits on a number of devices, sorted by estimated speed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _GIB = 2**30
 _SHOWN = 8
 _MOMENTS = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2, "sgd": 0}
 _NUMBERS: dict[str, tuple[Any, float, str]] = {
-    "--device-memory": (float, 80, "GiB per device"),
-    "--per-node": (int, 8, "devices per node, which limits tensor and context parallelism"),
-    "--tokens": (int, 16384, "tokens per microbatch"),
-    "--microbatches": (int, 64, "microbatches per step, over all replicas"),
-    "--tflops": (float, 400, "achieved TFLOP/s per device"),
-    "--node-bandwidth": (float, 200, "GB/s per device within a node"),
-    "--network-bandwidth": (float, 20, "GB/s per device between nodes"),
+    "--device-memory": (float, 80, "memory of each device in GiB"),
+    "--per-node": (int, 8, "devices per node, the maximum size of tensor and of context parallelism"),
+    "--tokens": (int, 16384, "number of tokens per microbatch"),
+    "--microbatches": (int, 64, "number of microbatches per optimizer step, over all replicas"),
+    "--tflops": (float, 400, "computing speed that each device achieves, in TFLOP/s"),
+    "--node-bandwidth": (float, 200, "bandwidth between devices of a node, in GB/s per device"),
+    "--network-bandwidth": (float, 20, "bandwidth between nodes, in GB/s per device"),
 }
 """Type, default and help text of each option that takes a number."""
 _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries and the allocator's cache
@@ -46,7 +46,7 @@ _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries an
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A layout and its estimated cost per device."""
+    """A layout, and the memory, traffic and time that the layout needs."""
 
     layout: Layout
     held: int  # bytes, on the device that needs the most memory
@@ -57,7 +57,7 @@ class Fit:
 
     @property
     def backend(self) -> str:
-        """The value of ``actor.backend``."""
+        """The value of the setting ``actor.backend`` for this layout."""
         layout = self.layout
         sizes = {
             "d": layout.dp_size,
@@ -73,7 +73,7 @@ class Fit:
 
 
 def fits_of(model: ModelSizes, devices: int, memory: int, per_step: Training, machines: Machines) -> Iterator[Fit]:
-    """Layouts in which every device holds at most ``memory`` bytes. ``per_step`` counts microbatches over all replicas."""
+    """Yield layouts in which each device needs at most ``memory`` bytes. ``per_step`` counts microbatches over all replicas."""
     for layout in layouts_of(devices, model, machines.per_node):
         passes = -(-per_step.microbatches // layout.dp_size)
         training = Training(per_step.tokens, passes, per_step.compute, per_step.moments)
@@ -84,16 +84,23 @@ def fits_of(model: ModelSizes, devices: int, memory: int, per_step: Training, ma
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command, and return the exit status: 1 if no layout fits."""
+    """Run ``areno plan --fit``. Return the exit status, which is 1 if no layout fits, and 0 otherwise."""
     parser = argparse.ArgumentParser(prog="areno plan --fit", description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="propose layouts instead of planning a run")
+    parser.add_argument(
+        "--fit", action="store_true", help="list layouts that fit into memory, instead of planning a run"
+    )
     parser.add_argument(
         "--ckpt", required=True, help="model folder or hub id; without --try, only the configuration is read"
     )
     parser.add_argument("--devices", type=int, required=True, help="number of devices")
     for flag, (kind, default, text) in _NUMBERS.items():
         parser.add_argument(flag, type=kind, default=default, help=f"{text} (default {default})")
-    parser.add_argument("--optimizer", choices=list(_MOMENTS), default="adam", help="optimizer.type (default adam)")
+    parser.add_argument(
+        "--optimizer",
+        choices=list(_MOMENTS),
+        default="adam",
+        help="optimizer, as in the setting optimizer.type (default adam)",
+    )
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
@@ -111,16 +118,20 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     options = parser.parse_args(argv)
     if options.tried < 0:
-        raise UsageError(f"--try {options.tried}: give the number of layouts to measure, or omit --try")
+        raise UsageError(
+            f"--try {options.tried}: the number of layouts must not be negative; use a number from 1 to 8, or omit --try"
+        )
     for flag in ("--devices", *_NUMBERS):
         number = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if not 0 < number < math.inf:
-            raise UsageError(f"{flag} {number}: use a finite number above 0")
+            raise UsageError(f"{flag} {number}: the value must be a finite number above 0")
     config = read_config(options.ckpt, option="--ckpt")
     try:
         model = ModelSizes.of(config)
     except Exception as error:  # from the model's code, or for a size that differs between its layers
-        raise UsageError(f"--ckpt {options.ckpt}: models of this architecture cannot be estimated: {error}") from error
+        raise UsageError(
+            f"--ckpt {options.ckpt}: layouts for this architecture cannot be estimated: {error}"
+        ) from error
     compute = 2 if options.dtype == "bfloat16" else 4
     step = Training(options.tokens, options.microbatches, compute, _MOMENTS[options.optimizer])
     memory = int(options.device_memory * _GIB * _USABLE)
@@ -135,15 +146,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
-    """Train a few steps in each layout, and sort the layouts by measured time. Layouts that failed come last.
+    """Train a few steps in each layout, and sort the layouts by measured time. Layouts whose training failed come last.
 
-    Raises the first error if all layouts failed.
+    If the training failed in all layouts, the first error is raised.
     """
     gpus = torch.cuda.device_count()
     if gpus and options.devices > gpus:
-        raise UsageError(f"--try with --devices {options.devices}: this machine has only {gpus} GPUs; omit --try")
+        raise UsageError(
+            f"--try with --devices {options.devices}: this machine has only {gpus} GPUs; lower --devices, or omit --try"
+        )
     if not gpus and options.dtype != "float32":
-        raise UsageError(f"--try on a CPU with --dtype {options.dtype}: use --dtype float32")
+        raise UsageError(
+            f"--try with --dtype {options.dtype}: on a CPU, only float32 can be measured; use --dtype float32"
+        )
     adam = OptimizerOptions(
         lr=1e-5,
         sgd=options.optimizer == "sgd",
@@ -162,7 +177,7 @@ def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
         try:
             tried.append(replace(fit, measured=measure_layout(fit.layout, trial)))
         except (ArenoError, MemoryError, RuntimeError) as error:  # mostly a lack of memory
-            sys.stderr.write(f"{fit.backend} failed: {error}\n")
+            sys.stderr.write(f"the trial of {fit.backend} failed: {error}\n")
             tried.append(fit)
             errors.append(error)
     if errors and len(errors) == len(tried):
@@ -181,7 +196,7 @@ def _data(fit: Fit) -> dict[str, Any]:
 def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) -> str:
     title = f"{model.parameters / 1e9:.2f} B weights on {options.devices} devices of {options.device_memory:g} GiB"
     if not fits:
-        return f"{title}: no layout fits; use more devices, --optimizer adam_bf16 or adam_8bit, or a smaller --tokens"
+        return f"{title}: no layout fits; use more devices, a smaller --tokens, --optimizer adam_bf16, or --optimizer adam_8bit"
     lines = [f"{title}, fastest first", ""]
     measured = f" {'measured s':>11} {'GiB':>7}" if options.tried else ""
     lines.append(f"{'actor.backend':24} {'GiB held':>9} {'GiB sent':>9} {'waiting':>8} {'about s':>9}{measured}")
@@ -192,12 +207,13 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         lines.append(f"{fit.backend:24} {figures}{actual}")
     lines += [
         "",
-        "GiB held: memory of the fullest device. GiB sent (per device), waiting and seconds are for one optimizer step.",
-        "A layout named megatron:... keeps the full weights on every replica.",
+        "GiB held: memory of the device that uses the most memory. GiB sent: data that each device sends per step.",
+        "waiting: share of a step for which devices wait in the pipeline. about s: estimated seconds per step.",
+        "In layouts that begin with megatron:, every replica has the full weights.",
     ]
     if options.tried:
         lines.append(
-            "The last two columns were measured on this machine with random tokens. Their GiB are the peak of the whole "
-            "process or, on a GPU, of PyTorch's tensors."
+            "The last two columns were measured on this machine with random tokens: seconds per step, and peak memory in "
+            "GiB. The memory is that of the largest process or, on GPUs, of the PyTorch tensors on one GPU."
         )
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Divides a GPU's memory: reserves the peak memory of training, and assigns the rest to the KV cache.
+"""Divide a GPU's memory: reserve the memory that training needs at its peak, and assign the rest to the KV cache.
 
-The cache is a pool of fixed size. By default, the pool stays allocated between rollouts. The pool must therefore leave room
+The KV cache is a pool of fixed size, which by default stays allocated between rollouts. The pool must therefore leave memory
 for later allocations: optimizer moments in the first step, gradients and activations in every step, and CUDA graphs and
 prefills in every rollout.
 """
@@ -33,7 +33,7 @@ _ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Sizes in bytes of the memory that a run needs in addition to the loaded models."""
+    """The memory that a run needs in addition to the loaded models, in bytes by purpose."""
 
     moments: int = 0  # optimizer states, created in the first step
     recomputed: int = 0  # gradients and activations of the largest pass, with activation recomputation
@@ -43,7 +43,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A division of a GPU's memory."""
+    """How the free memory of a GPU is divided between training and the KV cache."""
 
     recompute: bool
     cache: int  # bytes of the KV cache
@@ -51,11 +51,11 @@ class Division:
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
-    """Divide the memory that is free after the models have been loaded.
+    """Divide the ``free`` bytes that remain after the models have been loaded.
 
-    ``keeps_cache``: whether the cache stays allocated during training. ``recompute``: whether to recompute activations. If
-    ``recompute`` is None, activations are recomputed only if gradients and kept activations would take more than
-    ``KEPT_SHARE`` of the memory left after the moments.
+    ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
+    activations. If ``recompute`` is None, training recomputes activations only if gradients and kept activations would together
+    need more than the share ``KEPT_SHARE`` of the memory that the optimizer moments leave.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -66,9 +66,10 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
 
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
-    """Choose the KV cache size in tokens after the models have been loaded. The size is the same on all ranks.
+    """Return the size of the KV cache in tokens, which is the same on all ranks. The models must already be loaded.
 
-    On an unshared GPU, this function also sets whether activations are recomputed. A choice in the configuration is kept.
+    On a GPU that no other process shares, the function also sets whether each role recomputes activations. A choice in the
+    configuration takes precedence.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:
@@ -85,7 +86,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     division = divide(available_bytes(config.device), need, keeps_cache=config.keep_rollout_state, recompute=recompute)
     if division.lacking:
         logger.warning(
-            "training is expected to need %.1f GiB more than the GPU has free; use --adam-8bit, --offload-optimizer or a "
+            "training probably needs %.1f GiB more GPU memory than is free; use --adam-8bit, --offload-optimizer, or a "
             "smaller model",
             division.lacking / _GIB,
         )
@@ -100,13 +101,13 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
 
 
 def pool_tokens(tokens: int, running: int, context: int | None) -> int:
-    """Limit the size of a cache to the tokens that all running sequences can fill. The result is at least 1024."""
+    """Return the cache size in tokens, limited to what all running sequences together can fill. The size is at least 1024."""
     limit = running * round_up(context, _ROW) if context else tokens
     return max(min(tokens, limit), _MIN_TOKENS)
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Trace the actor on shapes. Passes of other trained models are assumed to take no more memory."""
+    """Trace the actor's memory use on fake tensors. Other trained models are assumed to need at most as much memory."""
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]

@@ -1,7 +1,7 @@
-"""Estimates the bytes that each rank of a training layout holds and sends per step.
+"""Estimate the memory of each rank in a training layout, and the bytes that each rank sends per optimizer step.
 
-The estimates, for ``areno plan --fit``, are formulas of a model's sizes, and also cover FSDP. ``docs/layouts.md`` explains the
-terms. :mod:`areno.engine.plan.memory_plan` instead runs the engine's code on shapes, but does not support FSDP.
+``areno plan --fit`` uses these estimates, which are formulas of a model's sizes. ``docs/layouts.md`` explains the terms. The
+estimates also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelSizes:
-        """The sizes of a configuration, computed from a model on the meta device."""
+        """Return the sizes of the model that a configuration describes. The model is created on the meta device."""
         with torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config)
         text: Any = config.get_text_config()
@@ -81,7 +81,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training settings of one replica."""
+    """Sizes of one replica's training step."""
 
     tokens: int  # per microbatch
     microbatches: int = 1  # per optimizer step
@@ -92,7 +92,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Memory of a rank in bytes, by purpose."""
+    """Memory of one rank in bytes, by purpose."""
 
     weights: int  # including master weights
     moments: int
@@ -102,12 +102,12 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Sum over all purposes."""
+        """Total memory in bytes, summed over all purposes."""
         return self.weights + self.moments + self.gradients + self.gathered + self.activations
 
 
 def rank_bytes(model: ModelSizes, layout: Layout, training: Training) -> RankBytes:
-    """Memory at the peak of a step, for the rank that needs the most memory."""
+    """Return the peak memory of a training step, for the rank that needs the most memory."""
     return max((_of_stage(model, layout, training, stage) for stage in range(layout.pp_size)), key=lambda b: b.total)
 
 
@@ -139,7 +139,10 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
 
 
 def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
-    """Total size in bytes of saved activations (layer inputs, if recomputed), activations inside one layer, and logits."""
+    """Return the total size in bytes of saved activations, the activations inside one layer, and one chunk of logits.
+
+    With recomputation, the saved activations are the inputs of the layers.
+    """
     tokens, b = -(-training.tokens // layout.cp_size), training.compute
     kept = waiting_passes(layout, stage, training.microbatches) / layout.pp_chunks
     inner = 3 * model.hidden + (2 * model.queries + 2 * model.keys + 3 * model.middle) // layout.tp_size
@@ -150,14 +153,14 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Upper bound on the in-flight forward passes of a stage in :func:`make_schedule`, counted per model chunk."""
+    """Return an upper bound on the forward passes that wait for their backward pass on a stage, counted per model chunk."""
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(first + 1, microbatches * chunks)
 
 
 def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[str, int]:
-    """Bytes that a rank sends per optimizer step, by axis. ``data`` counts weights and gradients."""
+    """Return the bytes that a rank sends per optimizer step, by layout axis. The axis ``data`` counts weights and gradients."""
     tokens, b, passes = training.tokens // layout.cp_size, training.compute, training.microbatches
     layers, t = model.layers // layout.pp_size, layout.tp_size
     again = 1 if training.recomputes else 0  # recomputation repeats the forward pass
@@ -189,7 +192,7 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Approximate speeds of a device, per second, and number of devices per node."""
+    """Approximate number of operations and bytes per second of one device, and the number of devices per node."""
 
     operations: float = 4e14
     node: float = 2e11  # bytes within the node
@@ -198,7 +201,7 @@ class Machines:
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """Estimate the duration of a step in seconds. Only data and pipeline communication overlaps with compute."""
+    """Estimate the duration of a step in seconds. Only data and pipeline communication overlaps with computation."""
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node
     inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
@@ -212,18 +215,18 @@ def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Mac
 
 
 def _rest(size: int) -> float:
-    """Fraction of sharded data that a rank does not hold, for ``size`` ranks."""
+    """Return the fraction of sharded data that one rank does not hold, if ``size`` ranks hold equal shards."""
     return (size - 1) / size
 
 
 def idle_share(layout: Layout, microbatches: int) -> float:
-    """The pipeline bubble, as a share of a step."""
+    """Return the share of a step during which a rank waits in the pipeline (the pipeline bubble)."""
     waits = (layout.pp_size - 1) / layout.pp_chunks
     return waits / (microbatches + waits)
 
 
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
-    """Layouts for a number of devices: full replicas first, then combinations of all kinds of parallelism."""
+    """Yield the layouts for a number of devices: first full replicas, then combinations of all kinds of parallelism."""
     yield Layout(devices)
     for tensor in _divisors(model.keys // model.width, min(devices, per_node)):
         for stages in _powers(min(devices // tensor, model.layers)):
@@ -238,7 +241,7 @@ def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[L
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
-    """Powers of two up to ``most`` that divide ``number``."""
+    """Return the powers of two up to ``most`` that divide ``number``."""
     return (size for size in _powers(most) if number % size == 0)
 
 

@@ -1,4 +1,4 @@
-"""Measures time and memory of a few training steps in a layout, for ``areno plan --fit --try``."""
+"""Measure the time and memory of a few training steps in a layout, for ``areno plan --fit --try``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LONGEST = 2048  # maximum tokens of a row
 class LayoutTrial:
     """Settings of a trial. All rows have the same length, and the second half of each row is the response.
 
-    ``meter`` returns a running count of bytes, such as bytes sent over a network interface. It is called before and
-    after each measured step.
+    ``meter`` is called before and after each measured step, and returns a running total of bytes. An example is the number of
+    bytes that a network interface has sent.
     """
 
     path: str
@@ -41,11 +41,11 @@ class LayoutTrial:
 
     @property
     def rows_per_pass(self) -> int:
-        """Number of rows of a microbatch."""
+        """Number of rows per microbatch."""
         return -(-self.tokens // self.longest)
 
     def rows(self, vocabulary: int) -> list[TrainSequence]:
-        """Rows of a step."""
+        """Return the rows of one training step, with random tokens."""
         generator, count = torch.Generator().manual_seed(0), self.rows_per_pass * self.microbatches
         length = self.tokens // self.rows_per_pass
         tokens = torch.randint(vocabulary, (count, length), generator=generator).tolist()
@@ -55,7 +55,7 @@ class LayoutTrial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians over the measured steps, and the highest peak memory of all ranks."""
+    """Results of a trial: medians over the measured steps, and the peak memory of the rank with the highest peak."""
 
     seconds: float
     counted: int  # bytes that ``meter`` counted
@@ -63,7 +63,7 @@ class Measured:
 
 
 def measure_layout(layout: Layout, trial_run: LayoutTrial) -> Measured:
-    """Train with a layout in separate processes. Raises the errors of :class:`EngineGroup`."""
+    """Train a few steps in a layout, with one process per rank. Raises the errors of :class:`EngineGroup`."""
     config = EngineConfig(
         device=trial_run.device,
         dtype=trial_run.dtype,

@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors while a block runs, for real and fake tensors."""
+"""Count the bytes of live tensors in a ``with`` block, for real and fake tensors."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
@@ -13,14 +13,14 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Grouped matrix product of experts. It runs in bf16, because PyTorch supports no other dtype for fake tensors."""
+    """Multiply the matrices of experts. The product runs in bf16, because PyTorch supports no other dtype for fake tensors."""
     first, second, *rest = args
     product: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
     return product.to(first.dtype)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors of an operation's arguments or results."""
+    """Yield all tensors in an operation's arguments or results."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -29,10 +29,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages created inside the block.
+    """Counts the bytes of the live tensors that were created inside the ``with`` block.
 
-    Fake tensors count like real tensors. Tensors created before the block are not counted. ``peak`` is the peak since the last
-    :meth:`restart`, or since the start of the block.
+    ``now`` is the current size in bytes. ``peak`` is the maximum of ``now`` since the last :meth:`restart`, or since the start
+    of the block. Fake tensors count with the size of real tensors.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Exclude tensors, their views, and the results of in-place operations on them."""
+        """Exclude tensors, views of these tensors, and results of in-place operations on these tensors from the count."""
         for tensor in tensors:
             self._storages[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
 
     def restart(self) -> None:
-        """Reset the peak to the current size."""
+        """Set the peak to the current size."""
         self.peak = self.now
 
     def __torch_dispatch__(

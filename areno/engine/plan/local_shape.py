@@ -1,7 +1,7 @@
-"""Shapes of one rank's tensor-parallel shard of a model, according to the tensor-parallel plan of ``transformers``.
+"""Give a model the shapes of one rank's tensor-parallel shard, according to the tensor-parallel plan of ``transformers``.
 
-The model's code runs on the shard unchanged, because it derives the numbers of heads and the MLP width from the weights.
-Only collectives that gather or split tensors are emulated. Other collectives do not change sizes.
+The model's code runs unchanged on the shard, because the code derives the numbers of heads and the MLP width from the weights.
+Collective operations that gather or split tensors are emulated. Other collective operations do not change sizes.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _SPLIT = ("rowwise_split_input", "rowwise_rep")
 
 
 def keep_one_part(module: nn.Module, tp_size: int) -> None:
-    """Replace each tensor that the plan splits with a tensor of the shard's shape. Shared tensors stay shared."""
+    """Replace each tensor that the plan splits with a tensor of the shard's shape. Tied weights stay tied."""
     plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
     shards: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():
@@ -36,7 +36,7 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """Return logits of the full size [N, V] for a sampler. ``logits`` may have only some of the columns."""
+    """Return ``logits`` if they have all ``vocab`` columns. Otherwise, return an uninitialized tensor [N, ``vocab``]."""
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
 
@@ -48,7 +48,7 @@ def _style(plan: dict[tuple[str, ...], str], parts: tuple[str, ...]) -> str:
 
 
 def _split_dim(plan: dict[tuple[str, ...], str], parts: tuple[str, ...], own: str, ndim: int) -> int | None:
-    """The dimension along which a tensor is split. None if the tensor is replicated."""
+    """Return the dimension along which a tensor is split; None if the tensor is replicated."""
     side = next((part for part in parts if part in ("lora_A", "lora_B")), "")
     owner = parts[: parts.index(side)] if side else parts
     style = _style(plan, (*owner, own)) or _style(plan, owner)

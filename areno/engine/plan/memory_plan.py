@@ -1,7 +1,7 @@
-"""Plans the memory of a run per rank, by phase and purpose, before models are loaded.
+"""Plan the memory that each rank of a run needs, by phase and purpose, before models are loaded.
 
-The plan assumes the largest microbatch and the longest sequences that the options allow. It describes a step after the
-first one, when optimizer states exist. The total of a phase is its peak.
+The plan assumes the largest microbatch and the longest sequences that the options allow. The plan describes a step after the
+first step, so optimizer states are already allocated. The total of a phase is the peak memory of the phase.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from areno.engine.train.outputs import ModelKind
 from areno.errors import UsageError
 
 PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
-"""Purposes of memory, in the order of the table. ``activations`` includes all temporary tensors of a pass."""
+"""Purposes of memory, in the order of the printed table. ``activations`` includes all temporary tensors of a pass."""
 
 # Measured: code, tables and threads of the model and the tokenizer, in addition to importing areno.
 _PROCESS = 64 * 2**20
@@ -42,7 +42,7 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak of the phase."""
+        """Peak memory of the phase in bytes."""
         return sum(self.parts.values())
 
 
@@ -67,21 +67,21 @@ class MemoryPlan:
 
     @property
     def peak(self) -> Phase:
-        """The phase with the highest total."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def needed(self) -> int:
-        """Peak size in bytes, summed over all ranks that share one memory."""
+        """Peak memory in bytes, summed over the ranks that share one memory."""
         return self.of_all(self.peak)
 
     def of_all(self, phase: Phase) -> int:
-        """Size in bytes of a phase, summed over all ranks that share one memory."""
+        """Return the memory of a phase in bytes, summed over the ranks that share one memory."""
         return phase.total * self.sharing - self.common * (self.sharing - 1)
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits into the available memory."""
+        """Whether all phases fit into the available memory."""
         return self.needed <= self.available
 
     def phase(self, name: str) -> Phase | None:
@@ -90,7 +90,7 @@ class MemoryPlan:
 
 
 def plan_device(options: TrainOptions) -> torch.device:
-    """The device that a run would use. An explicitly configured GPU need not exist on this machine."""
+    """Return the device that a run would use. An explicitly configured GPU need not exist on this machine."""
     if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(options.device)
@@ -99,22 +99,25 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    Raises UsageError if ``fsdp`` is set, or if :class:`ShapeOf` raises it.
+    Raises UsageError: ``fsdp`` is set, or :class:`ShapeOf` does not support a model or the layout.
     """
     if options.fsdp:
         raise UsageError(
-            "--fsdp: planning the memory of sharded weights is not supported; use --no-fsdp to plan with replicated weights"
+            "--fsdp: the memory of sharded weights cannot be planned; use --no-fsdp to plan with full weights on each replica"
         )
     return plan_sizes(RunSizes(options, plan_device(options)), available)
 
 
 def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
-    """Plan the memory of a run from the configurations of its models. ``available=None`` queries this machine."""
+    """Plan the memory of a run from the configurations of its models, without reading weights.
+
+    ``available`` is the available memory in bytes. None means the memory that is free on this machine now.
+    """
     return _Planner(sizes, available_bytes(sizes.device) if available is None else available).plan()
 
 
 class _Planner:
-    """Traces each phase, and adds up its memory by purpose."""
+    """Traces the phases of a run, and adds up the memory of each phase by purpose."""
 
     def __init__(self, sizes: Sizes, available: int) -> None:
         self.sizes, self.available, self.config = sizes, available, sizes.config
@@ -142,7 +145,7 @@ class _Planner:
         return [self._update(role, shape, optimizer, recompute) for role, shape, optimizer in trained]
 
     def _free(self) -> int:
-        """Free memory in bytes after the models have been loaded."""
+        """Return the free memory per rank in bytes after the models have been loaded."""
         loaded = self._phase("load")
         return self.available // self.sizes.sharing - loaded.total
 
@@ -188,7 +191,7 @@ class _Planner:
         )
 
     def _loading(self) -> Phase:
-        """The loading phase. A checkpoint of a different dtype is in memory together with the converted weights."""
+        """Plan the loading phase. During a dtype conversion, both the original and the converted weights are in memory."""
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
         # File headers and untied copies are negligible: only another dtype makes the sizes differ this much.
         converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]
@@ -199,7 +202,7 @@ class _Planner:
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
-        """A phase, including the memory that all phases have in common."""
+        """Return a phase. The arguments are sizes in bytes, to which the memory that every phase needs is added."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
@@ -209,7 +212,7 @@ class _Planner:
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _training(self, kv_cache: int) -> list[Phase]:
-        """The phases forward, backward and optimizer step. Each phase is for the role that needs the most memory."""
+        """Plan forward pass, backward pass and optimizer step, each for the role that needs the most memory in this phase."""
         phases: list[list[Phase]] = []
         for update in self.updates:
             gradients = update.gradients
@@ -259,7 +262,7 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Size in bytes of fp32 logits in policy training: one chunk of logits (or all kept logits), and its gradient."""
+        """Return the size in bytes of fp32 logits in training: one chunk (or all kept logits), and one chunk of gradients."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
@@ -271,7 +274,7 @@ class _Planner:
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """Return the shape of a checkpoint. Shapes are cached, because ``advise`` plans the same run many times."""
+    """Return a checkpoint's model as shapes. The result is cached, because ``advise`` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

@@ -1,7 +1,7 @@
-"""Free memory, and current and peak memory use of this process.
+"""Measure free memory, and the current and peak memory use of this process.
 
-On a GPU, the numbers come from CUDA and PyTorch's allocator. On a CPU, the numbers come from the operating system. On Linux,
-the peak of the resident set can be reset. On other systems, the peak never decreases, so later, smaller peaks are
+On a GPU, the numbers come from CUDA and PyTorch's allocator. On a CPU, the numbers come from the operating system. Only Linux
+can reset the peak of the resident set. On other systems, the peak never decreases, so a later and smaller peak is
 overestimated.
 """
 
@@ -25,31 +25,31 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device in bytes. For a CPU, this is the system's available memory, limited by the control group."""
+    """Return the free memory of a device in bytes. For a CPU, the limit of the process's control group also applies."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_bytes()
 
 
 def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
-    """KV cache size in tokens that uses ``KV_SHARE`` of the free memory; at least 1024 tokens."""
+    """Return the number of tokens whose KV cache uses the share ``KV_SHARE`` of the free memory; at least 1024 tokens."""
     return max(int(available_bytes(device) * KV_SHARE) // max(bytes_per_token, 1), 1024)
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes in use: the resident set of the process, or PyTorch's allocated memory on a GPU."""
+    """Return the used memory in bytes: the resident set of the process or, on a GPU, what PyTorch has allocated."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return proc_figure("/proc/self/status", "VmRSS") or _max_resident()
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Memory in bytes that this process can still use. On a CPU, this includes the allocator's retained memory."""
+    """Return the memory in bytes that this process can still use. On a CPU, memory that the allocator retains is included."""
     return available_bytes(device) + (retained_bytes() if device.type == "cpu" else 0)
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Return the allocator's free memory to the system."""
+    """Release the allocator's retained memory to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -58,16 +58,16 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
-    """On a CPU, return the allocator's free memory to the system if memory is short.
+    """Release the allocator's retained memory to the system, if memory is short on a CPU.
 
-    Memory is short if less than ``_SHORT`` times the memory of ``ranks`` processes of this size is available.
+    Memory is short if the free memory is less than ``_SHORT`` times the memory use of ``ranks`` processes like this process.
     """
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         trim_freed_memory()
 
 
 def begin_peak(device: torch.device) -> None:
-    """Reset the peak of the memory use."""
+    """Start a new measurement of the peak memory use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -76,13 +76,13 @@ def begin_peak(device: torch.device) -> None:
 
 
 def peak_since(device: torch.device) -> int:
-    """Peak bytes in use since :func:`begin_peak`."""
+    """Return the peak memory use in bytes since :func:`begin_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return proc_figure("/proc/self/status", "VmHWM") or _max_resident()
 
 
 def _max_resident() -> int:
-    """The largest resident set of the process in bytes. macOS reports bytes; other systems report KiB."""
+    """Return the peak resident set of the process in bytes. macOS reports bytes, and other systems report KiB."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024

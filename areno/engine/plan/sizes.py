@@ -1,4 +1,4 @@
-"""The sizes that determine a run's memory: roles, row lengths and microbatches."""
+"""Compute the sizes that determine the memory of a run: roles, row lengths and microbatches."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ _PEERS = RankContext()
 
 @dataclass(frozen=True, slots=True)
 class HeldRole:
-    """A model that a run loads besides its actor."""
+    """A model that a run loads in addition to the actor."""
 
     name: str
     path: str
@@ -38,7 +38,7 @@ class HeldRole:
 
 @dataclass(kw_only=True)
 class Sizes(ABC):
-    """The sizes of a run, independent of the front end."""
+    """The sizes that determine the memory of a run. Subclasses compute the sizes from the options of a front end."""
 
     path: str
     option: str
@@ -56,12 +56,12 @@ class Sizes(ABC):
 
     @property
     def kind(self) -> ModelKind:
-        """What the actor predicts."""
+        """Kind of the actor: ``policy`` predicts tokens, and ``reward`` predicts rewards."""
         return "reward" if self.config.trains == "reward" else "policy"
 
     @property
     def running(self) -> int:
-        """Maximum concurrent sequences per replica."""
+        """Maximum number of sequences that each replica generates at once."""
         return self.config.max_running
 
     @property
@@ -71,36 +71,35 @@ class Sizes(ABC):
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share one memory: 1 on a GPU, and the ranks of all engines on the machine on a CPU."""
+        """Number of ranks that share one memory: on a GPU, 1; on a CPU, the number of ranks of all engines on the machine."""
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """Options for loading the shapes of a checkpoint. ``option`` is the option that specifies the checkpoint."""
+        """Return the options for loading a checkpoint as shapes. ``option`` sets the path, and appears in error messages."""
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod
     def roles(self) -> list[HeldRole]:
-        """Models besides the actor."""
+        """Return the models that the run loads in addition to the actor."""
 
     @abstractmethod
     def longest_row(self, context: int | None) -> int:
-        """Number of tokens of the longest row; ``context`` is the model's limit."""
+        """Return the number of tokens of the longest row. ``context`` is the maximum for the model; None means no limit."""
 
     @abstractmethod
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
-        """Row lengths of a replica's largest microbatch, and the number of microbatches of a step.
+        """Return the row lengths of a replica's largest microbatch, and the replica's number of microbatches per step.
 
-        The number of microbatches assumes rows of maximum length. ``role`` is the trained role; an empty string
-        means the actor.
+        Both results assume rows of ``longest`` tokens. ``role`` is the trained role; an empty string means the actor.
         """
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Per row, the maximum number of tokens to train on. The prompt (at least one token) is excluded."""
+        """Return, for each row, the maximum number of tokens to train on. The prompt (at least one token) is excluded."""
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
-        """Row lengths of a role's largest scoring pass."""
+        """Return the row lengths of a role's largest scoring pass."""
 
 
 class RunSizes(Sizes):
@@ -140,7 +139,7 @@ class RunSizes(Sizes):
         )
 
     def roles(self) -> list[HeldRole]:
-        """Models besides the actor."""
+        """Return the models that the run loads in addition to the actor."""
         run = self.options
         ckpt, ref = str(run.ckpt), str(run.ref_ckpt or run.ckpt)
         held = []
@@ -157,7 +156,7 @@ class RunSizes(Sizes):
         return held
 
     def longest_row(self, context: int | None) -> int:
-        """Number of tokens of the longest row; ``context`` is the model's limit."""
+        """Return the number of tokens of the longest row. ``context`` is the maximum for the model; None means no limit."""
         run = self.options
         limit, longest = tightest(run.max_context_len, context), run.max_prompt_tokens + run.max_new_tokens
         if limit is None:
@@ -165,7 +164,7 @@ class RunSizes(Sizes):
         return limit if run.agent_fn is not None else min(limit, longest)
 
     def rows_of_step(self) -> int:
-        """Rows of one optimizer step, over all replicas."""
+        """Return the number of rows of one optimizer step, over all replicas."""
         run = self.options
         if run.gradient_accumulation_steps is not None:
             return run.mini_bs * run.gradient_accumulation_steps
@@ -204,9 +203,10 @@ def _adapter(run: TrainOptions) -> AdapterOptions | None:
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:
-    """Fill a pass with rows of maximum length and one shorter row for the remaining tokens. Return the row lengths.
+    """Return the row lengths of a pass of at most ``rows`` rows and ``tokens`` tokens.
 
-    ``shared``: length of the prefix that is computed and counted once per ``group`` rows.
+    The rows have the maximum length ``longest``. The last row may be shorter. Each group of ``group`` rows has a common prefix
+    of ``shared`` tokens, which is counted only in the group's first row.
     """
     lengths: list[int] = []
     while len(lengths) < rows and tokens > 1:

@@ -1,4 +1,4 @@
-"""Formats a memory plan as text and as data."""
+"""Format a memory plan as text and as plain data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +22,14 @@ _TITLES = {
 
 
 def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
-    """Format the plan of a run: memory by phase and purpose, whether the run fits, and which options to change."""
+    """Return the plan of a run as text: memory by phase and purpose, whether the run fits, and which options to change."""
     change = [] if plan.fits else advise(options, plan)
     where = f" (in phase {plan.peak.name})"
     return "\n".join([*plan_table(plan), verdict(plan.needed, plan.available, change, largest_remedy(plan), where)])
 
 
 def plan_table(plan: MemoryPlan) -> list[str]:
-    """Lines of the table of memory by phase and purpose."""
+    """Return the lines of a table of memory by phase and purpose."""
     trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
     each = f", for each of {plan.layout.world_size} ranks" if plan.layout.world_size > 1 else ""
@@ -55,14 +55,14 @@ def _notes(plan: MemoryPlan) -> list[str]:
     if plan.layout.world_size > 1:
         copies = f"{replicas} replicas" if replicas > 1 else "one replica"
         split = f" of {parts} ranks" if parts > 1 else ""
-        memories = "all share the memory of this machine" if plan.sharing > 1 else "one device per rank"
+        memories = "all share the memory of this machine" if plan.sharing > 1 else "each rank has its own device"
         lines.append(f"  Ranks: {copies}{split}; {memories}.")
     if plan.logits:
         lines.append(f"  The activations include at most {plan.logits / _MIB:,.1f} MiB of logits.")
     if plan.cache_wanted:
-        note = f"  KV cache of {plan.cache_tokens:,} tokens{' on each replica' if replicas > 1 else ''}"
+        note = f"  The KV cache{' of each replica' if replicas > 1 else ''} has {plan.cache_tokens:,} tokens"
         if plan.cache_tokens < plan.cache_wanted:
-            note += f", less than the worst case of {plan.cache_wanted:,}; some sequences may wait"
+            note += f", but the longest sequences need up to {plan.cache_wanted:,}; some sequences may have to wait"
         lines.append(f"{note}.")
     if plan.host:
         lines.append(f"  Host memory holds {plan.host / _MIB:,.1f} MiB of offloaded data.")
@@ -70,11 +70,11 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """State whether a run fits. If not, state the options to ``change``. If there are none, state the ``remedy``."""
-    figures = f"{needed / _MIB:,.1f} MiB peak{where}, {available / _MIB:,.1f} MiB free now"
+    """State whether a run fits. If not, state the options to ``change``; if ``change`` is empty, state the ``remedy``."""
+    figures = f"The peak is {needed / _MIB:,.1f} MiB{where}, and {available / _MIB:,.1f} MiB are free now"
     if needed <= available:
         return f"Fits: yes. {figures}."
-    advice = f"It fits with {' '.join(change)}" if change else remedy.removesuffix(".")
+    advice = f"The run fits with {' '.join(change)}" if change else remedy.removesuffix(".")
     return f"Fits: no. {figures}. {advice}."
 
 

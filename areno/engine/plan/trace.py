@@ -1,7 +1,7 @@
-"""Traces the engine's allocations by running it on fake tensors, which have shapes but no memory.
+"""Trace the memory that the engine allocates, by running the engine on fake tensors, which have shapes but no memory.
 
-The plan therefore follows any change of the engine, without per-layer estimates. Temporary memory inside a PyTorch
-operation is not counted.
+The traced code is the engine's own code, so changes of the engine need no new memory formulas. Temporary memory inside a
+PyTorch operation is not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NF4_BYTES = 0.52
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Sizes in bytes for an optimizer step of a role. The peaks do not include the role's weights and optimizer state."""
+    """Memory of a role's optimizer step in bytes. The peaks include neither the role's weights nor the optimizer state."""
 
     forward: int  # peak of a forward pass, including gradients of earlier microbatches
     carried: int  # gradients of earlier microbatches; 0 with a single microbatch
@@ -68,7 +68,7 @@ class UpdateBytes:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBytes:
-    """Sizes in bytes for a rollout, not counting the weights."""
+    """Memory of a rollout in bytes, without the weights."""
 
     peak: int
     cache: int  # final size of the KV cache
@@ -77,7 +77,7 @@ class RolloutBytes:
 
 
 def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[ShapeOf, P], T]:
-    """Cache the results of a trace, because searches repeat the same traces."""
+    """Cache the results of a trace, because a search for options repeats the same traces."""
 
     @functools.wraps(trace)
     def cached(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
@@ -91,11 +91,11 @@ def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[S
 
 
 class ShapeOf:
-    """The model of a checkpoint as shapes. With tensor parallelism, the shapes are those of one rank's shard.
+    """The model of a checkpoint, without memory for the weights. With tensor parallelism, the model is one rank's shard.
 
     Raises:
-        UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise this
-            error if the model's code depends on tensor values.
+        UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise UsageError if the
+            model's code depends on tensor values.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ShapeOf:
             self.weights -= self._saved_by_four_bits()
 
     def _saved_by_four_bits(self) -> int:
-        """Number of bytes saved by storing frozen linear weights in 4 bits. The output layer is not quantized."""
+        """Return the number of bytes that storing frozen linear weights in 4 bits saves. The output layer is not quantized."""
         frozen = [
             layer.weight
             for name, layer in self.model.module.named_modules()
@@ -151,7 +151,7 @@ class ShapeOf:
 
     @property
     def file_bytes(self) -> int:
-        """Size in bytes of the checkpoint's safetensors files; 0 if they are not in a local folder."""
+        """Total size in bytes of the checkpoint's safetensors files; 0 if the checkpoint is not a local folder."""
         return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
 
     @contextmanager
@@ -163,8 +163,8 @@ class ShapeOf:
         except RuntimeError as error:
             kind = type(self.model.module).__name__
             raise UsageError(
-                f"{self._path}: the code of {kind} depends on tensor values, so its memory cannot be planned; the run "
-                f"may still work ({first_line(error)[:200]})"
+                f"{self._path}: the code of {kind} depends on tensor values, so the memory of this model cannot be planned; "
+                f"the run itself may still work ({first_line(error)[:200]})"
             ) from error
 
     @_once
@@ -180,17 +180,17 @@ class ShapeOf:
         entropy: bool = False,
         offloading: bool = False,
     ) -> UpdateBytes:
-        """Trace an optimizer step of equal microbatches.
+        """Trace an optimizer step whose microbatches all have the same size.
 
         Args:
-            lengths: number of tokens of each row of a microbatch.
-            scored: number of tokens of each row that are trained on.
+            lengths: number of tokens of each row in a microbatch.
+            scored: number of tokens to train on, for each row.
             config: optimizer options.
-            several: whether there are several microbatches. If so, gradients are accumulated.
-            checkpointing: whether to recompute activations.
+            several: whether the step has several microbatches, whose gradients are accumulated.
+            checkpointing: whether the backward pass recomputes activations.
             device: device of the run.
             entropy: whether the loss reads the policy's entropy.
-            offloading: whether to offload the inputs of recomputed layers.
+            offloading: whether the inputs of recomputed layers are kept in host memory.
         """
         parameters = self.model.parameters()
         with self._mode:
@@ -239,14 +239,14 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """The optimizer of a run, with stubs for other ranks. With one rank, only :meth:`update` accounts for offloading."""
+        """Return the run's optimizer, with a stub for other ranks. :meth:`update` accounts for offloading on a single rank."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
         return ZeroAdamW(parameters, config, RankContext(self.layout, data=_StubChannel(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
-        """The model's output for the loss, for rows whose last tokens are trained on."""
+        """Return the model's predictions for a loss. ``scored`` is the number of tokens to train on, for each row."""
         plan = PackedPlan(lengths)
         hidden = self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
         if self.kind == "reward":
@@ -261,15 +261,15 @@ class ShapeOf:
 
     @_once
     def score(self, lengths: Sequence[int]) -> int:
-        """Peak size in bytes of a scoring pass."""
+        """Return the peak memory of a scoring pass in bytes."""
         with self._counting() as live, torch.no_grad():
             self._predict(lengths, lengths, entropy=False)
         return live.peak
 
     def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
-        """Trace the generation of ``running`` sequences in the slot cache. All prompts have the same length.
+        """Trace the generation of ``running`` sequences in the slot cache. All prompts have ``prompt`` tokens.
 
-        Sequences grow to the length ``longest``. ``budget`` is the maximum number of tokens in the cache; None is unlimited.
+        Sequences grow to ``longest`` tokens. ``budget`` is the maximum number of tokens in the cache; None means no limit.
         """
         first = round_up(prompt + 1, COLUMN_STEP)
         widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)
@@ -281,7 +281,7 @@ class ShapeOf:
 
     @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
-        """Trace a rollout. ``grown`` lists pairs (columns, running sequences), one per size of the cache."""
+        """Trace a rollout. ``grown`` has one pair (columns, running sequences) for each size to which the cache grows."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
             rows = grown[0][1]
@@ -298,7 +298,7 @@ class ShapeOf:
 
     @_once
     def bytes_per_token(self, prompt: int) -> int:
-        """Size in bytes per cached token of a sequence whose prompt has ``prompt`` tokens."""
+        """Return the cache size in bytes per token, for a sequence whose prompt has ``prompt`` tokens."""
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
@@ -307,7 +307,7 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences. Return the peak memory in bytes, without the cache."""
+        """Prefill the last ``rows`` of ``held`` sequences. Return the peak memory in bytes, without the size of the cache."""
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()
@@ -331,14 +331,14 @@ class ShapeOf:
 
 
 class _StubChannel(Channel):
-    """Stub for the other ranks. Only the number of ranks matters."""
+    """Replaces the connection to other ranks. Only the number of ranks is used."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Releases the tensors that autograd saves in the block, and appends their sizes in bytes to ``sizes``."""
+    """Discards the tensors that autograd saves in the ``with`` block, and appends each tensor's size in bytes to ``sizes``."""
 
     def __init__(self, sizes: list[int]) -> None:
         def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -349,7 +349,7 @@ class _OffloadedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _put_on_cpu(module: torch.nn.Module) -> None:
-    """Replace all tensors of a module with fake CPU tensors. Shared tensors stay shared."""
+    """Replace all tensors of a module with fake CPU tensors. Tied weights stay tied."""
     replaced: dict[int, Tensor] = {}
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)

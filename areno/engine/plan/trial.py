@@ -1,4 +1,4 @@
-"""Functions that :meth:`Engine.run_on_all_ranks` runs on each rank to try sizes and measure memory."""
+"""Functions that run on each rank (:meth:`Engine.run_on_all_ranks`), to try batch sizes and to measure memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory use of a rank before the trials, in bytes."""
+    """Memory of a rank before the trials, in bytes."""
 
     held: int  # including optimizer states
     available: int
@@ -23,7 +23,7 @@ class RankMemory:
 
 
 def prepare(engine: Engine, keep_rollout_state: bool) -> RankMemory:
-    """Set ``keep_rollout_state``, allocate the optimizer states, and measure the memory."""
+    """Set ``keep_rollout_state``, allocate the optimizer states, and measure used and free memory."""
     engine.config.keep_rollout_state = keep_rollout_state
     device, optimizer = engine.config.device, engine.actor.trained_by()
     optimizer.allocate()
@@ -32,17 +32,17 @@ def prepare(engine: Engine, keep_rollout_state: bool) -> RankMemory:
 
 
 def begin(engine: Engine) -> None:
-    """Reset the peak of the memory use."""
+    """Start a new measurement of the peak memory use."""
     begin_peak(engine.config.device)
 
 
 def peak(engine: Engine) -> int:
-    """Peak memory of the rank since :func:`begin`, in bytes."""
+    """Return the peak memory of the rank since :func:`begin`, in bytes."""
     return peak_since(engine.config.device)
 
 
 def gpu_bytes(engine: Engine) -> int:
-    """Peak size in bytes of this rank's GPU tensors since :func:`begin` or the start of the process. On a CPU, it is 0."""
+    """Return the peak size in bytes of this rank's GPU tensors since :func:`begin` or the start of the process; 0 on a CPU."""
     device = engine.config.device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
@@ -50,8 +50,8 @@ def gpu_bytes(engine: Engine) -> int:
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
     """Compute and discard the gradients of this replica's rows. Return the peak memory in bytes.
 
-    If GPU memory runs out, the result is None. With tensor parallelism, the out-of-memory error is raised instead, because the
-    other ranks of the model cannot recover.
+    If GPU memory runs out, the function returns None. With tensor parallelism, it raises the out-of-memory error instead,
+    because the other ranks of the model cannot continue.
     """
     begin(engine)
     try:
@@ -64,7 +64,7 @@ def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, min
 
 
 def clean(engine: Engine) -> None:
-    """Free the memory of a trial. Waits until generation has finished, and unmerges the adapter."""
+    """Wait until generation has finished, unmerge the adapter, and free the memory of a trial."""
     engine.actor.trained_by().zero_grad()
     engine.wait_idle()
     engine.loop.drop_cache()
@@ -72,17 +72,17 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Restart generation after a failure. Returns whether GPU memory had run out."""
+    """Restart generation after a failure. Return whether the failure was a lack of GPU memory."""
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
 
 
 def random_state(engine: Engine) -> dict[str, Any]:
-    """Capture the random state of the rank."""
+    """Return the random state of the rank."""
     return capture_rng()
 
 
 def restore_random(engine: Engine, states: Sequence[dict[str, Any]]) -> None:
-    """Restore the random state of the rank."""
+    """Restore the random state of the rank. ``states`` has one state per rank."""
     peers = engine.config.peers
     restore_rng(states[peers.rank])

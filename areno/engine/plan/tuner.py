@@ -1,12 +1,12 @@
-"""``--tune-params`` finds a concurrency and batch sizes that fit into memory.
+"""Find the number of concurrent sequences and the batch sizes that fit into memory, for ``--tune-params``.
 
-The search runs in the training processes, before the first step.
+The search runs in the training processes, before the first step. Options that the user has set are not changed.
 
-If the smallest size fits, sizes are considered from largest to smallest. A size whose memory plan is within the limit is tried
-with sequences of maximum length. The first size with a measured peak within the limit is chosen. Weights, optimizer states and
-random states are the same after the trials. Explicit options are not changed.
+The search first checks that the smallest size fits, then considers the sizes from largest to smallest. If the planned memory of
+a size is within the limit, the size is tried with sequences of maximum length. The search chooses the first size whose measured
+peak is within the limit. The trials change neither weights nor optimizer states nor random states.
 
-With several ranks, each rank tries its replica's share. The largest measured peak counts.
+With several ranks, each rank tries the share of its replica, and the highest peak of all ranks is compared with the limit.
 """
 
 import dataclasses
@@ -37,20 +37,22 @@ _PROBED_TOKENS = 2
 def tune_sizes(
     engine: Backend, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
 ) -> TrainOptions:
-    """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``. Values that the user has set are kept.
+    """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``. Values that the user has set are not changed.
 
     Args:
-        engine: engine or engine group with a loaded actor. Other models need not be loaded, because the plan counts them.
-        rows: number of prompts of the dataset, which limits the batch size. None means unlimited.
-        capacity: memory available to a process in bytes. None means the used plus the free memory. On a CPU, each rank gets an
-            equal share of this memory.
+        engine: engine or engine group with a loaded actor. The memory of other models is planned, so other models need not be
+            loaded.
+        rows: number of prompts in the dataset, which limits the batch size; None means no limit.
+        capacity: memory in bytes that each rank may use. None means the sum of used and free memory, which the ranks on a CPU
+            divide equally.
 
     Returns:
-        The options with the chosen sizes. ``drop_rollout_state`` is True unless the user has set this option.
+        The options with the chosen sizes. If the user has not set ``drop_rollout_state``, the function sets it to True.
 
     Raises:
-        UsageError: the smallest sizes or an explicit ``mini_bs`` do not fit. The message states which options to lower.
-        EngineError: a rank of a tensor-parallel model ran out of memory. The other ranks cannot recover.
+        UsageError: the smallest sizes do not fit, or the ``mini_bs`` that the user has set does not fit. The message names the
+            options to lower.
+        EngineError: a rank of a tensor-parallel model ran out of memory, so the other ranks cannot continue.
     """
     rng, random_of_ranks = capture_rng(), engine.run_on_all_ranks(trial.random_state)
     try:
@@ -62,7 +64,7 @@ def tune_sizes(
 
 
 class _Search(NamedTuple):
-    """A size to search for, the phases affected by the size, and a trial that returns the peak memory."""
+    """A size to search for, the phases whose memory depends on the size, and a trial that returns the peak memory in bytes."""
 
     name: str
     phases: tuple[str, ...]
@@ -100,7 +102,7 @@ class _Tuner:
         return chosen
 
     def _measure_start(self) -> None:
-        """Measure the memory in use, including optimizer states, and compute the limit."""
+        """Measure the memory in use, including optimizer states, and compute the memory limit of the search."""
         ranks = self.engine.run_on_all_ranks(trial.prepare, not self.options.drop_rollout_state)
         self.held, self.states = max(rank.held for rank in ranks), ranks[0].states
         capacity = self.capacity
@@ -119,10 +121,12 @@ class _Tuner:
 
     def _running(self, planned: TrainOptions) -> int:
         if "max_running_prompts" in self.options.explicit:
-            logger.info("auto tune rollout: skipped, --max-running-prompts is %d", planned.running_sequences)
+            logger.info(
+                "auto tune rollout: skipped, because --max-running-prompts is set to %d", planned.running_sequences
+            )
             return planned.running_sequences
         longest = self._longest(planned)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which allow sequences of {longest} tokens"
+        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which together allow sequences of {longest} tokens"
         search = _Search("max_running_prompts", ("rollout",), self._generate)
         self._require(search, 1, planned, remedy)
         return next(n for n in self._running_candidates() if n == 1 or self._fits(search, n, planned))
@@ -144,7 +148,7 @@ class _Tuner:
     def _mini_bs(self, planned: TrainOptions) -> int:
         # A trial computes gradients without an update; only the plan covers the temporary memory of the update.
         search = _Search("mini_bs", ("forward", "backward", "optimizer"), self._update)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which allow rows of {self._longest(planned)} tokens"
+        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which together allow rows of {self._longest(planned)} tokens"
         if "mini_bs" in self.options.explicit:
             self._require(search, self.options.mini_bs, planned, "lower --mini-bs")
             return self.options.mini_bs
@@ -155,11 +159,11 @@ class _Tuner:
     # -- trials ----------------------------------------------------------------------------------------------------
 
     def _require(self, search: _Search, value: int, planned: TrainOptions, remedy: str) -> None:
-        """Raise UsageError unless ``value`` fits."""
+        """Raise UsageError if ``value`` does not fit."""
         if not self._fits(search, value, planned):
             raise UsageError(
-                f"--tune-params: {search.name}={value} does not fit into --mem-frac {self.options.mem_frac:g} of the memory "
-                f"({self.limit / _MIB:.0f} MiB); {remedy}, or raise --mem-frac"
+                f"--tune-params: {search.name}={value} needs more memory than the limit of {self.limit / _MIB:.0f} MiB "
+                f"(--mem-frac {self.options.mem_frac:g}); {remedy}, or raise --mem-frac"
             )
 
     def _fits(self, search: _Search, value: int, planned: TrainOptions) -> bool:
@@ -168,38 +172,43 @@ class _Tuner:
         expected, absent = self.held + max(self._more(plan, phase) for phase in search.phases), self._absent(plan)
         line = f"auto tune {search.name}={value}: planned {expected / _MIB:.0f} MiB"
         if expected > self.limit:
-            logger.info("%s, too much", line)
+            logger.info("%s, which is above the limit", line)
             return False
         try:
             measured = search.work(candidate)  # peak bytes of the fullest rank; None if one ran out of memory
         finally:
             self.engine.run_on_all_ranks(trial.clean)
         if measured is None:
-            logger.info("%s, out of memory when tried", line)
+            logger.info("%s, but the trial ran out of memory", line)
             return False
         fits = measured + absent <= self.limit
-        logger.info("%s, measured %.0f MiB, %s", line, (measured + absent) / _MIB, "fits" if fits else "too much")
+        logger.info(
+            "%s, measured %.0f MiB, %s",
+            line,
+            (measured + absent) / _MIB,
+            "which fits" if fits else "which is above the limit",
+        )
         return fits
 
     def _more(self, plan: MemoryPlan, name: str) -> int:
-        """Memory of a phase in addition to the memory that the process already uses."""
+        """Return the planned memory of a phase in bytes, in addition to the memory that the process already uses."""
         phase = plan.phase(name)
         assert phase is not None, name
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
     def _absent(self, plan: MemoryPlan) -> int:
-        """Planned memory that is not allocated during a trial: other models, their optimizers, and a retained KV cache."""
+        """Return the planned bytes that no trial allocates: other models, their optimizer states, and a kept KV cache."""
         phase = plan.phase("forward")
         assert phase is not None
         kept = 0 if self.options.drop_rollout_state else phase.parts["kv_cache"]
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
-        """Size of the planned optimizer states that the actor has already allocated."""
+        """Return the size in bytes of the planned optimizer states that the actor has already allocated."""
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:
-        """Generate with all sequences of every replica at maximum length. Sequences of one request share their prefill."""
+        """Generate sequences of maximum length on every replica. Return the peak in bytes; None if memory ran out."""
         sizes, longest = self._sizes(candidate), self._longest(candidate)
         replicas = sizes.layout.dp_size
         context = max(longest - _PROBED_TOKENS, 1)
@@ -222,14 +231,14 @@ class _Tuner:
                 raise
             if sizes.layout.tp_size > 1:
                 raise EngineError(
-                    "--tune-params: a rank ran out of memory, and the other ranks of the model cannot recover; "
-                    "lower --mem-frac, or set --max-running-prompts, --batch-size and --mini-bs"
+                    "--tune-params: a rank ran out of memory, so the other ranks of the model cannot continue; "
+                    "lower --mem-frac, or set --max-running-prompts, --batch-size and --mini-bs yourself"
                 ) from None
             return None
         return max(self.engine.run_on_all_ranks(trial.peak))
 
     def _update(self, candidate: TrainOptions) -> int | None:
-        """Compute the gradients of up to two microbatches of maximum size on every replica. The weights are not updated."""
+        """Compute gradients of one or two microbatches of maximum size. Return the peak in bytes; None if memory ran out."""
         sizes = self._sizes(candidate)
         lengths, microbatches = sizes.microbatch(self._longest(candidate))
         rows = [_row(length, own) for length, own in zip(lengths, sizes.scored(lengths), strict=True)]
@@ -246,13 +255,13 @@ class _Tuner:
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
-    """Powers of two up to ``most``, largest first."""
+    """Yield the powers of two up to ``most``, from largest to smallest."""
     for exponent in reversed(range(most.bit_length())):
         yield 1 << exponent
 
 
 def _row(length: int, scored: int) -> TrainSequence:
-    """A synthetic row with all per-token lists that a policy loss may read."""
+    """Return a synthetic row with all per-token values that a policy loss may read."""
     zeros = [0.0] * length
     return TrainSequence(
         prompt_mask=[index < length - scored for index in range(length)],

@@ -1,7 +1,7 @@
-"""Counter-based random numbers, which are a stateless function of seed and counter.
+"""Counter-based random numbers. Each number is a function of only a seed and a counter.
 
-The arithmetic is int64, which wraps around like uint64. A mask makes the right shift logical. The same code works on NumPy
-arrays and tensors. It reads no tensor values on the host, so CUDA graphs can capture the code.
+The arithmetic uses int64, which wraps around like uint64. A mask makes the right shift logical. The same code works on NumPy
+arrays and on tensors. CUDA graphs can capture the code, because the host reads no tensor values.
 """
 
 import random
@@ -20,7 +20,7 @@ _LOW_64 = 2**64 - 1
 
 
 def _mix(x: Ints) -> Ints:
-    """The splitmix64 finalizer (Steele et al. 2014): a bijection on 64 bits whose output looks random."""
+    """Apply the splitmix64 finalizer (Steele et al. 2014), a bijection on 64 bits whose output looks random."""
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
     return x ^ _shifted(x, 31)
@@ -31,12 +31,12 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 
 def random_bits(seeds: Ints, counters: Ints) -> Ints:
-    """Return 53 random bits for each pair of a seed and a counter. All arrays are int64 [N]. For seeds see :func:`as_int64`."""
+    """Return 53 random bits per pair of seed and counter. All arrays are int64 [N]; :func:`as_int64` converts other seeds."""
     return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 
 
 def uniforms(seeds: Seq[int], counters: Seq[int]) -> np.ndarray:
-    """Return one uniform float64 number in [0, 1) per pair of seed and counter."""
+    """Return one uniform random number in [0, 1), in float64, for each pair of seed and counter."""
     keys = np.array([int(seed) & _LOW_64 for seed in seeds], dtype=np.uint64).view(np.int64)
     return random_bits(keys, np.asarray(counters, dtype=np.int64)) * 2.0**-53
 
@@ -48,7 +48,7 @@ def as_int64(number: int) -> int:
 
 
 def derive_seed(*parts: int) -> int:
-    """Derive a 63-bit seed from several numbers, for example (run seed, step, prompt, sample)."""
+    """Derive a 63-bit seed from several numbers, for example from the numbers of a run, a step, a prompt and a sample."""
     state = np.zeros(1, dtype=np.int64)
     for part in parts:
         state = _mix(state + _GOLDEN + as_int64(part))
@@ -56,7 +56,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """Return the order in which an epoch visits ``n`` rows. The order depends only on the arguments, not on the global RNG."""
+    """Return the order of ``n`` rows in an epoch. The order depends only on the arguments, not on global random state."""
     order = list(range(n))
     if shuffle:
         random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)

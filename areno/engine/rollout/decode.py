@@ -1,4 +1,4 @@
-"""One decode step: eager, with areno's kernels, or compiled. The three variants differ only in rounding."""
+"""Run one decode step: eagerly, with areno's kernels, or compiled. The results of these variants differ only in rounding."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,10 +18,10 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 
 
 class SharedPrefixes:
-    """The leader of each row (the first row with the same prefix), and the length of the shared prefix.
+    """For each row, the leader (the first row with the same prefix), and the length of the shared prefix.
 
-    Every slot holds a copy of the prefix. Therefore samples can join and leave freely, and attention may read any copy. Rows
-    from the same prefill share a prefix. Rows without a prefill share no prefix.
+    Rows from the same prefill share a prefix, and rows without a prefill share no prefix. Every slot holds its own copy of the
+    prefix, so attention may read any of the copies, and samples can join or leave the batch at any time.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -31,7 +31,7 @@ class SharedPrefixes:
         self._padded: tuple[Tensor, Tensor] | None = None
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return leaders and prefix lengths, int64 [rows], padded with rows without a shared prefix."""
+        """Return leaders and prefix lengths, int64 [rows], padded with rows that have no shared prefix."""
         if self._padded is None or len(self._padded[0]) != rows:
             more = range(len(self.leaders), rows)
             self._padded = torch.tensor([*self.leaders, *more]), torch.tensor([*self.lengths, *(0 for _ in more)])
@@ -39,7 +39,7 @@ class SharedPrefixes:
 
 
 class RowParameters:
-    """Sampling parameters and shared prefixes of the running samples, reused across decode steps."""
+    """Sampling parameters and shared prefixes of the running samples. Consecutive decode steps use the same object."""
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)
@@ -47,7 +47,7 @@ class RowParameters:
 
 
 def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTable:
-    """Return the sampling parameters of samples, one row per sample."""
+    """Return a table with the sampling parameters of samples, one row per sample."""
     return SamplingTable(
         [s.group.sampling for s in sequences], [s.seed for s in sequences], device, [s.edits for s in sequences]
     )
@@ -56,8 +56,8 @@ def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTa
 class DecodeBatch:
     """Inputs of a decode step for the sequences in the first slots.
 
-    ``counters`` holds the indices of the tokens to sample; see :mod:`counter_rng`. ``columns`` is the number of cache columns
-    to attend to. It is a multiple of :data:`READ_STEP` and covers all contexts.
+    ``counters`` holds, for each sequence, the index of the token to sample; see :mod:`counter_rng`. ``columns`` is the number
+    of cache columns to attend to, which is a multiple of :data:`READ_STEP` and covers all contexts.
     """
 
     def __init__(self, sequences: Seq[Sequence], rows: RowParameters) -> None:
@@ -71,7 +71,7 @@ class DecodeBatch:
 
 
 class EagerDecode:
-    """Runs decode steps eagerly. ``plan`` builds the attention plan from the cache, positions and columns."""
+    """Runs decode steps eagerly. ``plan`` creates the attention plan from the cache, positions and number of columns."""
 
     def __init__(self, model: CausalLM, cache: Any, plan: Callable[[Any, list[int], int], Any] = DecodePlan.of) -> None:
         self.model, self.cache, self._plan = model, cache, plan
@@ -86,10 +86,10 @@ class EagerDecode:
 
 
 class StepDecode:
-    """Runs a :class:`DecodeStep`, compiled or not, over the cache slots.
+    """Runs a compiled or uncompiled :class:`DecodeStep` on the slots of the KV cache.
 
-    If every row of the batch is plain (see :attr:`SamplingTable.plain`), the step samples the tokens. Otherwise all tokens are
-    sampled from the step's logits.
+    If all rows of the batch are plain (see :attr:`SamplingTable.plain`), the step itself samples the tokens. Otherwise, the
+    tokens of all rows are sampled afterwards from the step's logits.
     """
 
     def __init__(self, step: StepPackage | DecodeStep, cache: SlotCache) -> None:

@@ -1,4 +1,4 @@
-"""Draft tokens by prompt lookup: the tokens that followed the previous occurrence of the last n-gram."""
+"""Propose draft tokens by prompt lookup: the tokens that followed the previous occurrence of the last n-gram."""
 
 from collections.abc import Sequence as Seq
 
@@ -7,7 +7,7 @@ MATCH = 3
 
 
 class DraftIndex:
-    """Index of the last occurrence of each n-gram of ``MATCH`` tokens in a growing token sequence."""
+    """Finds the last occurrence of each n-gram of ``MATCH`` tokens in a growing token sequence."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

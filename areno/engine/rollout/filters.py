@@ -1,8 +1,8 @@
-"""Top-k, top-p and min-p filters over rows of token weights, usually without sorting the vocabulary.
+"""Top-k, top-p and min-p filters on rows of unnormalized token probabilities (weights), usually without sorting the vocabulary.
 
-Top-k and top-p keep the n largest weights of a row. For top-k, n is k. For top-p, n is the size of the nucleus. The search for
-the nucleus first covers only the few hundred largest weights. Ties at the threshold are broken by token id, so a row's result
-does not depend on the rest of the batch.
+Top-k keeps the k largest weights of a row. Top-p keeps the largest weights that form the nucleus. The search for the nucleus
+first covers only the few hundred largest weights. Among equal weights at the threshold, tokens with lower ids are kept, so the
+result of a row does not depend on the other rows of the batch.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ FIRST_CANDIDATES = 256
 
 
 class Filters:
-    """Filters of the batch rows. ``params`` holds one entry per row."""
+    """The filters of a batch. ``params`` has one entry per row."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
         self._top_k = [p.top_k for p in params]
@@ -30,11 +30,11 @@ class Filters:
 
     @staticmethod
     def applies_to(params: SamplingParams) -> bool:
-        """Whether sampling with these parameters needs a filter."""
+        """Return whether sampling with these parameters needs a filter."""
         return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def apply(self, weights: Tensor) -> Tensor:
-        """Return the weights [R, V] with the weights of filtered tokens set to 0."""
+        """Return the weights [R, V], with 0 for the tokens that the filters remove."""
         kept = self._keep_largest(weights) if self._any_rank else weights
         if self._any_floor:
             kept = torch.where(weights < self._min_p[:, None] * weights.amax(-1, keepdim=True), 0.0, kept)
@@ -60,7 +60,7 @@ class Filters:
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
         """Return the size of each row's nucleus [R].
 
-        The nucleus is the smallest set of tokens whose mass reaches p times the mass after top-k.
+        The nucleus is the smallest set of tokens whose total weight is at least p times the total weight after top-k.
         """
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)

@@ -1,9 +1,8 @@
-"""Sample from unnormalized weights by inverse CDF, in two steps.
+"""Sample from unnormalized weights by inverting the cumulative distribution, in two steps.
 
-The first step chooses a block of tokens. The second step chooses a token of the block.
-
-Only block sums are accumulated over the vocabulary. Therefore a draw costs about as much as summing the weights once. For 64
-rows of 32,000 tokens on two cores, a draw takes 5 ms. With a cumulative sum over all tokens, it would take 48 ms.
+The first step chooses a block of tokens by the block sums. The second step chooses a token of this block. Only the block sums
+are accumulated over the vocabulary, so sampling costs about as much as summing the weights once. For 64 rows of 32,000 tokens
+on two cores, sampling takes 5 ms. With a cumulative sum over all tokens, sampling would take 48 ms.
 """
 
 import torch
@@ -24,17 +23,17 @@ def draw(weights: Tensor, sums: Tensor, u: Tensor) -> Tensor:
     Args:
         weights: non-negative weights [B, blocks, size]; 0 for excluded tokens.
         sums: sum of the weights of each block [B, blocks], float64.
-        u: uniform numbers in [0, 1), float64 [B].
+        u: uniform random number in [0, 1) for each row, float64 [B].
 
     Returns:
-        The first index [B] into the flattened blocks at which the running sum exceeds u times the total.
+        For each row [B], the first index into the flattened blocks at which the cumulative sum exceeds ``u`` times the total.
     """
     block, rest = draw_block(sums, u)
     return draw_inside(take_block(weights, block), block, rest)
 
 
 def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose blocks [B] by their sums [B, blocks]. Also return the remaining target [B] within each chosen block."""
+    """Choose a block per row. Return the blocks [B], and the rests [B]: the target minus the sums of the earlier blocks."""
     running = sums.cumsum(-1)
     target = _below(u[:, None] * running[:, -1:], running[:, -1:])
     block = torch.searchsorted(running, target, right=True).clamp(max=sums.shape[1] - 1)
@@ -43,7 +42,7 @@ def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Return token indices [B], given the weights [B, size] of the chosen blocks and the remaining targets [B]."""
+    """Return token indices [B], given the weights [B, size] in the blocks and the rests [B] of :func:`draw_block`."""
     size = weights.shape[1]
     inside = weights.double().cumsum(-1)
     target = _below(rest[:, None], inside[:, -1:])
@@ -52,10 +51,10 @@ def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
 
 
 def take_block(table: Tensor, block: Tensor) -> Tensor:
-    """Select one block per row of [B, blocks, size]; return [B, size]."""
+    """Select one block per row of ``table`` [B, blocks, size]. Return the selected blocks [B, size]."""
     return table.gather(1, block[:, None, None].expand(-1, 1, table.shape[2]))[:, 0]
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Clamp a target below its total. Otherwise rounding could select a position after the last token with positive weight."""
+    """Clamp a target below the total. Without the clamp, rounding could select a token after the last positive weight."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

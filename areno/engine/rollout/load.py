@@ -1,4 +1,4 @@
-"""Load and counters of a rollout loop."""
+"""The current load and the token counts of a rollout loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(slots=True)
 class EngineLoad:
-    """The current load of a loop, and the loop's totals since its start."""
+    """The current load of a rollout loop, and the loop's totals since the start."""
 
     waiting: int = 0  # queued samples
     running: int = 0  # samples in a slot
@@ -25,6 +25,6 @@ class EngineLoad:
 
     @classmethod
     def total(cls, loads: Iterable[EngineLoad]) -> EngineLoad:
-        """Sum the loads of several loops."""
+        """Return the sum of several loads."""
         added = (sum(numbers) for numbers in zip(*map(astuple, loads), strict=True))
         return cls(*added)

@@ -1,4 +1,4 @@
-"""Per-sample logit edits before sampling: penalties, biases, minimum lengths and grammars."""
+"""Edit the logits of a sample before sampling: penalties, biases, minimum lengths and grammars."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,12 +13,13 @@ class LogitEdits:
     """Logit edits of one sample.
 
     A grammar (``constraint``) runs third-party code. If the grammar raises an exception, ``error`` holds the exception, and
-    only the sample's request fails. Prompt tokens count towards the repetition penalty. Before the minimum length,
-    ``stop_ids`` are forbidden. If the grammar allows only ``stop_ids``, they are allowed.
+    only the sample's request fails. Prompt tokens count towards the repetition penalty. The tokens ``stop_ids`` are forbidden
+    until the sample has its minimum length, unless the grammar allows no other tokens.
 
     Attributes:
-        forced: whether the grammar allowed only the text of the last sampled token.
-        cut_mass: probability mass that the grammar excluded at the last step, under the temperature-scaled policy.
+        forced: whether the grammar allowed no other text than the text of the last sampled token.
+        cut_mass: total probability of the tokens that the grammar excluded at the last step, under the temperature-scaled
+            policy.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
-Requests arrive at any time, and futures return the results. Each iteration (turn) admits and prefills waiting sequences, and
-runs one decode step. If sequences are running, a turn prefills only a bounded number of tokens. Therefore a long prompt does
-not stall the running sequences. If the loop raises an error, all pending requests end with an error whose cause is this error.
+Requests can arrive at any time, and futures return the results. Each iteration (turn) of the loop admits and prefills waiting
+sequences, and runs one decode step. While sequences are running, a turn prefills only a limited number of tokens, so a long
+prompt does not delay the running sequences. If an error ends the loop, every pending request fails, with this error as the
+cause.
 """
 
 import atexit
@@ -49,18 +50,18 @@ class RolloutLoop:
     """A rollout loop with continuous batching.
 
     Args:
-        model: the policy. While requests are pending, its weights may change only within :meth:`weights_changing`.
-        eos_ids: token ids that end a response, unless the request ignores end-of-text tokens.
-        tokenizer: the model's tokenizer, for stop strings and grammars.
-        budget_tokens: KV cache capacity in tokens.
-        max_running: maximum number of sequences decoded at once.
+        model: the policy. While requests are pending, the weights may change only within :meth:`weights_changing`.
+        eos_ids: ids of the end-of-text tokens, which end a response unless the request ignores these tokens.
+        tokenizer: tokenizer of the model, for stop strings and grammars.
+        budget_tokens: capacity of the KV cache in tokens.
+        max_running: maximum number of sequences that are decoded at once.
         progress: writes the ``rollout decode progress`` lines.
-        layers: cache layout of each layer; if empty, decode steps cannot be compiled.
-        decode_mode: whether decode steps may be compiled; see :class:`DecodeSwitch`.
-        builds: whether mode ``auto`` may build a missing step.
-        speculate: maximum number of draft tokens per sequence and step; 0 disables speculation. See :mod:`speculation`.
-        prefix_tokens: size of the prefix cache in tokens; 0 disables the cache.
-        records: routers whose expert choices are recorded; None records no choices. On a CPU, recording needs eager decoding.
+        layers: cache layout of each layer; if the tuple is empty, decode steps cannot be compiled.
+        decode_mode: whether and when decode steps are compiled; see :class:`DecodeSwitch`.
+        builds: whether mode ``auto`` may compile a missing decode step.
+        speculate: maximum number of draft tokens per sequence and step (see :mod:`speculation`); 0 disables drafts.
+        prefix_tokens: size of the prefix cache in tokens; 0 disables the prefix cache.
+        records: routers whose expert choices are recorded; None records nothing. On a CPU, recording requires eager decoding.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -108,10 +109,10 @@ class RolloutLoop:
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests. Each future resolves to all samples of its request.
+        """Queue requests, and return one future per request. The result of a future contains all samples of the request.
 
         Raises:
-            EngineError: the loop has failed or is closed, or a request is invalid. Then no request is queued.
+            EngineError: the loop has failed or is closed, or a request is invalid. In these cases, no request is queued.
         """
         model, budget = self.model, self.scheduler.budget_tokens
         groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
@@ -125,7 +126,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request before the next turn. Unfinished samples get the ``finish_reason`` "abort"."""
+        """Abort the request of ``future`` before the next turn. Unfinished samples get the ``finish_reason`` "abort"."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:
@@ -133,7 +134,7 @@ class RolloutLoop:
                 self._wake.notify()
 
     def load(self) -> EngineLoad:
-        """Return the loop's current load."""
+        """Return the current load and the token counts of the loop."""
         with self._wake:
             scheduler = self.scheduler
             return replace(
@@ -149,9 +150,9 @@ class RolloutLoop:
     def weights_changing(self, version: int) -> Iterator[None]:
         """Pause generation between two tokens while the ``with`` block changes the weights to ``version``.
 
-        Afterwards the KV cache is recomputed, and samples continue from their current output. Later tokens carry the new
-        version. A merged adapter is unmerged for the block and merged again afterwards. If the block raises an exception, the
-        weights may be partly updated. Therefore the loop ends with this exception.
+        After the block, the KV cache is recomputed, and samples continue from their current output. Later tokens are labeled
+        with the new version. A merged adapter is unmerged before the block and merged again after the block. If the block
+        raises an exception, the loop ends with this exception, because only some of the weights may have changed.
         """
         with self._pause.held(lambda: self._thread is None or self._closing or self.failure is not None):
             self._check_alive()
@@ -170,19 +171,19 @@ class RolloutLoop:
             self.version = version
 
     def cancel_all(self) -> None:
-        """Abort all pending requests, and wait until the loop is idle. The requests return their partial output."""
+        """Abort all pending requests, and wait until the loop is idle. The futures return the tokens sampled so far."""
         with self._wake:
             self._commands.cancel_all = self._pending()
             self._wake.notify()
         RolloutLoop.wait_idle(self)  # of this rank only
 
     def wait_idle(self) -> None:
-        """Wait until no request is pending. If the loop has failed, return at once, because no request is pending then."""
+        """Wait until no request is pending. If the loop has failed, no request is pending, so the method returns at once."""
         with self._wake:
             self._wake.wait_for(lambda: self.failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """If the loop is idle, bind a compiled step to the model's current weights. Then the old weights can be freed."""
+        """If the loop is idle, let a compiled step use the model's current weights, so that the old weights can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
@@ -193,7 +194,7 @@ class RolloutLoop:
         self.cache.release()
 
     def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
-        """Change the size of the prefix cache or the limit of running sequences before the loop's next iteration."""
+        """Change the size of the prefix cache and the limit of running sequences before the next turn. None keeps a value."""
         with self._wake:
             if prefix_tokens is not None:
                 self._commands.prefix_tokens = prefix_tokens
@@ -207,13 +208,13 @@ class RolloutLoop:
         self.scheduler.budget_tokens, self.prefixes.budget_tokens = budget_tokens, prefix_tokens
 
     def weights_changed(self, version: int) -> None:
-        """Set the version of the weights, and clear the prefix cache if the version has changed. No request may be pending."""
+        """Set the version of the weights. If the version has changed, clear the prefix cache. No request may be pending."""
         if version != self.version:
             self.prefixes.clear()
         self.version = version
 
     def restart(self) -> BaseException | None:
-        """Drop the cache. If the loop has failed, reset it, and return the error that stopped it. Otherwise return None."""
+        """Free the cache, and reset a failed loop. Return the error that stopped the loop; None if the loop has not failed."""
         if (cause := self.failure) is not None:
             if self._thread is not None:
                 self._thread.join()
@@ -224,7 +225,7 @@ class RolloutLoop:
         return cause
 
     def close(self) -> None:
-        """Abort pending requests, stop the thread and free the cache."""
+        """Abort pending requests, stop the loop's thread, and free the cache."""
         if self._thread is not None:
             self.cancel_all()
             with self._wake:
@@ -236,9 +237,9 @@ class RolloutLoop:
 
     def _check_alive(self) -> None:
         if self.failure is not None:
-            raise EngineError(f"the rollout loop has died: {self.failure}") from self.failure
+            raise EngineError(f"the rollout loop has failed: {self.failure}") from self.failure
         if self._closing:
-            raise EngineError("the rollout loop is closed")
+            raise EngineError("the rollout loop is closed and accepts no requests")
 
     def _start(self) -> None:
         if self._thread is None:
@@ -268,7 +269,7 @@ class RolloutLoop:
             self._fail(error)
 
     def _next_work(self) -> bool:
-        """Apply commands, and wait while idle. Returns False if the loop should stop."""
+        """Apply commands, and wait while the loop is idle. Return False if the loop should stop."""
         with self._wake:
             self._apply(self._take_commands())
             if not self._busy:
@@ -327,7 +328,7 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """Prefill waiting sequences. While sequences are running, prefill only a bounded number of tokens."""
+        """Prefill waiting sequences. While sequences are running, prefill only a limited number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
@@ -350,13 +351,13 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        """Prefill contexts after their cached prefixes, and sample the next token of each sample."""
+        """Prefill the part of each context that is not cached, and sample the next token of each sample."""
         self._reserve()
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))
 
     def _continue_chunked_prefill(self, tokens: int) -> None:
-        """Prefill the next chunk of a context. After the last chunk, the context's samples start running."""
+        """Prefill the next chunk of a context. After the last chunk, the samples with this context start to run."""
         chunked = self.scheduler.chunked_prefill
         assert chunked is not None
         length = chunked.members[0].length
@@ -371,7 +372,7 @@ class RolloutLoop:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
     def _reuse(self, members: list[Sequence]) -> int:
-        """Restore the cached prefix of a context in the context's slots. Returns the prefix length."""
+        """Copy the cached prefix of a context to the slots of ``members``. Return the prefix length in tokens."""
         hit = self.prefixes.find(members[0].context, self.version)
         if hit is None:
             return 0
@@ -380,7 +381,7 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """Prefill contexts after their ``cached`` tokens, up to ``stop``. Returns the last hidden states [contexts, C]."""
+        """Prefill contexts after their ``cached`` tokens, up to ``stop``. Return the last hidden states [contexts, C]."""
         tokens: list[int] = []
         spans: list[PrefillSpan] = []
         for members, start in zip(shared, cached, strict=True):
@@ -395,7 +396,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample the next token of all samples of each context. ``hidden`` holds the last hidden states [contexts, C]."""
+        """Sample the next token of each sample. ``hidden`` holds the last hidden states of the contexts [contexts, C]."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:
@@ -426,7 +427,7 @@ class RolloutLoop:
         self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self.scheduler.tokens_ahead))
 
     def _verify(self, drafts: list[list[int]]) -> None:
-        """Sample a token after every token fed to the model, and keep the accepted tokens."""
+        """Feed the drafts to the model, sample a token at each position, and keep the accepted tokens."""
         running = list(self.scheduler.running)
         plan = VerifyPlan(self.cache, running, drafts)
         self._threads.apply(len(plan.tokens))
@@ -448,7 +449,7 @@ class RolloutLoop:
         return torch.tensor(values, device=self.model.device)
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
-        """Append each sequence's token, and remove finished sequences."""
+        """Append the sampled token to each sequence, and remove finished sequences."""
         self._give(sequences, draw, outcome := DecodeOutcome())
         self._settle(outcome)
 
@@ -458,7 +459,7 @@ class RolloutLoop:
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
-                error = "the model's logits are not finite; training has diverged, or the weights are corrupt"
+                error = "the model's logits are not finite; either training has diverged, or the weights are corrupt"
                 outcome.failed[sequence.group], outcome.finite = EngineError(error), False
             elif sequence.push(token, logprob, cut, self.version, top):
                 outcome.done.append(sequence)
@@ -493,6 +494,6 @@ class RolloutLoop:
 
 
 def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
-    """Close a loop that is still open at exit. Otherwise a thread inside PyTorch would abort the process."""
+    """Close a loop that is still open at exit, because a thread inside PyTorch would abort the process."""
     if (open_loop := loop()) is not None:
         open_loop.close()

@@ -1,4 +1,4 @@
-"""Pause a rollout loop between two turns while another thread changes the weights."""
+"""Pause a rollout loop between two turns, while another thread changes the weights."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 
 class Pause:
-    """Requests to pause the loop, served one at a time. The loop pauses before its next turn.
+    """Lets other threads pause the loop before its next turn. Only one thread at a time can pause the loop.
 
-    Loops in lockstep first agree on the turn before which they pause. So a pause has three states: ``wanted`` (requested),
-    ``agreed`` and ``resting``. The loop's condition ``wake`` guards all states.
+    A pause has three states: ``wanted`` (a thread has requested the pause), ``agreed``, and ``resting`` (the loop is paused).
+    ``agreed`` is a separate state because loops in lockstep first agree on the turn before which they pause. The loop's
+    condition ``wake`` guards the states.
     """
 
     def __init__(self, wake: threading.Condition) -> None:
@@ -21,7 +22,7 @@ class Pause:
 
     @contextmanager
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Run the ``with`` block while the loop is paused. If ``stopped()`` is true, do not wait for the loop."""
+        """Pause the loop during the ``with`` block. If ``stopped()`` is true, the block starts without waiting for the loop."""
         with self._turns:
             with self._wake:
                 self.wanted = True
@@ -35,7 +36,7 @@ class Pause:
                     self._wake.notify_all()
 
     def rest(self) -> None:
-        """Pause if a pause has been agreed on. Called from the loop's thread."""
+        """Pause the loop if a pause has been agreed on. The loop's thread calls this method."""
         with self._wake:
             if self.agreed:
                 self.resting = True

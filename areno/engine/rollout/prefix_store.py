@@ -1,7 +1,7 @@
 """Prefix cache: keys and values of finished samples, for later requests with the same prefix.
 
-All entries belong to the current version of the weights. A new version clears the store, so hits are never stale. The index
-maps chained hashes of leading blocks to the entries that contain them. Hits are verified token by token.
+All entries are from the current version of the weights, because a new version clears the store. The store finds a prefix by the
+chained hashes of its blocks of tokens. The tokens of a found prefix are compared, so a hash collision does no harm.
 """
 
 from collections import OrderedDict
@@ -24,10 +24,10 @@ class Hit:
 
 
 class PrefixStore:
-    """LRU store of KV snapshots.
+    """Stores snapshots of the KV cache. If the store is full, the least recently used snapshots are dropped.
 
     Args:
-        budget_tokens: capacity in tokens; 0 disables the store.
+        budget_tokens: capacity of the store in tokens; 0 disables the store.
     """
 
     def __init__(self, budget_tokens: int) -> None:
@@ -39,7 +39,7 @@ class PrefixStore:
         self._keys = count()
 
     def find(self, context: Seq[int], version: int) -> Hit | None:
-        """Return a context's longest cached proper prefix of whole blocks, or None."""
+        """Return the longest stored prefix of a context, which is shorter than the context; None if no prefix is stored."""
         if version != self._version or not self._entries:
             return None
         best, matched = None, 0
@@ -56,12 +56,12 @@ class PrefixStore:
         return Hit(snapshot, matched)
 
     def covers(self, context: Seq[int], version: int) -> bool:
-        """Whether all whole blocks of a context are already stored."""
+        """Return whether all full blocks of a context are stored."""
         blocks = _blocks(context)
         return version == self._version and (not blocks or blocks[-1][1] in self._index)
 
     def add(self, context: Seq[int], snapshot: Snapshot, version: int) -> None:
-        """Store the whole blocks of a context if the capacity allows. ``snapshot`` must cover these blocks."""
+        """Store the full blocks of a context, unless they exceed the capacity. ``snapshot`` must contain these blocks."""
         if version != self._version:
             self.clear()
             self._version = version
@@ -77,7 +77,7 @@ class PrefixStore:
         self.resize(self.budget_tokens)
 
     def resize(self, budget_tokens: int) -> None:
-        """Change the capacity, and drop the least recently used entries that exceed it."""
+        """Change the capacity, and drop the least recently used entries until the rest fits."""
         self.budget_tokens = budget_tokens
         while self.tokens > budget_tokens:
             self.drop_oldest()
@@ -103,7 +103,7 @@ class PrefixStore:
 
 
 def remember(prefixes: PrefixStore, cache: SlotCache, finished: list[Sequence], version: int) -> None:
-    """Add finished samples to the store, without their last tokens. A last token may not have been fed to the model."""
+    """Store finished samples without their last tokens, because the model may not have processed the last tokens."""
     if not prefixes.budget_tokens or cache.states.tensors():
         return  # a recurrent state belongs to one length only
     for sequence in finished:
@@ -113,7 +113,7 @@ def remember(prefixes: PrefixStore, cache: SlotCache, finished: list[Sequence], 
 
 
 def _blocks(tokens: Seq[int]) -> list[tuple[int, int]]:
-    """Return the end position and the chained hash of each whole block."""
+    """Return the end position and the chained hash of each full block of tokens."""
     blocks, chain = [], 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         chain = hash((chain, *tokens[end - BLOCK : end]))

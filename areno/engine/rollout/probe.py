@@ -1,4 +1,4 @@
-"""Validate at load time that cached decoding equals a packed forward pass, and measure the cache's size."""
+"""Check, when a model is loaded, that decoding with a KV cache equals one forward pass, and measure the cache's size."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from areno.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Cache layout of a model."""
+    """The layout of a model's KV cache."""
 
     bytes_per_token: int  # cache bytes per token, including a share of the recurrent states
     layers: tuple[LayerShape, ...]  # keys and values by layer; empty if some layers are recurrent
@@ -23,10 +23,10 @@ class CacheShape:
 
 @torch.no_grad()
 def validate_decoding(model: CausalLM, name: str) -> CacheShape:
-    """Prefill a few tokens, decode two more tokens, and compare the logits with those of a packed forward pass.
+    """Prefill a few tokens, decode two more tokens, and compare the logits with those of one forward pass over all tokens.
 
     Raises:
-        UnsupportedModelError: the results differ.
+        UnsupportedModelError: the logits differ by more than rounding.
     """
     tokens = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(model.device)
     packed, tolerance = PackedPlan([9], model.device), probe_tolerance(model.dtype)
@@ -48,7 +48,7 @@ def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     gap = (torch.cat(decoded).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
     if not gap <= tolerance:
         raise UnsupportedModelError(
-            f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
+            f"{name}: decoding token by token gives other logits than one forward pass over the same tokens (relative gap "
             f"{float(gap):.1e}); {type(model.module).__name__} keeps a state between tokens that areno does not support"
         )
     layers = tuple(

@@ -1,4 +1,4 @@
-"""Read the recorded expert choices of a sample before its cache slot is reused."""
+"""Copy the recorded expert choices of a sample from the cache, before the sample's slot is reused."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,11 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
-    """Copy expert choices from the cache to a sample, for the sample's tokens without a record.
+    """Copy expert choices from the cache to a sample, for those of the sample's tokens that have no record yet.
 
-    If a token is recomputed (under new weights or after a preemption), it keeps its first record. For an output token, this
-    record is from the pass that sampled the next token. The last token has no record, because no token was sampled after it.
-    ``slot`` is the sample's former slot, if the sample no longer has a slot.
+    A token that is recomputed (with new weights, or after a preemption) keeps its first record. An output token's first record
+    is from the pass that sampled the next token. The last token has no record, because no token was sampled after this token.
+    If the sample no longer has a slot, ``slot`` is its former slot.
     """
     at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
     if cache.records is not None and at >= 0 and sequence.output and fed > recorded:
@@ -26,7 +26,7 @@ def take_all(cache: KVCache, sequences: Iterable[Sequence]) -> None:
 
 
 def make_room(cache: SlotCache, scheduler: Scheduler) -> bool:
-    """Preempt samples until the next decode step fits the budget. Returns whether a running sample was preempted."""
+    """Preempt samples until the next decode step fits into the budget. Return whether a running sample was preempted."""
     running = [(sequence, sequence.slot) for sequence in scheduler.running]
     moves = scheduler.make_room()
     for sequence, slot in running[len(scheduler.running) :]:

@@ -1,11 +1,11 @@
-"""Batched sampling for rows with different sampling parameters, reproducible per row.
+"""Sample tokens for a batch of rows with different sampling parameters. Each row is reproducible by itself.
 
-Each token uses one uniform number from a counter-based generator, keyed by the sample's seed and the token's index. Inverting
-the cumulative distribution at this number gives the token. So the random numbers of a sample depend only on its seed. The rest
-of the batch, preemptions and restarts have no effect.
+Each token is found by inverting the cumulative distribution at a uniform random number. A counter-based generator computes the
+random number from the sample's seed and the token's index. The random numbers of a sample therefore do not change with the
+other rows of the batch, with preemptions, or with restarts.
 
-Rows with only temperature sampling or greedy decoding are plain. If all rows are plain, a decode step may sample without this
-module. The result is the same up to rounding. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and
+A row is plain if it needs only temperature sampling or greedy decoding. If all rows are plain, a decode step may sample without
+this module, with the same result up to rounding. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and
 :mod:`areno.engine.kernels.plain_draw`.
 """
 
@@ -28,7 +28,7 @@ from areno.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Result of one sampling pass over B rows."""
+    """The result of sampling one token for each of B rows."""
 
     tokens: Tensor  # chosen ids [B]
     logprobs: Tensor  # their log-probs under the temperature-scaled policy, before filters and edits [B]
@@ -36,14 +36,14 @@ class Draw:
     top: tuple[Tensor, Tensor] | None = None  # most likely tokens and their log-probs [B, K]; None if not requested
 
     def rows(self, rows: Seq[int]) -> Draw:
-        """Return the results of some rows."""
+        """Return the results of the given rows."""
         index = torch.tensor(rows, device=self.tokens.device)
         cut = None if self.cut_mass is None else self.cut_mass[index]
         top = None if self.top is None else (self.top[0][index], self.top[1][index])
         return Draw(self.tokens[index], self.logprobs[index], cut, top)
 
     def top_lists(self, counts: Seq[int]) -> list[list[tuple[int, float]] | None]:
-        """Return each row's ``counts`` most likely tokens with their log-probs; None for rows with count 0."""
+        """Return, for each row, as many of the most likely tokens as its count, with log-probs; None if the count is 0."""
         if self.top is None:
             return [None] * len(counts)
         tokens, values = self.top[0].tolist(), self.top[1].tolist()
@@ -54,9 +54,9 @@ class Draw:
 
 
 class SamplingTable:
-    """Sampling parameters of a batch as tensors, reusable until rows join or leave.
+    """The sampling parameters of a batch as tensors, which stay valid until rows join or leave the batch.
 
-    ``edits`` holds the logit edits of each row, or None for a row without edits.
+    ``edits`` holds, for each row, the logit edits; None for a row without logit edits.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class SamplingTable:
 
     @property
     def plain(self) -> bool:
-        """Whether no row has filters, logit edits or top log-probs."""
+        """Whether all rows need neither filters nor logit edits nor top log-probs."""
         return not (self.edits or self.filters or self.most_top)
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the temperatures and greedy flags, padded to [rows]."""
+        """Return the temperatures and the greedy flags, each padded to [rows]."""
         if self._padded is None or len(self._padded[0]) != rows:
             more = (0, rows - len(self.temperatures))
             self._padded = (pad(self.temperatures, more, value=1.0), pad(self.greedy, more, value=True))
         return self._padded
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
-        """Sample one token per row from the logits [B, V]. ``counters`` holds the index of each row's next token."""
+        """Sample one token per row from the logits [B, V]. ``counters`` holds the index of each row's token to sample."""
         scaled = scale_logits(logits, self.temperatures) if self.scales else logits.float()
         highest = scaled.amax(-1)
         weights = self._weight_buffer(scaled)
@@ -115,7 +115,7 @@ class SamplingTable:
         return Draw(tokens, logprobs, cut, self._top(scaled, normalizer))
 
     def _weight_buffer(self, scaled: Tensor) -> Tensor:
-        """Return a buffer for weights in blocks [B, blocks, size]. Entries beyond the vocabulary stay 0."""
+        """Return a buffer [B, blocks, size] for unnormalized probabilities. Entries beyond the vocabulary stay 0."""
         rows, vocab = scaled.shape
         size = inverse_cdf.block_size(vocab)
         blocks = -(-vocab // size)

@@ -1,7 +1,7 @@
-"""The scheduler admits sequences within a budget of KV tokens, preempts sequences if necessary, and keeps slots compact.
+"""Admit sequences within the budget of the KV cache, preempt sequences if necessary, and keep the slots compact.
 
-The B live sequences occupy slots 0 to B-1 without gaps, so that a decode step reads a view of the cache. The cache is a
-rectangle with one row per live sequence and one column per token of the longest sequence, rounded up. This module uses no
+The B live sequences have the slots 0 to B-1 without gaps, so a decode step reads a view of the cache. The cache is a rectangle
+with one row per live sequence. The number of columns is the length of the longest sequence, rounded up. This module uses no
 tensors.
 """
 
@@ -21,7 +21,7 @@ def round_up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The move of a live sequence to another slot: copy ``length`` columns from slot ``source`` to slot ``target``."""
+    """Moves a live sequence to another slot: ``length`` columns are copied from slot ``source`` to slot ``target``."""
 
     source: int
     target: int
@@ -30,9 +30,9 @@ class Move:
 
 @dataclass(slots=True)
 class ChunkedPrefill:
-    """Samples whose shared context is being prefilled in chunks. They occupy the slots after the running samples.
+    """Samples whose shared context is being prefilled in chunks. The first ``done`` tokens of the context are already cached.
 
-    The first ``done`` tokens of the context are cached.
+    These samples have the slots after those of the running samples.
     """
 
     members: list[Sequence]
@@ -44,8 +44,8 @@ class Scheduler:
     """The queue and the slots of a rollout loop.
 
     Args:
-        budget_tokens: maximum number of cells of the cache rectangle.
-        max_running: maximum number of sequences decoded at once.
+        budget_tokens: maximum number of cells (rows times columns) of the cache.
+        max_running: maximum number of sequences that are decoded at once.
     """
 
     budget_tokens: int
@@ -64,11 +64,11 @@ class Scheduler:
         return len(self.running) + (len(self.chunked_prefill.members) if self.chunked_prefill else 0)
 
     def prefilled(self, live: Iterable[Sequence]) -> list[Sequence]:
-        """Return those of the live sequences whose whole context is cached."""
+        """Return those of the ``live`` sequences whose whole context is cached."""
         return [sequence for sequence in live if sequence.slot < len(self.running)]
 
     def tokens_ahead(self) -> int:
-        """Return an upper bound on the number of tokens left to generate, for all waiting and live sequences."""
+        """Return the maximum number of tokens that all waiting and live sequences together have left to generate."""
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:
@@ -76,18 +76,18 @@ class Scheduler:
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:
-        """Return the number of cells of the cache rectangle."""
+        """Return the number of cells (rows times columns) of the cache."""
         return self.held() * self.columns()
 
     def admit(self, tokens: int) -> list[list[Sequence]]:
-        """Give slots to waiting sequences within the budget.
+        """Give slots to waiting sequences, as far as the budget allows.
 
         Args:
-            tokens: maximum number of context tokens to prefill at once. A longer context is not returned. It becomes
-                ``chunked_prefill``, and no other sequence is admitted until the chunked prefill is done.
+            tokens: maximum number of context tokens to prefill at once. A longer context is not returned, but becomes
+                ``chunked_prefill``. Until the chunked prefill is done, no other sequence is admitted.
 
         Returns:
-            Lists of sequences with the same context. Each list needs one prefill. Call again to admit more sequences.
+            Lists of sequences with the same context. Each list needs one prefill. Another call admits more sequences.
         """
         shared: list[list[Sequence]] = []
         used = 0
@@ -111,7 +111,7 @@ class Scheduler:
         return shared
 
     def _start_chunked_prefill(self) -> None:
-        """Start a chunked prefill of the queue's head. All samples with the same context join the prefill if they fit."""
+        """Start a chunked prefill of the first waiting sample. Samples with the same context join, as far as they fit."""
         first = self.waiting[0]
         self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
@@ -127,14 +127,14 @@ class Scheduler:
         members.append(sequence)
 
     def finish_chunked_prefill(self) -> list[Sequence]:
-        """Move the samples of the chunked prefill to the running samples."""
+        """End the chunked prefill. Its samples become running samples."""
         assert self.chunked_prefill is not None
         members, self.chunked_prefill = self.chunked_prefill.members, None
         self.running += members
         return members
 
     def make_room(self) -> list[Move]:
-        """Preempt sequences, starting with the last slot, until the next decode step fits the budget."""
+        """Preempt sequences, starting with the last slot, until the next decode step fits into the budget. Return the moves."""
         moves: list[Move] = []
         while self.held() > 1 and self.cells() > self.budget_tokens:
             victim = self.live()[-1]
@@ -144,7 +144,7 @@ class Scheduler:
         return moves
 
     def requeue(self) -> None:
-        """Requeue all live sequences in order, after the cache has become invalid."""
+        """Put all live sequences back into the queue, in order. Call this method after the cache has become invalid."""
         live = self.live()
         self.running, self.chunked_prefill = [], None
         for sequence in reversed(live):
@@ -152,7 +152,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def remove(self, finished: Iterable[Sequence]) -> list[Move]:
-        """Free slots, and fill the gaps with the last live sequences. Returns the required moves in order."""
+        """Free the slots of finished sequences, and fill the gaps with the last live sequences. Return the moves, in order."""
         moves = []
         before = len(self.running)
         for sequence in sorted(finished, key=lambda s: -s.slot):

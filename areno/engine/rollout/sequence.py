@@ -1,4 +1,4 @@
-"""Samples and requests in the rollout loop."""
+"""The samples and requests of the rollout loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SampleGroup:
         tokenizer: Any,
         closing: Callable[[Sequence], None] | None = None,
     ) -> SampleGroup:
-        """Create the samples of a request. ``tokenizer`` is needed for stop strings and grammars."""
+        """Create the samples of a request. ``tokenizer`` is used for stop strings and grammars."""
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
         group = cls(request.prompt_tokens, sampling, stop_ids, Future(), request.listener, closing=closing)
@@ -57,14 +57,14 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """The prefill of a context of ``length`` tokens. The first ``length`` cache columns of its samples are equal."""
+    """The prefill of a context. The first ``length`` cache columns of all samples from one prefill are equal."""
 
     length: int
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample, with the current output and the cache slot (-1: no slot)."""
+    """One sample, with its current output. ``slot`` is the sample's cache slot; -1 means no slot."""
 
     group: SampleGroup
     seed: int
@@ -100,7 +100,7 @@ class Sequence:
     def push(
         self, token: int, logprob: float, cut_mass: float, version: int, top: list[tuple[int, float]] | None = None
     ) -> bool:
-        """Append a sampled token. Returns True if the token finishes the sequence."""
+        """Append a sampled token. Return whether the token ends the sample."""
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -130,7 +130,7 @@ class Sequence:
         return np.concatenate(self.routed) if self.routed else None
 
     def answer(self) -> RolloutSequence:
-        """Return the sample's result for the caller."""
+        """Return the sample's result for the sender of the request."""
         return RolloutSequence(
             resp_tokens=self.output,
             resp_logprobs=self.logprobs,
@@ -146,9 +146,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class LoopCommands:
-    """Commands to the loop since its last turn. ``pause``: pause the loop until the weights have changed.
+    """The commands that the loop has received since its last turn. ``pause`` pauses the loop until the weights have changed.
 
-    ``prefix_tokens`` and ``max_running`` are new limits; see :meth:`RolloutLoop.set_limits`.
+    ``prefix_tokens`` and ``max_running`` are new limits (see :meth:`RolloutLoop.set_limits`); None keeps a limit.
     """
 
     arrived: list[SampleGroup] = field(default_factory=list)
@@ -164,19 +164,19 @@ class LoopCommands:
 
 @dataclass(slots=True)
 class DecodeOutcome:
-    """The outcome of a decode step: finished samples, and failed requests with their errors."""
+    """The outcome of a decode step: the finished samples, and the failed requests with their errors."""
 
     done: list[Sequence] = field(default_factory=list)
     failed: dict[SampleGroup, EngineError] = field(default_factory=dict)
     finite: bool = True  # whether all logits were finite
 
     def continues(self, sequence: Sequence) -> bool:
-        """Whether a sample has neither finished nor failed."""
+        """Return whether a sample has neither finished nor failed."""
         return sequence.finish is None and sequence.group not in self.failed
 
 
 def grammar_errors(sequences: list[Sequence]) -> dict[SampleGroup, GrammarError]:
-    """Return the requests whose grammar has raised an exception, with the errors."""
+    """Return the requests whose grammar has raised an exception, and the error of each request."""
     causes = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
     errors = {}
     for group, error in causes.items():

@@ -1,10 +1,9 @@
-"""KV cache in slots, and the attention plans that read and write this cache.
+"""KV cache with one slot per sequence, and the attention plans that read and write this cache.
 
-CPUs and tensor-parallel replicas use this cache. Other GPU rollouts use the cache in ``paged/``.
+This cache is used on CPUs, and on GPUs with tensor parallelism. Without tensor parallelism, GPUs use the cache in ``paged/``.
 
-Each slot holds one live sequence. A layer's keys and values are each ``[slots, heads, columns, size]``. The slots in use have
-no gaps, so a decode step reads a view without copying. Columns are added as the sequences grow, instead of being reserved for
-the worst case.
+The keys and the values of a layer have the shape ``[slots, heads, columns, size]``. There are no gaps between the slots in use,
+so a decode step reads a view without copying. Columns are added as sequences grow, and not reserved for the maximum length.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """Return the cache index of an MoE layer's expert choices. It is negative, and so differs from the index of any layer."""
+    """Return the cache index of an MoE layer's expert choices. The index is negative, so it differs from all layer indices."""
     return -1 - mixture
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """A layer's cache layout per token: keys [heads, key_size] and values [heads, value_size]."""
+    """The cache layout of a layer. Per token, the layer has keys [heads, key_size] and values [heads, value_size]."""
 
     layer: int
     heads: int
@@ -47,9 +46,9 @@ class LayerShape:
 
 
 class KVCache(ABC):
-    """The keys, values and recurrent states of the live sequences, in slots or in pages.
+    """Holds the keys, values and recurrent states of the live sequences, in slots or in pages.
 
-    A layer's memory is allocated on first use, when the number and the size of the layer's heads are known.
+    The memory of a layer is allocated when the layer first writes to the cache.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -62,7 +61,7 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if not recording."""
+        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if no choices are recorded."""
         if self.records is None:
             return None
         kind = self.records.kind
@@ -74,7 +73,7 @@ class KVCache(ABC):
         return Recording(record)
 
     def routed(self, slot: int, length: int) -> Tensor:
-        """Return the recorded expert choices [length, MoE layers, K] of a slot's first tokens."""
+        """Return the recorded expert choices [length, MoE layers, K] of a slot's first ``length`` tokens."""
         assert self.records is not None
         layers = map(_routing_layer, range(self.records.mixtures))
         return torch.stack([self._keys_of(layer, slot, length) for layer in layers], 1)
@@ -88,7 +87,7 @@ class KVCache(ABC):
         return [*self.keys.values(), *self.values.values(), *self.states.tensors()]
 
     def make_finite(self) -> None:
-        """Replace non-finite values with zeros, because a masked column still contributes 0 * NaN = NaN."""
+        """Set values that are not finite to 0, because a masked NaN would still make the attention output NaN."""
         for tensor in self.tensors():
             tensor.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -98,14 +97,14 @@ class KVCache(ABC):
 
 
 class SlotCache(KVCache):
-    """Keys and values [slots, heads, columns, size] per layer."""
+    """Holds keys and values [slots, heads, columns, size] for each layer."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep their contents."""
+        """Grow the cache to at least ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep their contents."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
             # Drop unused slots first: they would grow as well, and exceed the budget.
@@ -132,7 +131,7 @@ class SlotCache(KVCache):
         self.slots, self.columns = slots, columns
 
     def leading(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of the first ``rows`` slots of all layers' keys and values, in layer order."""
+        """Return views of the first ``rows`` slots: the keys of all layers and the values of all layers, in layer order."""
         if self._leading is None or self._leading[0] != rows:
             layers = sorted(self.keys)
             views = [self.keys[layer][:rows] for layer in layers], [self.values[layer][:rows] for layer in layers]
@@ -140,13 +139,13 @@ class SlotCache(KVCache):
         return self._leading[1:]
 
     def release(self) -> None:
-        """Free all memory."""
+        """Free all memory of the cache."""
         records = self.records
         self.__init__(self.device)  # type: ignore[misc]
         self.records = records
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [N, heads, size] of the tokens at ``positions`` [N] of ``slots`` [N]."""
+        """Store keys ``k`` and values ``v`` [N, heads, size] of the tokens at ``positions`` [N] in ``slots`` [N]."""
         if layer not in self.keys:
             self.keys[layer] = k.new_zeros(self.slots, k.shape[1], self.columns, k.shape[2])
             self.values[layer] = v.new_zeros(self.slots, v.shape[1], self.columns, v.shape[2])
@@ -158,26 +157,26 @@ class SlotCache(KVCache):
         return self.keys[layer][slot, 0, :length]
 
     def read(self, layer: int, rows: int, columns: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Return views [rows, heads, columns, size] of the keys and values, starting at slot ``first``."""
+        """Return views [rows, heads, columns, size] of a layer's keys and values, starting at slot ``first``."""
         chosen = slice(first, first + rows)
         return self.keys[layer][chosen, :, :columns], self.values[layer][chosen, :, :columns]
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
-        """Copy the first ``length`` columns of a slot: keys and values [heads, length, size] per layer."""
+        """Return a copy of the first ``length`` columns of a slot: keys and values [heads, length, size] of each layer."""
         return {
             layer: (self.keys[layer][slot, :, :length].clone(), self.values[layer][slot, :, :length].clone())
             for layer in self.keys
         }
 
     def restore(self, snapshot: Snapshot, slots: Seq[int], length: int) -> None:
-        """Copy the first ``length`` columns of a snapshot into slots."""
+        """Copy the first ``length`` columns of a snapshot to each of ``slots``."""
         rows = torch.tensor(slots, device=self.device)
         for layer, (keys, values) in snapshot.items():
             self.keys[layer][rows, :, :length] = keys[:, :length]
             self.values[layer][rows, :, :length] = values[:, :length]
 
     def move(self, moves: Seq[Move]) -> None:
-        """Carry out the copies of a compaction."""
+        """Copy sequences to other slots."""
         for move in moves:
             for table in (self.keys, self.values):
                 for tensor in table.values():
@@ -187,7 +186,7 @@ class SlotCache(KVCache):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """A span of a context to prefill: ``length`` tokens after ``offset`` cached tokens, for all slots with the context."""
+    """The part of a context to prefill: ``length`` tokens after ``offset`` cached tokens, for all slots with this context."""
 
     slots: Seq[int]
     length: int
@@ -195,11 +194,11 @@ class PrefillSpan:
 
 
 class PrefillPlan(PackedPlan):
-    """Packed spans of contexts. The keys and values of a span are written to all slots that share the context.
+    """Plan for the prefill of packed spans. The keys and values of a span are written to all slots that have this context.
 
     Args:
-        cache: the KV cache, in which the slots are reserved and the tokens before each span are cached.
-        spans: the spans in packed order.
+        cache: KV cache with enough slots and columns, which already contains the tokens before each span.
+        spans: spans to prefill, in packed order.
     """
 
     def __init__(self, cache: SlotCache, spans: Seq[PrefillSpan]) -> None:
@@ -219,7 +218,7 @@ class PrefillPlan(PackedPlan):
         return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
     def _place(self) -> None:
-        """Compute each token's cache cells in all slots of its span."""
+        """Compute the cache cells of each token, in all slots of the token's span."""
         token, slot, position = [], [], []
         for start, span in zip(self.starts, self.spans, strict=False):
             index = torch.arange(span.length)
@@ -232,7 +231,7 @@ class PrefillPlan(PackedPlan):
         self.cache.write(layer, self._slot, self._position, k[self._token], v[self._token])
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v to the cache, then attend within each context."""
+        """Write keys ``k`` and values ``v`` to the cache, then compute attention within each context."""
         self._write(layer.layer, k, v)
         return self._attend_cached(layer, q) if self._continued else super().attend(layer, q, k, v)
 
@@ -242,7 +241,7 @@ class PrefillPlan(PackedPlan):
         return self._attend_pieces(layer, q, contexts)
 
     def _attend_pieces(self, layer: LayerAttention, q: Tensor, contexts: Seq[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend per span. ``contexts`` holds keys and values [1, heads, tokens, size] up to the end of each span."""
+        """Compute attention span by span. ``contexts`` holds keys and values [1, heads, tokens, size] up to each span's end."""
         outputs = []
         for span, queries, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
             mask = self._causal_mask(span.offset, span.length, layer.window, q)
@@ -251,7 +250,7 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run the layer on one context at a time, because padding would change the cached state."""
+        """Run a recurrent layer on one context at a time, because padding would change the cached state."""
         outputs = []
         for span, piece in zip(self.spans, hidden.split(self.lengths), strict=True):
             states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
@@ -259,14 +258,14 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def finish(self) -> None:
-        """After the forward pass, copy recurrent states to all slots that share a context."""
+        """After the forward pass, copy recurrent states to all slots that have the same context."""
         for span in self.spans:
             if len(span.slots) > 1 and self.cache.states.tensors():
                 self.cache.states.copy(span.slots[0], torch.tensor(span.slots[1:], device=self.device))
 
 
 def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [N, columns] of new tokens at ``positions`` [N]. Each token attends to columns up to its own."""
+    """Return the additive attention mask [N, columns] of tokens at ``positions`` [N]. A token attends to no later column."""
     at = positions[:, None]
     hidden = columns[None, :] > at
     if window is not None:
@@ -275,14 +274,13 @@ def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: t
 
 
 class DecodePlan:
-    """A decode step: one new token for each of the first slots, plus padding rows.
+    """A decode step with one new token for each of the first slots, and with padding rows.
 
     Args:
         cache: the KV cache.
-        positions: position of each row's new token [rows]; any value for padding rows.
-        write_at: cache column of each row's new token [rows]. It is the token's position. For padding rows, it is the unused
-            last column.
-        columns: indices 0, 1, ... of the cache columns to attend to [columns], which cover all positions.
+        positions: position of each row's new token [rows]. Padding rows may have any position.
+        write_at: cache column of each row's new token [rows]: the token's position, or the unused last column for padding rows.
+        columns: indices 0, 1, ... of the cache columns to attend to [columns]. The columns cover all positions.
         state_rows: indices of the recurrent states [rows]; None if no layer is recurrent.
     """
 
@@ -302,9 +300,9 @@ class DecodePlan:
 
     @classmethod
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
-        """Plan a step over the first slots, padded to a multiple of :data:`ROW_STEP`.
+        """Plan a step for the first slots, padded to a multiple of :data:`ROW_STEP` rows.
 
-        A prefill may be using the slots of padding rows, so padding rows write to the unused last column.
+        Padding rows write to the unused last column, because a prefill may be using the slots of padding rows.
         """
         live = len(positions)
         at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)
@@ -319,20 +317,20 @@ class DecodePlan:
         return self._masks[layer.window]
 
     def write(self, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
-        """Append k, v [rows, heads, size] to the cache."""
+        """Append keys ``k`` and values ``v`` [rows, heads, size] to the cache."""
         self._write(layer.layer, k, v)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.cache.write(layer, self._rows, self._write_at, k, v)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the cache, and attend over the cache."""
+        """Append keys ``k`` and values ``v`` [rows, heads, size] to the cache, and attend over the cache."""
         self.write(layer, k, v)
         # shape[] instead of len(), which would become a constant in a traced step.
         keys, values = self.cache.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
         return scaled_dot_product(q[:, :, None], keys, values, layer, self._mask(layer, q)[:, None, None])[:, :, 0]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run one recurrent step for all rows."""
+        """Run one step of a recurrent layer for all rows."""
         assert self._state_rows is not None
         return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]

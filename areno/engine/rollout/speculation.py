@@ -1,9 +1,10 @@
 """Speculative decoding by prompt lookup.
 
-A sample's draft consists of the tokens that followed the previous occurrence of the sample's last n-gram. One forward pass
-gives the distribution after each draft token. Every position is sampled with the same random number as without a draft. Draft
-tokens are accepted until one differs from the token sampled at its position. So, up to rounding, the output has the same
-tokens as without speculation, not only the same distribution.
+The draft of a sample consists of the tokens that followed the previous occurrence of the sample's last n-gram. One forward pass
+gives the distributions at all positions of the draft. Each position is sampled with the same random number as without a draft.
+Draft tokens are accepted until a draft token differs from the token sampled at its position. The differing draft token and all
+later ones are rejected. Up to rounding, the output therefore has the same tokens as without a draft, not only the same
+distribution.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,7 +23,7 @@ CALL_TOKENS = 64
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
-    """Draft up to ``most`` tokens per sequence within the reserved cache columns. A draft may be empty."""
+    """Return a draft of at most ``most`` tokens for each sequence, within the reserved cache columns. A draft may be empty."""
     most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
     drafts: list[list[int]] = []
     for sequence in sequences:
@@ -39,9 +40,10 @@ def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
 
 
 class VerifyPlan(DecodePlan):
-    """One verification pass over the drafts of the first slots.
+    """A forward pass that verifies the drafts of the sequences in the first slots.
 
-    Each row feeds its last sampled token and its draft to the model, padded to the longest row's width W.
+    The input of each row is the row's last sampled token and the row's draft, padded to W tokens, the length of the longest
+    row.
 
     Args:
         cache: the KV cache, with the sequences in the first slots. No layer may be recurrent.
@@ -50,9 +52,9 @@ class VerifyPlan(DecodePlan):
 
     Attributes:
         tokens: input token ids [rows * W], including padding.
-        cells: indices of the input tokens after which a token is sampled.
-        members: sequence of each cell.
-        counters: index of the token that each cell samples.
+        cells: indices in ``tokens`` of the input tokens after which a token is sampled.
+        members: sequence of each entry of ``cells``.
+        counters: for each entry of ``cells``, the index of the sampled token in the sequence's output.
     """
 
     def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
@@ -76,7 +78,7 @@ class VerifyPlan(DecodePlan):
         self._rows = self._rows // width
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows * W, heads, size] to the cache, and attend over the cache causally."""
+        """Append keys ``k`` and values ``v`` [rows * W, heads, size] to the cache, and attend causally over the cache."""
         self.write(layer, k, v)
         keys, values = self.cache.read(layer.layer, self._shape[0], len(self._columns))
         queries = q.unflatten(0, self._shape).transpose(1, 2)
@@ -84,9 +86,9 @@ class VerifyPlan(DecodePlan):
         return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def accepted(self, sampled: Seq[int]) -> list[list[int]]:
-        """Return the indices in ``cells`` of each sequence's kept tokens.
+        """Return, for each sequence, the indices in ``sampled`` of the tokens to keep.
 
-        The kept tokens are the accepted draft tokens and the token after them.
+        These tokens are the accepted draft tokens, and the token sampled after the last accepted draft token.
         """
         result, start = [], 0
         for draft_tokens in self._drafts:

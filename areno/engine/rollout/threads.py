@@ -1,8 +1,8 @@
 """Choose the thread count of each forward pass of a rollout.
 
-A decode step of a small model consists of hundreds of small operations, for which a second thread costs more than it gains. So
-a pass runs on one thread if the work of its average matrix product is below a threshold. Otherwise the pass runs on all
-threads of the process (:mod:`areno.engine.cpu_threads`).
+A decode step of a small model consists of hundreds of small operations, which are slower on two threads than on one thread. A
+pass therefore runs on one thread if the work of its average matrix product is below a threshold. Otherwise, the pass runs on
+all threads of the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch
@@ -16,7 +16,7 @@ PARALLEL_FLOP = 1e6
 
 
 class ThreadRule:
-    """Sets the calling thread's PyTorch thread count before each pass. On accelerators it does nothing."""
+    """Sets the calling thread's PyTorch thread count before each pass. If the model is not on a CPU, does nothing."""
 
     def __init__(self, model: CausalLM) -> None:
         # All weight matrices except the small ones of an adapter.
@@ -32,11 +32,11 @@ class ThreadRule:
         return CPU_THREADS.current() if CPU_THREADS.adapts else self._all
 
     def apply(self, rows: int) -> None:
-        """Apply :meth:`threads` to the calling thread."""
+        """Set the calling thread's thread count for a pass over ``rows`` tokens."""
         if self._active and torch.get_num_threads() != (threads := self.threads(rows)):
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Restore the full thread count, because new threads inherit PyTorch's current setting."""
+        """Set the thread count to all threads again, because new threads inherit the current thread count."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

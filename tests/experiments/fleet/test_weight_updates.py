@@ -347,7 +347,7 @@ def test_a_failed_weight_change_answers_no_request_from_partial_weights(policy):
         raise RuntimeError("half way")
     with pytest.raises(EngineError, match="half way"):
         future.result(timeout=10)
-    with pytest.raises(EngineError, match="has died"):
+    with pytest.raises(EngineError, match="the rollout loop has failed"):
         replica.submit(requests(1))
     replica.close()
 

@@ -1,8 +1,8 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
-The build runs as a separate process at the lowest priority, so that the parent process can continue. The build reads the
-model's configuration, but not the weights. Memory for the weights is allocated but never touched. The build exits when the
-parent exits.
+The build is a separate process at the lowest priority, so the parent process can continue. The build reads the model's
+configuration, but not the weights: memory for the weights is allocated, but neither read nor written. The build exits when the
+parent process exits.
 """
 
 import json
@@ -37,10 +37,11 @@ _ROWS, _COLUMNS, _CACHED = 24, 80, 193
 
 
 def build(spec: StepSpec, package: Path) -> None:
-    """Trace and compile the step. Then move the package to its path atomically.
+    """Trace and compile the step, then move the compiled step to the path ``package`` atomically.
 
     Raises:
-        RuntimeError: the configuration's architecture is not the spec's, or tracing or compiling failed.
+        RuntimeError: the configuration describes a different model class than ``spec.architecture``, or tracing or compiling
+            failed.
     """
     load_all(KERNELS)  # without them, PyTorch's operators are compiled instead
     with building_folder(package) as folder:
@@ -62,7 +63,10 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
             config, attn_implementation=spec.attention, dtype=getattr(torch, spec.dtype)
         )
     if type(module).__name__ != spec.architecture:
-        raise RuntimeError(f"the configuration yields a {type(module).__name__}, not a {spec.architecture}")
+        raise RuntimeError(
+            f"the configuration describes a model of class {type(module).__name__}, but the loaded model has class "
+            f"{spec.architecture}"
+        )
     module.to_empty(device="cpu")
     module.tie_weights()
     use_fast_products(module)

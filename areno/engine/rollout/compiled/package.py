@@ -1,4 +1,4 @@
-"""Runs a compiled decode step in this process, on the engine's own weights and cache."""
+"""Run a compiled decode step in this process, with the engine's weights and KV cache."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ _COLUMNS = 32  # cache columns that the validation step attends to
 
 
 class StepPackage:
-    """A loaded package of :mod:`build`, bound to a model's weights and validated against the model.
+    """A compiled decode step that uses a model's weights. On loading, the step's results are compared with those of the model.
 
-    The weights are shared with the model, so in-place training updates are visible without further calls.
+    The step and the model share the weights in memory, so the step sees in-place weight updates at once.
 
     Raises:
-        EngineError: the package cannot be loaded, needs weights that the model lacks, computes different results from the
-            model, or may have been written by another user.
+        EngineError: the compiled step cannot be loaded, needs weights that the model does not have, computes different results
+            than the model, or may have been written by another user.
     """
 
     def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
@@ -41,7 +41,9 @@ class StepPackage:
             self._bind()
         except (RuntimeError, TypeError, OSError, AttributeError) as error:
             path.unlink(missing_ok=True)  # the next run rebuilds it
-            raise EngineError(f"{path} could not be loaded and has been removed: {first_line(error)}") from error
+            raise EngineError(
+                f"the compiled step {path} could not be loaded, so the file has been removed: {first_line(error)}"
+            ) from error
         self._validate()
 
     def __call__(self, *inputs: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +53,7 @@ class StepPackage:
         return logits, tokens, logprobs
 
     def refresh(self) -> None:
-        """Rebind weights whose memory has moved. Call this method before the next step whenever weights may have moved."""
+        """Update the addresses of the weights in the compiled step. Call this method if weights may have moved in memory."""
         moved = [name for name, weight in self._weights.items() if weight.data_ptr() != self._lent[name].data_ptr()]
         for name in moved:
             self._lent[name].data = self._weights[name].detach()
@@ -59,7 +61,7 @@ class StepPackage:
             self._load()
 
     def close(self) -> None:
-        """Release the weights. No step may follow."""
+        """Release the weights. After this call, the step cannot run."""
         for tensor in self._lent.values():
             tensor.data = tensor.new_empty(0)
 
@@ -71,23 +73,25 @@ class StepPackage:
         names = self._loader.get_constant_fqns()
         missing = [name for name in names if name not in available]
         if missing:
-            raise RuntimeError(f"it needs constants that the model does not have: {', '.join(missing[:3])}")
+            raise RuntimeError(
+                f"the compiled step needs weights that the model does not have: {', '.join(missing[:3])}"
+            )
         self._weights = {name: available[name] for name in names}
         self._lent = {name: weight.detach() for name, weight in self._weights.items()}
         self._load()
 
     def _load(self) -> None:
-        """Pass the weights' addresses to the loader.
+        """Pass the addresses of the weights to PyTorch's loader.
 
-        PyTorch 2.13 never frees its references to user-managed tensors. Therefore the loader always gets the same tensor
-        objects. :meth:`refresh` and :meth:`close` swap the memory of these tensors. Each call then leaks 8 KB instead of the
-        weights.
+        PyTorch 2.13 never frees the references that the loader holds to these tensors. The loader therefore always gets the
+        same tensor objects, and :meth:`refresh` and :meth:`close` replace the memory of these objects. As a result, each call
+        of this method leaks only 8 KB instead of the weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Run one random step compiled and uncompiled, on separate copies of the cache. Compare the logits and the caches."""
+        """Run one random step compiled and uncompiled, on two copies of the cache, and compare the logits and the caches."""
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments
@@ -103,13 +107,15 @@ class StepPackage:
             for a, b in zip(expected, actual, strict=True)
         )
         if not gap <= _TOLERANCE.get(model.dtype, 5e-2):
-            raise EngineError(f"the compiled decode step differs from the model by {gap:.1e}")
+            raise EngineError(
+                f"the result of the compiled decode step differs from the model's result by {gap:.1e} (relative)"
+            )
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Write the model's own keys and values to the cache columns that the step reads.
+        """Fill the cache columns that the step reads with keys and values that the model computes.
 
-        With random keys and values, each layer of a trained model amplifies rounding differences. In 16-bit dtypes, the
-        differences reach a third of the largest logit, even between PyTorch's own operators.
+        With random keys and values, each layer of a trained model would amplify rounding differences. In 16-bit dtypes, the
+        differences would reach a third of the largest logit, even between two operators of PyTorch.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

@@ -1,4 +1,4 @@
-"""Cache key and file name of a compiled decode step. The key is everything that the step depends on."""
+"""Cache key and file name of a compiled decode step. The key covers everything on which the step depends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The description of a decode step, without the weights."""
+    """The properties of a model on which the code of its decode step depends."""
 
     config: str  # the model's configuration as JSON
     architecture: str  # name of the model's class
@@ -48,7 +48,7 @@ class StepSpec:
         )
 
     def path(self) -> Path:
-        """Return the path of the step's package, which may not exist yet."""
+        """Return the path of the compiled step. The file may not exist yet."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
         # A package that was compiled with other kernels is not reused.

@@ -1,16 +1,14 @@
-"""Choose how decode steps run.
+"""Choose how decode steps run: with PyTorch's operators, with areno's kernels, or compiled.
 
-Steps use areno's kernels if the model is large enough. Steps are compiled if compiling saves time.
+Steps use areno's kernels if the model is large enough. The kernels are built once per machine, before the first step; the build
+takes seconds. Steps are compiled if compiling saves time. A compiled step avoids PyTorch's overhead between operators. This
+overhead is most of a step's time for a tiny model, and 7 to 22 % for a model of 135 M parameters.
 
-The kernels are built once per machine, before the first step. Their build takes seconds. A compiled step avoids PyTorch's
-overhead between kernels. For a tiny model, this overhead is most of a step's time. For a model of 135 M parameters, it is 7 to
-22 %. If a compiled step is on disk, it is loaded at once. Otherwise it is built as soon as the remaining work justifies the
-build time.
-
-A build takes 40 seconds or more on one core. A build does not delay generation, because it runs in a separate process at the
-lowest priority. The switch happens between two steps. If a step cannot be compiled in mode ``auto``, decoding continues as
-before. One log line reports the reason. Compiled steps are cached on disk, so the next run of the same model uses them from
-the start.
+If a compiled step is on disk, the step is loaded at once. Otherwise, the step is compiled as soon as the remaining generation
+work justifies the compile time, which is 40 seconds or more on one core. Compiling does not delay generation, because a
+separate process at the lowest priority compiles the step. Decoding switches to the compiled step between two steps. If a step
+cannot be compiled in mode ``auto``, a log line reports the reason, and decoding continues without the compiled step. Compiled
+steps are cached on disk, so the next run of the same model uses the compiled step from the start.
 """
 
 from __future__ import annotations
@@ -56,15 +54,16 @@ _LOOK_EVERY = 32
 
 
 class DecodeSwitch:
-    """Runs decode steps, and switches to a faster implementation when the switch saves time.
+    """Runs decode steps, and switches to a faster implementation if the switch saves time.
 
     Args:
-        model: the policy.
+        model: the policy that generates.
         cache: the policy's KV cache.
         layers: cache layout of each layer; empty if some layers are recurrent.
-        mode: ``auto`` builds a compiled step if the build saves time, and uses the step once it is built. ``eager`` never
-            compiles a step. ``compiled`` waits for the build in :meth:`prepare`.
-        builds: whether mode ``auto`` may build a missing step. If false, another process is expected to build it.
+        mode: ``auto`` compiles the step in the background if compiling saves time. ``eager`` never compiles the step.
+            ``compiled`` waits in :meth:`prepare` until the step is compiled.
+        builds: whether mode ``auto`` may compile a missing step. If false, only steps that another process has compiled are
+            used.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class DecodeSwitch:
         return isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage)
 
     def prepare(self) -> None:
-        """In mode ``compiled``, load the compiled step now. If the step is missing, build it first.
+        """In mode ``compiled``, compile the step if it is not on disk, and load the compiled step.
 
         Raises:
             EngineError: the step cannot be compiled or loaded.
@@ -105,11 +104,11 @@ class DecodeSwitch:
                 self._take_over()
             except (EngineError, OSError, RuntimeError) as error:
                 raise EngineError(
-                    f"the decode step cannot be compiled: {error}; use --decode auto (decode=auto) instead of compiled"
+                    f"the decode step cannot be compiled: {error}; use --decode auto (decode=auto) instead"
                 ) from error
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """Run one decode step. ``remaining()`` returns an upper bound on the number of tokens left to generate."""
+        """Run one decode step. ``remaining()`` returns the maximum number of tokens that are left to generate."""
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()
@@ -125,12 +124,12 @@ class DecodeSwitch:
         return draw
 
     def refresh(self) -> None:
-        """Rebind the weights of a compiled step. Call this method before the next step whenever weights may have moved."""
+        """Update the addresses of the weights in a compiled step; see :meth:`StepPackage.refresh`."""
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.refresh()
 
     def close(self) -> None:
-        """Stop a running build and release the weights. No step may follow."""
+        """Stop a running build, and release the weights. After this call, no decode step can run."""
         self._end_build()
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.close()
@@ -145,24 +144,30 @@ class DecodeSwitch:
         """The spec of the step to compile.
 
         Raises:
-            EngineError: steps of this model cannot be compiled on this device.
+            EngineError: the decode steps of this model cannot be compiled on this device.
         """
         model = self.model
         if model.device.type != "cpu":
-            raise EngineError("the model is on an accelerator")
+            raise EngineError("compiled decode steps need a CPU, but the model is on another device")
         if not self.layers:
-            raise EngineError(f"{type(model.module).__name__} has recurrent states")
+            raise EngineError(
+                f"{type(model.module).__name__} has recurrent states, which compiled decode steps do not support"
+            )
         if not type(model.module).__module__.startswith("transformers."):
-            raise EngineError("the model's code is part of the checkpoint")
+            raise EngineError(
+                "the model's code comes from the checkpoint, but only models of transformers can be compiled"
+            )
         if model.adapter is not None and not model.adapter.merges:
-            raise EngineError("the adapter is not merged into the weights")
+            raise EngineError(
+                "the adapter is not merged into the weights, but compiled decode steps need merged weights"
+            )
         return StepSpec.of(model, self.layers)
 
     def _take_kernels(self) -> None:
-        """Build areno's kernels if necessary, and use them. If the build fails, keep PyTorch's operators."""
+        """Build areno's kernels if necessary, and switch to these kernels. If the build fails, keep PyTorch's operators."""
         self._wants_kernels = False
         if problem := load_all(KERNELS):
-            logger.info("decoding without areno's kernels: %s", compiler_missing() or problem)
+            logger.info("decoding runs without areno's kernels: %s", compiler_missing() or problem)
             return
         use_row_products(self.model.module)
         if not self.compiled:
@@ -170,7 +175,7 @@ class DecodeSwitch:
             self._saved = SAVED_BESIDE_KERNELS
 
     def _look(self, remaining: Callable[[], int]) -> None:
-        """Switch to the compiled step if it exists. Otherwise, start building it if the build saves time."""
+        """Switch to the compiled step if the step is on disk. Otherwise, start to compile the step if compiling saves time."""
         try:
             if self._build is not None:
                 self._look_at_build(self._build)
@@ -196,7 +201,7 @@ class DecodeSwitch:
         self._take_over()
 
     def _pays(self, remaining: Callable[[], int]) -> bool:
-        """Whether compiling saves more time than it costs. Assumes that the remaining work is at least the work done so far."""
+        """Return whether compiling saves more time than it costs, if the remaining work is at least the work done so far."""
         if not self._generated:
             return False
         ahead = remaining() * self._spent_s / self._generated
@@ -225,7 +230,7 @@ class _Build:
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:
-        """Return None while the build runs, "" on success, and the error on failure."""
+        """Return None while the build runs. After the build, return "" on success, and the error message on failure."""
         code = self._process.poll()
         if code is None:
             return None
@@ -233,7 +238,7 @@ class _Build:
             return ""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"the build process exited with code {code}"
+        return lines[-1] if lines else f"the process that compiles the decode step exited with code {code}"
 
     def wait(self) -> str:
         self._process.wait()

@@ -1,6 +1,6 @@
-"""The compiled function: one decode step from token ids to the next token ids, including temperature sampling.
+"""The function to compile: one decode step from token ids to the next token ids, including temperature sampling.
 
-Everything that varies between steps is an argument. So one trace works for all batch sizes, context lengths and cache sizes.
+Everything that varies between steps is an argument, so one trace works for all batch sizes, context lengths and cache sizes.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,14 +19,14 @@ from areno.engine.rollout.slot_cache import DecodePlan, LayerShape, SlotCache
 
 
 class KernelPlan(DecodePlan):
-    """Decode plan whose attention kernel reads only each row's context. For ``prefixes``, see :func:`decode_attention`."""
+    """Decode plan with areno's attention kernel, which reads only each row's context. See also :func:`decode_attention`."""
 
     def __init__(self, *args: Any, prefixes: tuple[Tensor, Tensor]) -> None:
         super().__init__(*args)
         self._prefixes = prefixes
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the cache, and attend over the cache."""
+        """Append keys ``k`` and values ``v`` [rows, heads, size] to the cache, and attend over the cache."""
         if not takes(layer, q):
             return super().attend(layer, q, k, v)
         self.write(layer, k, v)
@@ -35,12 +35,12 @@ class KernelPlan(DecodePlan):
 
 
 class DecodeStep(nn.Module):
-    """One step of a causal LM over a KV cache.
+    """One decode step of a causal language model with a KV cache.
 
     Args:
-        model: model whose weights become the module's parameters.
-        layers: the cached layers, in the order of ``keys`` and ``values``.
-        kernels: whether to use :mod:`areno.engine.kernels` for attention and sampling where possible.
+        model: model whose weights become the parameters of this module.
+        layers: layers with a KV cache, in the order of ``keys`` and ``values``.
+        kernels: whether attention and sampling use :mod:`areno.engine.kernels` where possible.
     """
 
     def __init__(self, model: CausalLM, layers: Seq[LayerShape], *, kernels: bool = False) -> None:
@@ -63,23 +63,23 @@ class DecodeStep(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Append the tokens to the cache, and sample the next tokens.
+        """Append the tokens to the cache, and sample the next token of each row.
 
         Args:
             tokens: input token ids [B].
-            positions: positions of the tokens [B].
-            write_at: cache columns to which the tokens are written [B].
+            positions: positions of the input tokens [B].
+            write_at: cache column to which each input token is written [B].
             columns: indices of the cache columns to attend to [L].
-            leaders: index of the first row with the same prefix, per row [B].
-            shared: length of the shared prefix, per row [B].
+            leaders: for each row, the index of the first row with the same prefix [B].
+            shared: for each row, the length of the shared prefix in tokens [B].
             temperatures: temperature of each row [B].
-            greedy: whether each row takes the most likely token [B].
-            u: uniform numbers in [0, 1), float64 [B].
+            greedy: for each row, whether to select the most likely token [B].
+            u: uniform random number in [0, 1) for each row, float64 [B].
             keys: cached keys of the layers, each [B, heads, columns, size]; written in place.
             values: cached values of the layers, with the same shapes; written in place.
 
         Returns:
-            Logits [B, V], chosen tokens [B], and their log-probs under the temperature-scaled policy [B].
+            Logits [B, V], sampled tokens [B], and the log-probs of these tokens under the temperature-scaled policy [B].
         """
         cache = SlotCache()
         cache.keys, cache.values = (dict(zip(self.layers, tables, strict=True)) for tables in (keys, values))
@@ -93,10 +93,11 @@ class DecodeStep(nn.Module):
 
 
 def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample rows without filters or logit edits, with the same arithmetic as :meth:`SamplingTable.draw`.
+    """Sample one token per row, for rows that have neither filters nor logit edits. The result equals
+    :meth:`SamplingTable.draw`.
 
     Returns:
-        Tokens [B] and their log-probs [B].
+        Sampled tokens [B], and the log-probs of these tokens [B].
     """
     scaled = scale_logits(logits, temperatures)
     vocab = scaled.shape[1]
@@ -116,7 +117,7 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
 
 
 def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
-    """Return the index of the first maximum in each row of [B, blocks, size]. ``largest`` holds the maximum of each block."""
+    """Return the index of each row's first maximum in ``table`` [B, blocks, size]. ``largest`` holds each block's maximum."""
     block = largest.argmax(-1)
     return block * table.shape[2] + inverse_cdf.take_block(table, block).argmax(-1)
 
@@ -126,7 +127,7 @@ def example_inputs(
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Return random arguments of a step, for tracing and validation.
 
-    B is ``rows``, and L is ``columns``. The caches have ``cached`` columns. ``cached`` must be more than L.
+    B is ``rows``, and L is ``columns``. The caches have ``cached`` columns. ``cached`` must be greater than ``columns``.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,7 +1,7 @@
-"""Backends of paged decode attention: areno's Triton kernel, or gathering the pages into a padded batch.
+"""Choose the implementation of decode attention over pages: areno's Triton kernel, or PyTorch's attention on gathered pages.
 
-The choice depends on a test, not on version numbers. On first use, each GPU runs the kernel on a small case. If the result is
-correct, the GPU uses the kernel.
+The choice depends on a test on each GPU, not on version numbers. On first use, the kernel runs on a small case. If the result
+is correct, the GPU uses the kernel.
 """
 
 import functools
@@ -27,7 +27,7 @@ _TOLERANCE = 3e-2
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """A decode attention implementation."""
+    """An implementation of decode attention."""
 
     name: str  # for logs and benchmarks
     run: PagedAttention
@@ -35,14 +35,14 @@ class AttentionBackend:
 
 
 def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
-    """Gather the pages of a block table into contiguous contexts [rows, heads, columns, size]."""
+    """Copy the pages in a block table to contiguous contexts [rows, heads, columns, size]."""
     return pool[table[:, : -(-columns // pool.shape[1])]].flatten(1, 2)[:, :columns].transpose(1, 2)
 
 
 def gather_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Gather the pages, then run PyTorch's attention, which works on every device."""
+    """Copy the pages to contiguous contexts, then run PyTorch's attention, which works on every device."""
     k, v = (gathered(pool, table, columns) for pool in (keys, values))
     at = positions.clamp(min=0)  # padding rows attend to one column, because softmax over none is NaN
     mask = decode_mask(at, torch.arange(columns, device=q.device), layer.window, q.dtype)
@@ -52,7 +52,7 @@ def gather_attention(
 def triton_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Run areno's kernel; see :mod:`~areno.engine.rollout.paged.kernel`."""
+    """Run areno's Triton kernel; see :mod:`~areno.engine.rollout.paged.kernel`."""
     from areno.engine.rollout.paged.kernel import decode_attention
 
     return decode_attention(layer, q, keys, values, table, (positions + 1).int(), columns=columns)
@@ -64,22 +64,24 @@ _TRITON = AttentionBackend("triton", triton_attention, fixed_shape=True)
 
 @functools.cache
 def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> AttentionBackend:
-    """Return the Triton backend if its kernel works on the device, otherwise the gather backend.
+    """Return the Triton backend if the Triton kernel works on the device, and the gather backend otherwise.
 
-    On a GPU, the gather backend is chosen with a warning.
+    If a GPU has to use the gather backend, a warning is logged.
     """
     if device.type != "cuda":
         return GATHER
     reason = why_not(_TRITON, device, dtype, page_size)
     if reason is None:
-        logger.debug("decode attention on %s: %s", device, _TRITON.name)
+        logger.debug("decode attention on %s uses the backend %s", device, _TRITON.name)
         return _TRITON
-    logger.warning("decode attention falls back to slow page gathering: %s: %s", _TRITON.name, reason)
+    logger.warning(
+        "decode attention uses slow page gathering, because the backend %s does not work: %s", _TRITON.name, reason
+    )
     return GATHER
 
 
 def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
-    """Test a backend on a small case. Return the problem, or None if the backend works."""
+    """Test a backend on a small case. Return the problem; None if the backend works."""
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5
     positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)
@@ -101,6 +103,6 @@ def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
 def paged_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
-    """Compute the attention of each row's new token over the row's pages, with the best backend for the layer."""
+    """Compute the attention of each row's new token over the row's pages, with the fastest backend that supports the layer."""
     backend = GATHER if layer.explicit else best_backend(q.device, q.dtype, keys.shape[1])
     return backend.run(layer, q, keys, values, table, positions, columns)

@@ -1,4 +1,4 @@
-"""CUDA graphs of one program at several batch sizes, with one memory pool and one capture stream."""
+"""Capture one function as CUDA graphs for several batch sizes, with one memory pool and one capture stream."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class CaptureError(EngineError):
-    """A program cannot be captured."""
+    """A function cannot be captured as a CUDA graph."""
 
 
 class GraphSet(dict[int, torch.cuda.CUDAGraph]):
-    """Captured graphs by batch size."""
+    """The captured CUDA graphs by batch size."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -25,17 +25,18 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         self._stream: Any = None
 
     def clear(self) -> None:
-        """Drop all graphs and their pool. Older versions of PyTorch abort a capture into a pool without graphs."""
+        """Free all graphs and the memory pool. Older versions of PyTorch abort a capture into a pool that has no graphs."""
         super().clear()
         self._pool = None
 
     def capture(self, size: int, program: Callable[[], None]) -> None:
-        """Capture a program.
+        """Capture ``program`` as the CUDA graph for the batch size ``size``.
 
-        All graphs share a memory pool. Capture the largest graph first, so that smaller graphs reuse its memory.
+        All graphs share a memory pool. Capture the largest graph first, so that smaller graphs can reuse the largest graph's
+        memory.
 
         Raises:
-            CaptureError: the program cannot be captured. The calling thread's current stream is then restored.
+            CaptureError: the program cannot be captured. The calling thread's current stream stays the same.
         """
         main = torch.cuda.current_stream(self._device)
         try:
@@ -51,7 +52,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Run the program twice as a warmup (lazy allocations, kernel compilation, sync check), then capture it."""
+        """Run the program twice, which compiles kernels and finds synchronizations with the host, then capture the program."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)
@@ -69,7 +70,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make device synchronizations raise errors that name the operation, which errors during a capture do not."""
+    """Make synchronizations raise errors that name the operation. Errors during a capture do not name the operation."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -79,12 +80,12 @@ def _no_syncs() -> Iterator[None]:
 
 
 def why_not_captured(config: Any, dtype: torch.dtype) -> str | None:
-    """Return why a model's configuration rules out capturing its decode steps; None if capturing may work."""
+    """Return why decode steps of a model with this configuration cannot be captured; None if capturing may work."""
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if experts > 1 and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return (
-            f"PyTorch's grouped matmul for mixture-of-experts models synchronizes with the host in {name}; "
+            f"PyTorch's grouped matmul for mixture-of-experts models synchronizes with the host if the dtype is {name}; "
             "use --dtype bfloat16"
         )
     return None

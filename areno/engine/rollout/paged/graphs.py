@@ -1,9 +1,9 @@
-"""One decode step on the device: body, logits and sampling over static buffers, with one CUDA graph per batch size.
+"""Run decode steps on the device: forward pass, logits and sampling in static buffers, with one CUDA graph per batch size.
 
-For each row, a step needs only four numbers from the host: the source of the input token, the token's position, the index of
-the token to sample, and the seed. The source is the previous step's output on the device, or the host. Therefore a step can be
-launched before the tokens of the previous step have been read. On a CPU, with ``--eager-decode``, or if the step cannot be
-captured, the same program runs eagerly.
+A row's input token is either a token from the host, or the previous step's output, which is still on the device. A step can
+therefore be launched before the host has read the tokens of the previous step. The other inputs of a row are numbers that the
+host knows: the position of the input token, the index of the token to sample, and the seed. On a CPU, with ``--eager-decode``,
+or if the step cannot be captured, the same code runs eagerly.
 """
 
 import logging
@@ -35,7 +35,7 @@ _SOURCE, _TOKEN, _POSITION, _COUNTER, _SEED = range(5)
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Inputs of one batch row in a step."""
+    """The inputs of one batch row in a decode step."""
 
     position: int  # position of the token fed; -1 if the row is paused
     counter: int  # index of the token to sample
@@ -50,13 +50,13 @@ PAUSED = StepRow(-1, 0, -1, 0, 0, SamplingParams(greedy=True))
 
 @dataclass(slots=True)
 class StepResult:
-    """Tokens and log-probs of a launched step, which are being copied to the host."""
+    """The tokens and log-probs of a launched step, while they are copied to the host."""
 
     values: Tensor
     event: Any = None
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step, and return the tokens and log-probs of its rows."""
+        """Wait until the step is done. Return the tokens and the log-probs of all rows."""
         if self.event is not None:
             self.event.synchronize()
         tokens, logprobs = self.values.tolist()
@@ -64,17 +64,17 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Return the batch sizes to capture, up to ``most``. Small sizes, for which padding costs more, are closer together."""
+    """Return the batch sizes to capture, up to ``most``. Small sizes are closer together, because padding costs more."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 
 
 class DeviceDecode:
-    """Launches decode steps of at most ``max_rows`` rows. ``eager`` disables CUDA graphs (``--eager-decode``).
+    """Launches decode steps of at most ``max_rows`` rows. If ``eager`` is true (``--eager-decode``), no CUDA graphs are used.
 
     Attributes:
         launches: number of launched steps.
-        replays: number of steps replayed from a graph.
+        replays: number of launched steps that were replayed from a CUDA graph.
     """
 
     def __init__(self, model: CausalLM, cache: PagedCache, max_rows: int, *, eager: bool = False) -> None:
@@ -94,13 +94,14 @@ class DeviceDecode:
         self._epoch = self._version = self._addresses = -1
 
     def release(self) -> None:
-        """Free all graphs."""
+        """Free all CUDA graphs."""
         self._graphs.clear()
 
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
-        """Launch a step over the first rows of the block table. Returns before the result is ready.
+        """Launch a step for the first rows of the block table, and return before the step's result is ready.
 
-        If ``version`` has changed, the method checks whether the weights have been reallocated.
+        ``version`` is the version of the weights. If ``version`` has changed since the last call, CUDA graphs of weights that
+        have moved in memory are dropped.
         """
         size = self._bucket(len(rows))
         self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)
@@ -118,7 +119,7 @@ class DeviceDecode:
 
     def _bucket(self, rows: int) -> int:
         if rows > self.max_rows:
-            raise EngineError(f"a decode step of {rows} rows exceeds the maximum of {self.max_rows}")
+            raise EngineError(f"a decode step has {rows} rows, but the maximum is {self.max_rows}")
         if not self._captures:
             return round_up(rows, ROW_STEP)
         return next(size for size in self._buckets if size >= rows)
@@ -135,7 +136,7 @@ class DeviceDecode:
             self._params = params
 
     def _program(self, size: int, columns: int) -> None:
-        """Run one step. The program reads and writes only static buffers, so it can be captured."""
+        """Run one step. This method reads and writes only static buffers, so a CUDA graph can capture the step."""
         step = self._step[:size].unbind(1)
         source = step[_SOURCE]
         tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_TOKEN])
@@ -173,12 +174,12 @@ class DeviceDecode:
         return self._graphs[size]
 
     def _capture(self, size: int) -> bool:
-        """Capture the program for a batch size, with only padding rows. On failure, all later decoding is eager."""
+        """Capture a step of ``size`` padding rows. If the capture fails, all later steps run eagerly."""
         saved = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:
             if not self._backend().fixed_shape:
-                raise CaptureError("the launches of the attention backend depend on context lengths")
+                raise CaptureError("the launch parameters of the attention backend depend on the context lengths")
             if reason := why_not_captured(self.model.config, self.model.dtype):
                 raise CaptureError(reason)
             self._graphs.capture(size, lambda: self._program(size, self.cache.columns))

@@ -1,8 +1,9 @@
-"""Decode attention over pages, in Triton: one new token per row, any page size, and grouped heads in one tile.
+"""Triton kernels for decode attention over pages, for one new token per row and any page size.
 
-A program handles one row, one key head and one part of the context, with online softmax in fp32 (Milakov and Gimelshein
-2018). A second kernel merges the parts (split-K, as in flash decoding). Keys outside a sliding window are skipped. Sinks are
-added last, as a key without a value. Lengths are read on the device, so a captured launch stays valid while contexts grow.
+Each program of the first kernel handles one row, one part of the context, and one key head with all of its query heads. The
+softmax is computed online in fp32 (Milakov and Gimelshein 2018). A second kernel merges the parts (split-K, as in flash
+decoding). Keys outside a sliding window are skipped. Attention sinks are added last, as a key without a value. The kernels read
+the context lengths on the device, so a captured launch stays valid while contexts grow.
 
 Importing this module requires Triton.
 """
@@ -169,16 +170,16 @@ def decode_attention(
     """Compute the attention of one query per row over the row's pages.
 
     Args:
-        layer: scale, window, sinks and soft-capping.
+        layer: attention layer, which has the scale, window, sinks and soft-capping.
         q: queries [rows, H, D], with contiguous features.
         keys: pool of keys [pages, page_size, K, D] in the dtype of ``q``.
         values: pool of values [pages, page_size, K, Dv] in the dtype of ``q``.
         table: block table [rows, width], int32.
-        lengths: number of tokens of each context [rows], int32. Padding rows have length 0 and output 0.
-        columns: maximum number of tokens of a context; only affects the number of parts.
-        parts: number of parts per context, a power of two; None chooses the number.
-        block: keys per loop iteration; None means 64, or 32 for heads of more than 128 features.
-        stages: see :data:`STAGES`.
+        lengths: number of tokens of each context [rows], int32. Padding rows have length 0, and get the output 0.
+        columns: maximum number of tokens per context, from which the default of ``parts`` is chosen.
+        parts: number of parts per context, a power of two. None uses :func:`choose_parts`.
+        block: number of keys per loop iteration. None means 64, or 32 for heads of more than 128 features.
+        stages: number of software pipeline stages of a program's loop.
 
     Returns:
         Attention outputs [rows, H, Dv] in the dtype of ``q``.
@@ -227,7 +228,7 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Return the number of parts per context with which the programs fill the GPU twice.
+    """Return the number of parts per context, so that there are about two programs for each multiprocessor of the GPU.
 
     The number is at most :data:`MAX_PARTS`, and lower for short contexts.
     """
@@ -239,5 +240,5 @@ def choose_parts(programs: int, columns: int, processors: int) -> int:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors. Elsewhere return 1, as Triton's interpreter runs programs sequentially."""
+    """Return a GPU's number of multiprocessors. On a CPU, return 1, because Triton's interpreter runs programs sequentially."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

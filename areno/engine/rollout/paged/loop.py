@@ -1,4 +1,4 @@
-"""The rollout loop over a paged cache, for GPUs."""
+"""The rollout loop with a paged KV cache, for GPUs."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ from areno.engine.rollout.slot_cache import ROW_STEP
 
 
 class PagedRolloutLoop(RolloutLoop):
-    """A rollout loop in which decode steps overlap with host work.
+    """A rollout loop in which decode steps overlap with work on the host.
 
-    Steps do not overlap if a row needs filters, logit edits or top log-probs.
+    A step does not overlap if any row needs filters, logit edits or top log-probs.
 
     ``eager_decode`` disables CUDA graphs. For the other arguments see :class:`~areno.engine.rollout.loop.RolloutLoop`.
-    Speculative decoding and compiled steps are not supported, because they need a slot cache.
+    Speculative decoding and compiled steps are not supported, because these features need a slot cache.
     """
 
     cache: PagedCache  # type: ignore[assignment]
@@ -64,7 +64,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
-        """Drop the cache and change its size; see :meth:`RolloutLoop.resize`. The next use allocates the memory."""
+        """Free the cache, and change its size; see :meth:`RolloutLoop.resize`. The next use allocates the memory."""
         self.drop_cache()
         super().resize(budget_tokens, prefix_tokens)
         pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows)
@@ -75,7 +75,7 @@ class PagedRolloutLoop(RolloutLoop):
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:
-        """Ensure capacity for ``sequences`` rows. If the capacity must grow, wait for running requests and drop the cache."""
+        """Allow ``sequences`` rows per step. If the maximum has to grow, wait for pending requests, and free the cache."""
         if sequences > self.device_decode.max_rows:
             self.wait_idle()
             self.device_decode.release()
@@ -83,7 +83,7 @@ class PagedRolloutLoop(RolloutLoop):
             self.resize(self.scheduler.budget_tokens, self.prefixes.budget_tokens)
 
     def drop_cache(self) -> None:
-        """Free pages, graphs and the prefix cache. No request may be pending."""
+        """Free the pages, the CUDA graphs and the prefix cache. No request may be pending."""
         self.prefixes.clear()
         self.device_decode.release()
         self.cache.release()
@@ -117,7 +117,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._push(tokens)
 
     def _step_synchronously(self) -> None:
-        """Run a step without overlap, because some rows need filters, logit edits or top log-probs."""
+        """Run a step that does not overlap with work on the host, because a row needs filters, logit edits or top log-probs."""
         self._push(self._pipeline.drain(self.scheduler.running))
         if self.scheduler.running:
             super()._step()
@@ -129,7 +129,7 @@ class PagedRolloutLoop(RolloutLoop):
 
 
 def _is_plain(group: SampleGroup) -> bool:
-    """Whether a request needs no filters, logit edits or top log-probs."""
+    """Return whether a request needs neither filters nor logit edits nor top log-probs."""
     sampling = group.sampling
     edited = any(member.edits is not None for member in group.members)
     return not (edited or Filters.applies_to(sampling) or sampling.top_logprobs)

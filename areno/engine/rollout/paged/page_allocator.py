@@ -1,4 +1,4 @@
-"""Page allocation of the KV cache, with a free list and reference counts but without tensors."""
+"""Allocate the pages of the KV cache, with a free list and reference counts. This module uses no tensors."""
 
 from collections.abc import Iterable
 
@@ -12,24 +12,24 @@ SPARE_PAGE = 0
 
 
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
-    """Return the number of pages with which allocation never fails if the scheduler stays within its budget.
+    """Return the number of pages with which no allocation fails while the scheduler stays within its budget.
 
-    The scheduler charges each live sequence the length of the longest sequence, rounded up to a multiple of
-    :data:`COLUMN_STEP`. This multiple is a whole number of pages. So no sequence has more pages than the scheduler charges
-    for. Sharing only lowers the number of pages. A single sequence may exceed the budget, but not the budget rounded up to
-    :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may allocate one more
-    page per running sequence. The prefix store charges whole blocks, and a block is a whole number of pages. The result
-    includes the spare page.
+    The scheduler counts each live sequence with the length of the longest sequence, rounded up to a multiple of
+    :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the scheduler
+    counts. Sequences that share pages need fewer pages. A single sequence may exceed the budget, but not the budget rounded up
+    to :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may allocate one
+    more page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages. The returned
+    number includes the spare page.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
-            f"the page size {page_size} must divide {BLOCK}, the block size of the prefix store; use {PAGE_SIZE}"
+            f"page size {page_size} does not divide {BLOCK}, the block size of the prefix store; use page size {PAGE_SIZE}"
         )
     return 1 + round_up(budget_tokens, COLUMN_STEP) // page_size + max_running + prefix_tokens // page_size
 
 
 class PageAllocator:
-    """Free list and reference counts of ``pages`` pages, including the spare page."""
+    """Allocates and frees pages by reference counts. ``pages`` is the number of pages, including the spare page."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -51,11 +51,11 @@ class PageAllocator:
         """Allocate a page.
 
         Raises:
-            EngineError: no page is free. With :func:`pages_for` pages, this error is a bug in the scheduler's accounting.
+            EngineError: no page is free. If the number of pages comes from :func:`pages_for`, the scheduler has a bug.
         """
         if not self._free:
             raise EngineError(
-                f"all {self.pages - 1} pages of the KV cache are in use; the scheduler has exceeded its budget"
+                f"all {self.pages - 1} pages of the KV cache are in use, because the scheduler has exceeded its budget"
             )
         page = self._free.pop()
         self._references[page] = 1
@@ -67,12 +67,12 @@ class PageAllocator:
             self._references[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Drop a reference to each page, and free pages without references."""
+        """Remove a reference from each page, and free pages that have no references."""
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page has more than one reference."""
+        """Return whether a page has more than one reference."""
         return self._references[page] > 1

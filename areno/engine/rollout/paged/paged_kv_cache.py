@@ -1,9 +1,10 @@
-"""Paged KV cache: rows of a block table instead of slots.
+"""Paged KV cache. Each row of a block table lists the pages of one sequence.
 
-The loop uses it like a :class:`~areno.engine.rollout.slot_cache.SlotCache`. Samples of one prompt share the prompt's pages.
-When a sample writes to a shared, partly filled page, the page is copied (copy-on-write). Snapshots are references to pages. A
-compaction moves rows of the table. A page is free once its last reference is dropped. The pool is allocated once at full
-size, so that the addresses in CUDA graphs remain valid.
+The rollout loop uses this cache like a :class:`~areno.engine.rollout.slot_cache.SlotCache`, with rows as slots. Samples of one
+prompt share the prompt's pages. Before a sample writes to a shared, partly filled page, the page is copied (copy-on-write). A
+snapshot holds references to pages. If rows of the batch move, entries of the block table move, but keys and values stay in
+place. A page is free if nothing refers to the page. The memory of all pages is allocated once, so the addresses in CUDA graphs
+stay valid.
 """
 
 import weakref
@@ -22,27 +23,28 @@ from areno.errors import EngineError
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageSnapshot:
-    """Pages of a context's prefix, which stay cached while this object exists."""
+    """The pages of a context's prefix. The pages stay cached as long as this object exists."""
 
     pages: tuple[int, ...]
     allocator: PageAllocator
 
 
 class PagedCache(KVCache):
-    """Keys and values [pages, page_size, heads, size] per layer, and the recurrent states of each row.
+    """Holds keys and values [pages, page_size, heads, size] for each layer, and the recurrent states of each row.
 
     Args:
-        pages: size of the pool; see :func:`~areno.engine.rollout.paged.page_allocator.pages_for`.
-        device: device of the pool.
-        page_size: tokens per page.
+        pages: number of pages; see :func:`~areno.engine.rollout.paged.page_allocator.pages_for`.
+        device: device of the cache.
+        page_size: number of tokens per page.
         rows: initial number of rows of the block table.
-        columns: initial number of tokens per row. Growing the table later invalidates captured graphs.
+        columns: initial maximum number of tokens per row. If the block table grows later, captured CUDA graphs become invalid.
 
     Attributes:
-        table: block table [slots, width] int32 on the device; entries beyond a row's end are stale or point to the spare
-            page.
-        reclaim: called when no page is free. It tries to free pages, and returns whether another call might free more.
-        epoch: incremented when a tensor that captured graphs read moves to other memory.
+        table: block table [slots, width], int32, on the device. Entries beyond the end of a row are outdated, or point to the
+            spare page.
+        reclaim: function that is called if no page is free. The function tries to free pages, and returns whether another call
+            might free more pages.
+        epoch: counter that is incremented when a tensor that captured CUDA graphs read moves in memory.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class PagedCache(KVCache):
     # -- room ------------------------------------------------------------------------------------------------------
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the block table to ``rows`` sequences of ``columns`` tokens, without allocating pages."""
+        """Grow the block table to at least ``rows`` sequences of ``columns`` tokens. No pages are allocated."""
         if not self.slots:
             rows, columns = max(rows, self._initial[0]), max(columns, self._initial[1])
         slots = max(self.slots, round_up(rows, ROW_STEP))
@@ -89,36 +91,38 @@ class PagedCache(KVCache):
         self.epoch += 1
 
     def release(self) -> None:
-        """Free all memory. Earlier snapshots become invalid."""
+        """Free all memory of the cache. Existing snapshots become invalid."""
         epoch, pages, (rows, columns), records = self.epoch, self.allocator.pages, self._initial, self.records
         reclaim = self.reclaim
         self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
         self.epoch, self.records, self.reclaim = epoch + 1, records, reclaim
 
     def resize(self, pages: int, columns: int) -> None:
-        """Change the number of pages and the initial row length, and drop the cache."""
+        """Free the cache, and change the number of pages and the initial maximum number of tokens per row."""
         self._initial = self._initial[0], columns
         self.allocator = PageAllocator(pages)
         self.release()
 
     def nbytes(self) -> int:
-        """Return the size in bytes of the pool, the recurrent states and the block table."""
+        """Return the total size in bytes of the pages, the recurrent states and the block table."""
         return super().nbytes() + self.table.numel() * self.table.element_size()
 
     # -- rows and pages --------------------------------------------------------------------------------------------
 
     def pages_of(self, row: int) -> list[int]:
-        """Return the pages of a row in context order."""
+        """Return the pages of a row, in the order of the context."""
         return list(self._rows[row])
 
     def extend(self, row: int, start: int, stop: int) -> None:
-        """Prepare a row for writing to positions ``start`` to ``stop - 1``: copy shared pages and allocate missing pages.
+        """Prepare a row for writing to positions ``start`` to ``stop - 1``: copy shared pages, and allocate missing pages.
 
         Raises:
             EngineError: the block table is too narrow, or no page is free.
         """
         if stop > self.columns:
-            raise EngineError(f"the block table has {self.columns} columns, but needs {stop}; call reserve first")
+            raise EngineError(
+                f"the block table has {self.columns} columns, but {stop} columns are needed; call reserve before extend"
+            )
         pages = self._rows[row]
         first, changed = start // self.page_size, len(pages)
         for index in range(len(pages) - 1, first - 1, -1):
@@ -129,31 +133,31 @@ class PagedCache(KVCache):
         self._mark(row, changed)
 
     def _take(self) -> int:
-        """Allocate a page, after reclaiming pages if none is free."""
+        """Allocate a page. If no page is free, reclaim pages first."""
         while not self.allocator.free and self.reclaim():
             pass
         return self.allocator.take()
 
     def _private_copy(self, page: int) -> int:
-        """Allocate a private copy of ``page``, and drop one reference to ``page``. :meth:`publish` fills the copy."""
+        """Allocate a page for a private copy of ``page``, and drop a reference to ``page``. :meth:`publish` fills the copy."""
         copy = self._take()
         self._copies[copy] = self._copies.get(page, page)
         self.allocator.drop([page])
         return copy
 
     def cut(self, row: int, length: int) -> None:
-        """Keep only the whole pages of a row's first ``length`` tokens."""
+        """Remove all pages of a row except the full pages of the row's first ``length`` tokens."""
         keep = length // self.page_size
         self.allocator.drop(self._rows[row][keep:])
         del self._rows[row][keep:]
 
     def link(self, source: int, targets: Seq[int]) -> None:
-        """Share all pages of ``source`` with other rows."""
+        """Share all pages of the row ``source`` with the rows ``targets``."""
         for target in targets:
             self._refer(target, self._rows[source])
 
     def move(self, moves: Seq[Move]) -> None:
-        """Carry out a compaction by moving rows of the block table. Keys and values stay in place."""
+        """Move rows of the block table. Keys and values stay in place."""
         for move in moves:
             self.allocator.drop(self._rows[move.target])
             self._rows[move.target], self._rows[move.source] = self._rows[move.source], []
@@ -162,12 +166,12 @@ class PagedCache(KVCache):
                 self.states.copy(move.source, torch.tensor([move.target], device=self.device))
 
     def keep(self, rows: int) -> None:
-        """Free the pages of all but the first ``rows`` rows."""
+        """Free the pages of all rows except the first ``rows`` rows."""
         for row in range(rows, self.slots):
             self.cut(row, 0)
 
     def snapshot(self, slot: int, length: int) -> PageSnapshot:
-        """Reference the whole pages of a row's first ``length`` tokens, without a copy."""
+        """Return a reference to the full pages of a row's first ``length`` tokens. Nothing is copied."""
         pages = tuple(self._rows[slot][: length // self.page_size])
         snapshot = PageSnapshot(pages, self.allocator)
         self.allocator.share(pages)
@@ -175,10 +179,10 @@ class PagedCache(KVCache):
         return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Make rows begin with the first ``length`` tokens of a snapshot. ``length`` must be a multiple of the page size."""
+        """Let rows begin with the first ``length`` tokens of a snapshot. ``length`` must be a multiple of the page size."""
         if snapshot.allocator is not self.allocator:
             raise EngineError(
-                "a prefix was cached before the KV cache was released; clear the prefix store when releasing the cache"
+                "the snapshot was taken before the KV cache was released; clear the prefix store when you release the cache"
             )
         for slot in slots:
             self._refer(slot, snapshot.pages[: length // self.page_size])
@@ -195,7 +199,7 @@ class PagedCache(KVCache):
         self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
 
     def publish(self) -> None:
-        """Perform the pending page copies on the device, and upload the changed block-table entries."""
+        """Copy pages on the device where copies are pending, and upload the changed entries of the block table."""
         if self._copies:
             pairs = torch.tensor([list(self._copies), list(self._copies.values())])
             pairs = pairs.to(self.device, non_blocking=True)
@@ -211,14 +215,14 @@ class PagedCache(KVCache):
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the flat-pool cells [N] of ``positions`` [N] in ``rows`` [N]. Position -1 maps to the spare page."""
+        """Return the cells [N] of the tokens at ``positions`` [N] in ``rows`` [N]. Position -1 means the spare page."""
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
         cells = pages * self.page_size + at % self.page_size
         return torch.where(positions >= 0, cells, SPARE_PAGE * self.page_size)
 
     def write(self, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [N, heads, size] in ``cells`` [N] of the flat pool."""
+        """Store keys ``k`` and values ``v`` [N, heads, size] in ``cells`` [N]."""
         keys, values = self._pool(self.keys, layer, k), self._pool(self.values, layer, v)
         keys.flatten(0, 1).index_copy_(0, cells, k)
         values.flatten(0, 1).index_copy_(0, cells, v)
@@ -228,7 +232,7 @@ class PagedCache(KVCache):
         return self.keys[layer].flatten(0, 1)[self.cells(torch.full_like(positions, slot), positions), 0]
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [pages, page_size, heads, size] of a layer that has been written to."""
+        """Return the keys and values [pages, page_size, heads, size] of a layer. The layer must have been written to."""
         return self.keys[layer], self.values[layer]
 
     def _pool(self, pools: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Overlap of host and device: step k + 1 is launched before the tokens of step k are read.
+"""Let decode steps on the device overlap with work on the host: step k + 1 is launched before the tokens of step k are read.
 
-A launch needs only the position of an unread token, which the host knows. The token itself stays on the device. The host's
-decisions come one step late. So a sample that stops early takes part in one surplus step. The token of the surplus step is
-dropped. Tokens of samples that have left the batch are dropped as well.
+To launch a step, the host needs only the position of each unread token, which the host knows. The token itself stays on the
+device. The host learns one step late that a sample has stopped, so the sample takes part in one surplus step. The token of the
+surplus step is discarded. Tokens of samples that have left the batch are discarded, too.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,7 +17,7 @@ Landed = tuple[Sequence, int, float]
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step: the row of each sample, and the index of the token that each row samples (-1: none)."""
+    """A launched step: the row of each sample, and the index of the token that each row samples (-1: no token)."""
 
     rows: dict[Sequence, int]
     indices: list[int]
@@ -25,19 +25,19 @@ class _Flight:
 
 
 class DecodePipeline:
-    """Keeps at most one decode step in flight between calls."""
+    """Launches decode steps. Between calls, at most one launched step is unread."""
 
     def __init__(self, device: DeviceDecode) -> None:
         self.device = device
         self._flight: _Flight | None = None
 
     def advance(self, running: Seq[Sequence], version: int = 0) -> list[Landed]:
-        """Launch the next step for the samples of the first rows. Then return the tokens of the previous step."""
+        """Launch the next step for the ``running`` samples, then return the tokens of the previous step."""
         before, self._flight = self._flight, self._launch(running, version)
         return _landed(before, running)
 
     def drain(self, running: Seq[Sequence]) -> list[Landed]:
-        """Return the tokens of the step in flight, without launching another step."""
+        """Return the tokens of the unread step, without launching another step."""
         before, self._flight = self._flight, None
         return _landed(before, running)
 
@@ -65,7 +65,7 @@ class DecodePipeline:
         )
 
     def _source(self, sequence: Sequence) -> int:
-        """Return the row of the step in flight that computes the sample's next token. If no unread token exists, return -1."""
+        """Return the row of the unread step that samples the sample's next token; -1 if the sample has no unread token."""
         flight = self._flight
         if flight is None or sequence not in flight.rows:
             return -1

@@ -1,4 +1,4 @@
-"""Attention plans over a paged cache, equivalent to the plans over slots."""
+"""Attention plans for a paged cache. These plans give the same results as the plans for a slot cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areno.engine.rollout.slot_cache import ROW_STEP, PrefillPlan, PrefillSpan
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Packed spans of contexts. Each context is cached once. :meth:`finish` shares its pages with the context's other slots."""
+    """Plan for the prefill of packed spans. Each context is cached once; :meth:`finish` shares its pages with other slots."""
 
     cache: PagedCache  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """The concatenated cells of all contexts, up to the end of each context's span."""
+        """The cells of all contexts, concatenated. Each context ends with its span."""
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
@@ -58,22 +58,22 @@ class PagedPrefillPlan(PrefillPlan):
         return torch.cat(cells)
 
     def finish(self) -> None:
-        """After the forward pass, link pages and copy recurrent states to all slots that share a context."""
+        """After the forward pass, give the pages and recurrent states of each context to all slots with this context."""
         for span in self.spans:
             self.cache.link(span.slots[0], span.slots[1:])
         super().finish()
 
 
 class PagedDecodePlan:
-    """One new token for each of the first rows of the block table.
+    """A decode step with one new token for each of the first rows of the block table.
 
-    The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors. So a captured graph
-    can be replayed after new positions are written to the same tensor.
+    The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors, so a captured CUDA
+    graph can be replayed after new positions are written to the same tensor.
 
     Args:
         cache: the KV cache.
         positions: position of each row's new token [rows]; -1 for padding rows, which write to the spare page.
-        columns: number of columns to attend to, greater than every position.
+        columns: number of cache columns to attend to, greater than every position.
     """
 
     def __init__(self, cache: PagedCache, positions: Tensor, columns: int) -> None:
@@ -87,13 +87,13 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Allocate cells for a step over the first rows. Return the step's plan, padded to a multiple of :data:`ROW_STEP`."""
+        """Allocate cells for a step of the first rows. Return the plan, padded to a multiple of :data:`ROW_STEP` rows."""
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows, heads, size] to the pages, and attend over the pages."""
+        """Append keys ``k`` and values ``v`` [rows, heads, size] to the pages, and compute attention over the pages."""
         self._write(layer.layer, k, v)
         keys, values = self.cache.pool(layer.layer)
         return paged_attention(layer, q, keys, values, self._table, self._positions, self.columns)
@@ -102,12 +102,12 @@ class PagedDecodePlan:
         self.cache.write(layer, self._cells, k, v)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run one recurrent step for all rows."""
+        """Run one step of a recurrent layer for all rows."""
         return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]
 
 
 def open_cells(cache: PagedCache, positions: Seq[int]) -> None:
-    """Allocate a private cell for the token at ``positions`` in each of the first rows. Position -1 skips a row."""
+    """Allocate a private cell in each of the first rows, for the token at the row's position. Position -1 skips the row."""
     for row, position in enumerate(positions):
         if position >= 0:
             cache.extend(row, position, position + 1)

@@ -222,7 +222,7 @@ def test_an_moe_model_is_captured_only_in_bf16(monkeypatch, caplog):
     assert device.replays == 0
     assert [r.message for r in caplog.records] == [
         "decoding runs without CUDA graphs, because PyTorch's grouped matmul for mixture-of-experts models synchronizes "
-        "with the host in float32; use --dtype bfloat16"
+        "with the host if the dtype is float32; use --dtype bfloat16"
     ]
     assert why_not_captured(model.config, torch.bfloat16) is None
     assert why_not_captured(tiny_module("llama").config, torch.float32) is None
