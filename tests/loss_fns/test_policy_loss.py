@@ -305,10 +305,10 @@ def test_errors_name_bad_knobs_and_a_remedy(options, text):
 @pytest.mark.parametrize(
     ("options", "missing", "text"),
     [
-        ({"use_decoupled_loss": True}, "packed_prox_logprobs", "give every row prox_logprobs"),
+        ({"use_decoupled_loss": True}, "packed_prox_logprobs", "set prox_logprobs"),
         ({"use_decoupled_loss": True, "prox_logp_method": "linear"}, "packed_versions", "the engine recorded"),
         ({"use_decoupled_loss": True, "m2_threshold": 0.1}, "packed_keep", "select_by_second_moment"),
-        ({"distill_loss_weight": 1.0}, "packed_teacher_logprobs", "give every row teacher_logprobs"),
+        ({"distill_loss_weight": 1.0}, "packed_teacher_logprobs", "set teacher_logprobs in every row"),
     ],
 )
 def test_a_batch_that_lacks_what_a_knob_reads_is_refused(options, missing, text):

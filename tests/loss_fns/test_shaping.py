@@ -294,7 +294,7 @@ def test_bad_batches_are_refused():
         shape_advantages([], RewardShaping())
     with pytest.raises(ValueError, match="values of 1 rows, got 0"):
         shape_advantages([answer(1.0)], RewardShaping(), [])
-    with pytest.raises(ValueError, match="row 0 lacks them"):
+    with pytest.raises(ValueError, match="set both in row 0"):
         select_by_second_moment([answer(1.0)], 0.04)
 
 

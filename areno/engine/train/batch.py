@@ -113,7 +113,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
             raise ValueError(
-                f"{name} is set in some rows, but not in row {lacking[0]}; set {name} in all rows or in none of the rows"
+                f"row {lacking[0]} has no {name}, but other rows have {name}; set {name} in all rows or in none of the rows"
             )
 
 
