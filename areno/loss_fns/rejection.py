@@ -32,8 +32,8 @@ class RejectionSampling(RejectionSamplingConfig):
     - ``kl_k1``: d
     - ``kl_k2``: d^2 / 2
     - ``kl_k3``: r - log r - 1
-    - ``binary_kl`` (KPop): the larger of the two KL divergences between the policies' Bernoulli distributions of "this
-      token" and "another token".
+    - ``binary_kl`` (KPop): the larger of the two KL divergences between the policies, where all tokens except the
+      sampled token count as one token
 
     Raises:
         ValueError: a name is unknown, or a bound is invalid.

@@ -103,7 +103,7 @@ class RewardShaping:
         Args:
             raw: task rewards [B].
             lengths: number of trained tokens of each sample [B].
-            groups: comparison group of each sample [B].
+            groups: index of the group in which each sample is normalized [B].
         """
         if self.part_weights is not None:
             raw = normalized_parts(raw, groups, self.part_weights)
@@ -256,7 +256,9 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of all other sequences."""
+    """Return the result of :func:`sizes`, the number of sequences with a reward above 0, and the number of all other
+    sequences.
+    """
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),

@@ -60,7 +60,7 @@ def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) ->
 
 
 def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Return the text or the messages under a row's key; callers drop rows with an empty value. Raises DataError."""
+    """Return the text or the messages under a row's key, like :func:`text_or_messages`. An empty list is also allowed."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 

@@ -170,7 +170,9 @@ def test_questions_and_conversations_are_supervised_rows_too(chat_tokenizer, row
 
 def test_errors_about_rows_without_an_answer_name_the_loader_setting(tokenizer):
     rows = [{"messages": [{"role": "user", "content": "w1"}]}]
-    with pytest.raises(DataError, match=r"must contain `prompt`, but its keys are: messages\. Use train_dataset\.dataset_kwargs"):
+    with pytest.raises(
+        DataError, match=r"contain `prompt`, but its keys are: messages\. Use train_dataset\.dataset_kwargs"
+    ):
         _sft(rows, tokenizer, loader="train_dataset.dataset_kwargs.loader")
     with pytest.raises(DataError, match=r"none of 1 rows can be used with max_length 2: "):
         _sft([{"question": "w1", "answer": "w2 w2"}], tokenizer, context_limit=2, limits="max_length 2")

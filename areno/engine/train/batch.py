@@ -1,4 +1,4 @@
-"""Pack rows into a microbatch, which has tokens, an attention plan, and the tensors that a loss receives."""
+"""Pack rows into a microbatch, which consists of tokens, an attention plan, and the tensors that a loss receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ def pack_rows(
     """Concatenate rows into a microbatch.
 
     With ``tree``, common prefixes are packed only once if this packing saves at least 10% of the tokens. The loss
-    receives the same data with and without ``tree``; :mod:`areno.loss_fns.loss_interface` lists the keys. With
-    ``routers``, the recorded expert choices of the rows are replayed, and ``count`` counts the replayed choices.
+    receives the same data with and without ``tree``; :mod:`areno.loss_fns.loss_interface` lists the keys of this data.
+    With ``routers``, the recorded expert choices of the rows are replayed, and ``count`` counts the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))

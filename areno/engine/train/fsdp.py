@@ -85,7 +85,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Sum partial and tied gradients over the ranks, and return statistics. All other gradients are already sums."""
+        """Sum partial and tied gradients over the ranks, and return statistics. All other gradients are already summed."""
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)

@@ -1,9 +1,9 @@
 """The loss scale of fp16 training, which keeps small gradients from underflowing to 0.
 
-The scale is kept as large as possible without gradients that overflow. An optimizer step whose gradient is not finite
-is skipped. Beginning with the ``hysteresis``-th skipped step, each skipped step halves the scale. After ``window``
-consecutive steps with a finite gradient, the scale is doubled, and the count of skipped steps is reset. Megatron uses
-the same rule.
+The scale is kept as large as is possible without overflow of the gradients. An optimizer step whose gradient is not
+finite is skipped. Beginning with the ``hysteresis``-th skipped step, each skipped step halves the scale. After
+``window`` consecutive steps with a finite gradient, the scale is doubled, and the count of skipped steps is reset.
+Megatron uses the same rule.
 """
 
 from __future__ import annotations

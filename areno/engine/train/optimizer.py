@@ -396,7 +396,7 @@ class MasterAdamW(Optimizer):
 
 
 def is_rounded(parameter: Tensor) -> bool:
-    """Return whether a parameter is a rounded copy of fp32 master weights, which a saved state then includes."""
+    """Return whether a parameter is a rounded copy. If so, a saved state includes the fp32 master weights."""
     return parameter.dtype != torch.float32
 
 

@@ -57,9 +57,9 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
         )
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
-            f"the routed_experts of a row have the shape {list(record.shape)} and the dtype {record.dtype}, but the model has "
-            f"{made.shape[1]} routers that choose {made.shape[2]} experts each, in the dtype {made.dtype}; the record comes "
-            "from another model; pass records of this model"
+            "cannot replay the routed_experts of a row, because the record comes from another model: the record has the shape "
+            f"{list(record.shape)} and the dtype {record.dtype}, but this model has {made.shape[1]} routers that choose "
+            f"{made.shape[2]} experts each, in the dtype {made.dtype}; pass records of this model"
         )
 
 

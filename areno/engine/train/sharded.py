@@ -63,7 +63,7 @@ class _Segment:
 
     @property
     def quantised(self) -> bool:
-        """Whether ``--adam-8bit`` quantizes the moments. The size of the unsharded parameter decides."""
+        """Whether ``--adam-8bit`` quantizes the moments, which depends on the size of the unsharded parameter."""
         return adam_8bit.is_quantised(self.parameter.numel())
 
 
@@ -223,7 +223,7 @@ class ZeroAdamW(Optimizer):
         self._filled.clear()
 
     def gradients(self) -> list[Tensor]:
-        """Return [flat gradient], not yet reduced over the ranks; [] if the gradient is not allocated."""
+        """Return a list with the flat gradient before its reduction over the ranks; [] if the gradient is not allocated."""
         return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()

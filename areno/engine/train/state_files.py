@@ -158,7 +158,7 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the overlap of a box and a chunk, as slices of the shard and slices of the chunk, if there is one."""
+    """Yield the overlap of a box and a chunk, if any, as slices of the shard and slices of the chunk."""
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
         first, last = max(offset, start), min(offset + own.stop - own.start, start + size)

@@ -169,8 +169,8 @@ class TrainStep:
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute gradients over this replica's rows, and discard the gradients, to check whether memory suffices.
 
-        Common prefixes are computed for each row, because rows may be synthetic. Without FSDP, this method does not
-        communicate with other replicas, and therefore also works if another replica has failed.
+        Common prefixes are computed separately for each row, because rows may be synthetic. Without FSDP, this method
+        does not communicate with other replicas, and therefore also works if another replica has failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -416,7 +416,8 @@ class TrainStep:
     ) -> Iterator[Sequence[TrainSequence]]:
         """Return the rows of each pass.
 
-        If ``mini_bs`` is an integer and the loss declares its unit, the number of tokens of a pass is limited as well.
+        If ``mini_bs`` is an integer and the loss declares its unit, :func:`most_tokens` also limits the number of
+        tokens of a pass.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
@@ -434,7 +435,7 @@ def _backward_of_nothing(predicted: Tensor) -> None:
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average each statistic over the optimizer steps that report it. Steps without clipped tokens report fewer."""
+    """Average each statistic over the optimizer steps that report the statistic."""
     by_name: dict[str, list[float]] = {}
     for name, value in ((name, value) for result in results for name, value in result.items()):
         by_name.setdefault(name, []).append(value)

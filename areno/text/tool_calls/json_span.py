@@ -78,7 +78,9 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Scan a string, and return whether the end of the string was reached. A trailing backslash needs more text."""
+        """Scan a string, and return whether the end of the string was reached. After a trailing backslash, more text is
+        needed.
+        """
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
