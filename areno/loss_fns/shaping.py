@@ -256,9 +256,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return the result of :func:`sizes`, the number of sequences with a reward above 0, and the number of all other
-    sequences.
-    """
+    """Return :func:`sizes`, and the numbers of sequences with a reward above 0 and of all other sequences."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),

@@ -46,7 +46,7 @@ class MicroBatching:
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide rows of token ids into microbatches, and return the row indices of each microbatch in ascending order."""
+        """Divide rows of token ids into microbatches of ascending row indices. Microbatches are sorted by their first rows."""
         indices = range(len(rows))
         blocks = [indices[start : start + self.granularity] for start in indices[:: self.granularity]]
         weights = [sum(len(rows[row]) for row in block) for block in blocks]

@@ -103,8 +103,8 @@ For a final message, a scanner always returns a result. The result must not depe
 pieces.
 
 A message may have any number of opening markers without a call, so a scanner must run in linear time. A scanner
-therefore resumes where the last scan stopped, finds markers with :meth:`GrowingText.find`, and does not read far beyond
-the end of its result.
+therefore resumes where the previous scan stopped, finds markers with :meth:`GrowingText.find`, and does not read far
+beyond the end of its result.
 """
 
 
