@@ -283,7 +283,7 @@ def test_a_loss_with_bound_knobs_can_be_pickled():
         ({"prox_logp_method": "guess"}, "prox_logp_method 'guess' is unknown"),
         ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),
         ({"distill_loss_weight": -1.0}, "distill_loss_weight must not be negative"),
-        ({"rl_loss_weight": 0.0}, "set at least one of them above 0"),
+        ({"rl_loss_weight": 0.0}, "set at least one of these weights above 0"),
         ({"use_sapo_loss": True, "use_cispo_loss": True}, "are mutually exclusive"),
         ({"use_sapo_loss": True, "use_decoupled_loss": True}, "set use_decoupled_loss to false"),
         ({"use_sapo_loss": True, "c_clip": 3.0}, "c_clip 3.0 has no effect with use_sapo_loss"),
@@ -321,7 +321,7 @@ def test_a_batch_that_lacks_what_a_knob_reads_is_refused(options, missing, text)
 def test_an_approximation_needs_to_know_the_version():
     batch = make_batch([3])
     knobs = PolicyLossConfig(use_decoupled_loss=True, prox_logp_method="loglinear")
-    with pytest.raises(ValueError, match="one more than the engine's version"):
+    with pytest.raises(ValueError, match="the engine's version plus one"):
         policy_loss_fn(batch.pack, batch.logprobs, knobs)
 
 
