@@ -1,4 +1,4 @@
-"""Losses and advantages, without trainer, engine or I/O.
+"""Losses and advantages, independent of trainer, engine and I/O.
 
 - ``loss_interface``: inputs and outputs of a loss, and ``reduces_over``.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.

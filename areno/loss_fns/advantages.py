@@ -1,8 +1,8 @@
-"""Advantage estimators compute one number per sample from the rewards of its group or batch.
+"""Advantage estimators, which compute one advantage per sample from the rewards of a group or of a batch.
 
-An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step. ``groups`` holds the prompt
-index of each sample. Equal rewards always give exactly zero, so that rounding errors never become a learning signal.
-Mismatched lengths and non-finite rewards raise ``ValueError``.
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step. ``groups`` contains the prompt
+index of each sample. Equal rewards always give advantages of exactly 0, so that rounding errors never become a learning
+signal. ``ValueError`` is raised if lengths differ, or if a reward is not finite.
 """
 
 import math
@@ -15,7 +15,7 @@ from areno.types import part_columns
 def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> list[float]:
     """Standardize the rewards of one prompt's samples: (r - mean) / (std + eps), with the population std.
 
-    Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Equal rewards give exactly zero.
+    If all rewards are equal, all advantages are exactly 0. See Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
     """
     centered = _centered(rewards)
     deviation = math.hypot(*centered) / math.sqrt(max(len(centered), 1))
@@ -23,7 +23,7 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:
-    """Rewards minus their mean. If all rewards are equal, the result is exactly zero."""
+    """Subtract the mean from the rewards. If all rewards are equal, the results are exactly 0."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -43,7 +43,9 @@ def _per_group(
     members: dict[int, list[int]] = {}
     for index, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         if not math.isfinite(reward):
-            raise ValueError(f"reward {index} is {reward}; advantages need finite rewards")
+            raise ValueError(
+                f"reward {index} is {reward}, but advantages need finite rewards; check the reward function"
+            )
         members.setdefault(group, []).append(index)
     advantages = [0.0] * len(rewards)
     for indices in members.values():
@@ -58,12 +60,12 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 
 def group_mean_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean over the prompt's samples, not divided by std (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    """Subtract the mean reward of the prompt's samples, without dividing by std (Dr. GRPO, arXiv:2503.20783)."""
     return _per_group(rewards, groups, _centered)
 
 
 def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean over the prompt's other samples. For a single sample, 0.
+    """Subtract from each reward the mean reward of the prompt's other samples; 0 for a prompt with a single sample.
 
     RLOO, Ahmadian et al. 2024, arXiv:2402.14740.
     """
@@ -76,7 +78,9 @@ def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 
 def normalized_parts(rewards: Sequence[float], groups: Sequence[int], weights: Mapping[str, float]) -> list[float]:
-    """sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps), with mean and std of reward part k over the prompt's samples.
+    """Standardize each reward part over the prompt's samples, and return the weighted sum of the standardized parts.
+
+    The result is sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps) over the reward parts k.
 
     GDPO (Liu et al. 2026, arXiv:2601.05242) applies :func:`batch_advantages` to the result.
 
@@ -86,7 +90,8 @@ def normalized_parts(rewards: Sequence[float], groups: Sequence[int], weights: M
     columns = part_columns(rewards)
     if not columns:
         raise RewardError(
-            "the reward has no parts: return a dictionary, or omit --reward-normalize-parts (reward.normalize_parts)"
+            "the reward has no parts to normalize; return a dictionary from the reward function, or omit "
+            "--reward-normalize-parts (reward.normalize_parts)"
         )
     scores = [[weights.get(name, 1.0) * z for z in group_advantages(part, groups)] for name, part in columns.items()]
     return [math.fsum(parts) for parts in zip(*scores, strict=True)]

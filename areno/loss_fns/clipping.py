@@ -1,4 +1,4 @@
-"""Shared functions of all policy losses: importance ratios, clipping, averages and statistics."""
+"""Functions that all policy losses share: importance ratios, clipping, averages and statistics."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Clip:
     Attributes:
         eps_high: width of the range above 1. If None, the width is ``eps``. A wider range lets the probability of
             unlikely tokens grow faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
-        dual: bound on the loss where the advantage A is negative, as a multiple of abs(A) (Ye et al. 2020,
-            arXiv:1912.09729). If None, the loss has no such bound.
+        dual: upper bound on the loss where the advantage A is negative, as a multiple of abs(A) (Ye et al. 2020,
+            arXiv:1912.09729). If None, the loss has no upper bound.
 
     Raises:
         ValueError: a width is negative, or the dual bound is not above 1.
@@ -42,7 +42,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Create bounds. Raise ValueError if a width is not positive."""
+        """Create bounds, and raise ValueError if a width is not positive."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")
@@ -59,10 +59,10 @@ class Clip:
         return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
 
     def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
+        """Compute the clipped loss -min(r A, clip(r) A) elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-        With ``dual``, the result is at most dual |A| where A < 0. A ratio exactly on a bound keeps its full gradient,
-        even if the range is the single point 1.
+        If ``dual`` is set, the loss is at most dual abs(A) where A < 0. A ratio that equals a bound keeps its full
+        gradient, even if both bounds are 1.
         """
         bounded = torch.where(self.is_high(ratio, advantage), self.high, ratio)
         bounded = torch.where(self.is_low(ratio, advantage), self.low, bounded)
@@ -71,26 +71,26 @@ class Clip:
         return -bounded * advantage
 
     def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where the upper bound is active. The gradient is zero there."""
+        """Return True where the upper bound is active, which makes the gradient 0."""
         return (ratio > self.high) & (advantage > 0)
 
     def is_low(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where the lower bound is active."""
+        """Return True where the lower bound is active."""
         return (ratio < self.low) & (advantage < 0)
 
     def is_dual(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where the dual bound is active."""
+        """Return True where the dual bound is active."""
         bound = torch.inf if self.dual is None else self.dual
         return (ratio > bound) & (advantage < 0)
 
     def removes(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """True where any bound is active."""
+        """Return True where at least one bound is active."""
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Share of the entries under ``mask`` whose gradient a bound removes.
+        """Compute the fraction of entries under ``mask`` whose gradient is removed by a bound.
 
-        There is one share for all bounds together, and one share for each bound.
+        The result has one fraction for all bounds together, and one fraction for each bound.
         """
         high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
         removed = self.removes(ratio, advantage)
@@ -101,35 +101,35 @@ class Clip:
 
 
 def log_difference(pack: DataPack, logprobs: Tensor) -> Tensor:
-    """log pi - log pi_rollout [A], 0 outside the response mask."""
+    """Compute log pi - log pi_rollout [A]; 0 outside the response mask."""
     difference = in_float(logprobs) - in_float(pack["packed_logprobs"])
     return torch.where(pack["packed_response_mask"], difference, 0.0)
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), with the magnitude of log_ratio clamped to ``MAX_LOG_RATIO``."""
+    """Compute exp(log_ratio), with log_ratio clamped to the range from -``MAX_LOG_RATIO`` to ``MAX_LOG_RATIO``."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def advantages_of(pack: DataPack) -> Tensor:
-    """Advantages [A], 0 outside the response mask."""
+    """Return the advantages [A]; 0 outside the response mask."""
     return torch.where(pack["packed_response_mask"], in_float(pack["packed_advantages"]), 0.0)
 
 
 def over_tokens(values: Tensor, pack: DataPack) -> Mean:
-    """Average of values [A] over all response tokens, with gradient. The values must be 0 outside the response mask."""
+    """Average values [A] over all response tokens, with gradient. The values must be 0 outside the response mask."""
     return Mean(values.sum(), pack["packed_response_mask"].sum())
 
 
 def over_sequences(values: Tensor) -> Mean:
-    """Average of per-sequence values [packed_num_sequences], with gradient."""
+    """Average per-sequence values [packed_num_sequences] over all sequences, with gradient."""
     return Mean(values.sum(), torch.tensor(len(values)))
 
 
 def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -> Tensor:
-    """Mean of values [A] over each sequence's tokens under ``mask``; None means the response mask.
+    """Average values [A] over each sequence's tokens under ``mask``; None means the response mask.
 
-    Returns [packed_num_sequences], 0 for a sequence without such tokens.
+    Returns one mean per sequence [packed_num_sequences]; 0 for a sequence without tokens under the mask.
     """
     mask = pack["packed_response_mask"] if mask is None else mask
     lengths = sequence_sums(mask.to(values.dtype), pack)
@@ -137,7 +137,7 @@ def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
-    """The loss ``policy + coef * kl``, and its statistics. Both terms must be averages over the same units."""
+    """Return the loss ``policy + coef * kl`` and its statistics. ``policy`` and ``kl`` must be averages over the same units."""
     total = policy.total if kl is None else policy.total + coef * kl.total
     metrics: dict[str, Any] = {
         "policy_loss": policy.detached(),
@@ -149,12 +149,12 @@ def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[st
 
 
 def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
-    """Statistics of a KL term and its weight."""
+    """Return the statistics of a KL term: its mean and its weight."""
     return {"kl_loss": kl.detached(), "kl_coef": Mean(torch.tensor(coef, dtype=torch.float64), torch.tensor(1))}
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
-    """Statistics that all policy losses report. ``ratio`` is per token [A]."""
+    """Return the statistics that all policy losses report. ``ratio`` has the importance ratio of each token [A]."""
     mask = pack["packed_response_mask"]
     difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)

@@ -33,12 +33,12 @@ def dpo_loss_fn(
     loss_type: str = "sigmoid",
     length_normalized: bool = False,
 ) -> dict[str, Quantity]:
-    """L = mean over pairs of (1 - eps) l(D) + eps l(-D), where D compares the chosen with the rejected answer.
+    """Compute the DPO loss L = mean over pairs of (1 - eps) l(D) + eps l(-D).
 
-    The log-ratio of an answer is sum_t m_t (log pi - log pi_ref). With ``length_normalized``, this sum is divided by
-    the number of response tokens. D is the log-ratio of the chosen answer minus the log-ratio of the rejected answer.
-    eps is ``label_smoothing``, the assumed share of swapped labels (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
-    ``loss_type`` selects l(D):
+    D is the log-ratio of the chosen answer minus the log-ratio of the rejected answer. The log-ratio of an answer is
+    the sum of log pi - log pi_ref over the response tokens. With ``length_normalized``, this sum is divided by the
+    number of response tokens. eps is ``label_smoothing``, the assumed fraction of pairs with swapped labels (Mitchell
+    2023, https://ericmitchell.ai/cdpo.pdf). ``loss_type`` selects l(D):
 
     - ``sigmoid``: -log sigmoid(beta D)
     - ``ipo``: (D - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
@@ -50,14 +50,14 @@ def dpo_loss_fn(
         beta: factor on the log-ratios, above 0. A larger beta keeps the policy closer to the reference.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
-        length_normalized: compare means over tokens instead of sums. Long answers then get no more weight than short
-            ones.
+        length_normalized: whether log-ratios are means over tokens instead of sums, so that long answers get no more
+            weight than short answers.
 
     Returns:
-        Loss and statistics: dpo_loss, total_loss, dpo_accuracy (share of pairs with D > 0), dpo_margin (beta D),
-        dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (the difference of
-        these rewards), and dpo_response_len. Quantities (see :mod:`areno.loss_fns.units`): response_len per
-        sequence, all others per pair.
+        Loss and statistics: dpo_loss, total_loss, dpo_accuracy (fraction of pairs with D > 0), dpo_margin (beta D),
+        dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (the difference of these
+        rewards), and dpo_response_len. Quantities (see :mod:`areno.loss_fns.units`): response_len per sequence, all
+        others per pair.
 
     Raises:
         ValueError: an argument is out of range, the pack has no reference log-probs, or a sequence is unpaired.
@@ -69,7 +69,7 @@ def dpo_loss_fn(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")
     mask = data_pack["packed_response_mask"]
-    reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
+    reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "set ref_logprobs in every row")
     # Subtract per token, and sum in float64: the log-probs of an answer under policy and reference are large and nearly equal,
     # so the difference of their sums would lose digits.
     ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)

@@ -1,6 +1,6 @@
 """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438) and advantage whitening.
 
-The computation is in float64, because an advantage may sum over thousands of later tokens.
+All computations are in float64, because an advantage may be a sum over thousands of later tokens.
 """
 
 import math
@@ -15,14 +15,14 @@ MIN_DEVIATION = 1e-6
 def compute_gae(
     rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam: float, next_value: float = 0.0
 ) -> tuple[list[float], list[float]]:
-    """A_t = d_t + gamma lam A_{t+1}, with d_t = r_t + gamma V_{t+1} - V_t, over the T tokens of one response.
+    """Compute A_t = d_t + gamma lam A_{t+1}, with d_t = r_t + gamma V_{t+1} - V_t, over the T tokens of one response.
 
     Args:
         rewards: reward of each response token [T].
         values: value before each response token [T].
         gamma: discount of later rewards, 0 to 1.
-        lam: GAE lambda, 0 to 1. With 0, advantages rely on the values, and with 1 on the rewards.
-        next_value: value after the last token. For a finished response, 0.
+        lam: GAE lambda, 0 to 1. With 0, A_t is d_t. With 1, A_t is the discounted return minus V_t.
+        next_value: value after the last token; 0 for a finished response.
 
     Returns:
         Advantages [T] and returns A + V [T].
@@ -31,13 +31,15 @@ def compute_gae(
         ValueError: lengths differ, gamma or lam is outside 0 to 1, or a number is not finite.
     """
     if len(rewards) != len(values):
-        raise ValueError(f"GAE needs one value per reward, got {len(rewards)} rewards and {len(values)} values")
+        raise ValueError(f"GAE needs one value per reward, but got {len(rewards)} rewards and {len(values)} values")
     for name, constant in (("gamma", gamma), ("lam", lam)):
         if not 0 <= constant <= 1:
             raise ValueError(f"{name} must be between 0 and 1, got {constant}")
     for name, numbers in (("rewards", rewards), ("values", values), ("next_value", [next_value])):
         if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"GAE needs finite {name}; the model or function that computed them has diverged")
+            raise ValueError(
+                f"GAE needs finite {name}, but not all numbers are finite; check the model or function that computes {name}"
+            )
     advantages = [0.0] * len(rewards)
     later = 0.0
     for t in range(len(rewards) - 1, -1, -1):
@@ -47,7 +49,7 @@ def compute_gae(
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Discounted returns R_i = r_i + discount R_{i+1} of tokens, turns or other steps."""
+    """Compute the discounted returns R_i = r_i + discount R_{i+1} of tokens, turns or other steps."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -65,7 +67,7 @@ def fill_gae(
     lam: float,
     bootstrap: bool,
 ) -> None:
-    """Set the old values, returns and advantages of a row at its trained tokens. Other tokens get 0.
+    """Set ``values``, ``returns`` and ``advantages`` of a row for the trained tokens; 0 for all other tokens.
 
     GAE skips untrained tokens: gamma and lam apply from one trained token to the next.
 
@@ -73,8 +75,8 @@ def fill_gae(
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
         rewards: reward of each trained token, in order.
         values: value after each token of the row.
-        bootstrap: whether to take the value after the last trained token from ``values``, for a truncated response.
-            Otherwise this value is 0.
+        bootstrap: whether the value after the last trained token comes from ``values``, as is usual for a truncated
+            response. If False, this value is 0.
     """
     actions = [index for index, trained in enumerate(row.trainable()) if trained]
     old = [values[index - 1] for index in actions]
@@ -86,19 +88,19 @@ def fill_gae(
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
-    """Standardize over the tokens under ``masks``: (x - mean) / std, with the population std.
+    """Standardize numbers over all tokens under ``masks``: (x - mean) / std, with the population std.
 
-    If the std is at most 1e-6, only the mean is subtracted. Equal values give exactly zero.
+    If the std is at most 1e-6, only the mean is subtracted. Equal numbers become exactly 0.
 
     Args:
-        rows: one list of per-token numbers per sequence.
-        masks: lists of the same shape, True for the tokens to standardize.
+        rows: for each sequence, a list with one number per token.
+        masks: lists as long as those in ``rows``, with True for the tokens to standardize.
 
     Returns:
-        Lists of the same shape. Masked-out tokens are 0.
+        Lists as long as those in ``rows``, with 0 for tokens outside the masks.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: a row and its mask differ in length.
     """
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError(

@@ -38,28 +38,29 @@ def grpo_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) /
-    pi_rollout(t).
+    """Compute L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t.
 
-    The rollout records log pi_rollout. On fresh samples the ratio is about 1 in the first optimizer step, so clipping
-    starts only after the policy has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
+    The importance ratio of token t is r_t = pi(t) / pi_rollout(t), where the rollout recorded log pi_rollout. In the
+    first optimizer step on new samples, the ratio is about 1. Clipping therefore has an effect only after the policy
+    has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
 
     - ``token``: over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476)
     - ``sequence``: over the tokens of each sequence, then over sequences (Shao et al.)
-    - ``dr_grpo``: the sum over each sequence is divided by the constant ``max_tokens``, then sequences are averaged. This
-      removes the length bias (Liu et al. 2025, arXiv:2503.20783).
+    - ``dr_grpo``: over sequences, after the sum over each sequence is divided by the constant ``max_tokens``. The
+      constant removes the length bias (Liu et al. 2025, arXiv:2503.20783).
 
-    A sequence without response tokens contributes 0 and counts as a sequence.
+    A sequence without response tokens contributes 0 to the sum, but counts in the number of sequences.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
             ``packed_num_sequences``. A KL term also needs ``packed_ref_logprobs``.
         clip_eps: width of the clip range below 1.
         clip_eps_high: width of the clip range above 1. If None, the width is ``clip_eps``.
-        dual_clip: bound on the loss where the advantage A is negative, as a multiple of abs(A).
+        dual_clip: upper bound on the loss where the advantage A is negative, as a multiple of abs(A). If None, the loss
+            has no upper bound.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
-        max_tokens: divisor of ``dr_grpo``, the maximum response length.
-        kl_coef: weight of the KL divergence to the reference. 0 disables the KL term.
+        max_tokens: divisor of ``dr_grpo``: the maximum response length in tokens.
+        kl_coef: weight of the KL divergence to the reference policy; 0 disables the KL term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Raises:

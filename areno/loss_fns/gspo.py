@@ -30,12 +30,12 @@ def gspo_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = mean_i [-min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i].
+    """Compute L = mean over sequences i of -min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i.
 
-    The ratio of sequence i is s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)), where L_i is its number of
-    response tokens. A_i and KL_i are the means of advantage and KL over these tokens. A sequence without response
-    tokens contributes 0 and counts as a sequence. :func:`~areno.loss_fns.grpo.grpo_loss_fn` describes the clip range
-    and the KL term.
+    The importance ratio of sequence i is s_i = exp(mean of log pi - log pi_rollout) over the response tokens. A_i and
+    KL_i are the means of the advantage and of the KL estimate over the response tokens. A sequence without response
+    tokens contributes 0 to the sum, but counts in the number of sequences. :func:`~areno.loss_fns.grpo.grpo_loss_fn`
+    describes the clip range and the KL term.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and

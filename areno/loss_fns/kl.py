@@ -30,15 +30,16 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """KL(pi || pi_ref) estimated at each token, elementwise, with d = log pi - log pi_ref.
+    """Estimate KL(pi || pi_ref) at each token, elementwise, with d = log pi - log pi_ref.
 
     - ``kl`` (alias ``k1``): d. Unbiased, but may be negative.
     - ``abs``: \\|d\\|.
     - ``mse`` (alias ``k2``): d^2 / 2.
-    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d. Unbiased and never negative. Exponent and value are bounded.
+    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d. Unbiased and never negative. The exponent and the estimate are
+      bounded.
 
-    As loss terms, ``abs``, ``mse`` and ``low_var_kl`` pull the policy towards the reference. The gradient of ``kl`` as
-    a loss term does not depend on the reference.
+    As loss terms, ``abs``, ``mse`` and ``low_var_kl`` pull the policy towards the reference. As a loss term, ``kl`` has
+    a gradient that does not depend on the reference.
 
     Args:
         logprobs: log-probs of the policy, any shape.
@@ -53,13 +54,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 def masked_kl(pack: DataPack, logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """:func:`kl_penalty` on the action axis [A]. Outside the response mask, 0."""
+    """Apply :func:`kl_penalty` on the action axis [A]; 0 outside the response mask."""
     mask = pack["packed_response_mask"]
     return kl_penalty(torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0), kind)
 
 
 def reference_kl(pack: DataPack, logprobs: Tensor, coef: float, kind: str) -> Tensor | None:
-    """KL to the reference at each token [A]. If its weight ``coef`` is 0, None.
+    """Estimate the KL divergence to the reference policy at each token [A]; None if the weight ``coef`` is 0.
 
     Raises:
         ValueError: the weight is negative, the estimator is unknown, or the pack has no reference log-probs.
@@ -67,11 +68,11 @@ def reference_kl(pack: DataPack, logprobs: Tensor, coef: float, kind: str) -> Te
     if coef == 0:
         return None
     if not coef > 0:
-        raise ValueError(f"kl_coef must not be negative, got {coef}; 0 disables the KL term")
+        raise ValueError(f"kl_coef must not be negative, got {coef}; set kl_coef=0 to disable the KL term")
     reference = required(
         pack,
         "packed_ref_logprobs",
         f"a KL term with kl_coef={coef}",
-        "give every row ref_logprobs scored by the reference model, or set kl_coef=0",
+        "set ref_logprobs (log-probs of the reference model) in every row, or set kl_coef=0",
     )
     return masked_kl(pack, logprobs, reference, kind)

@@ -1,14 +1,14 @@
 """The interface of loss functions: the data pack of a microbatch, and the unit that a loss averages over.
 
-A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on
-the *action axis*: the concatenated sequences of the microbatch, each without its first token, which is never predicted.
-The length of this axis is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no
-gradient. A critic's loss receives values instead of log-probs, on the same axis. Entry t is the value before action t.
-A reward model's loss receives one score per sequence.
+A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and the per-token ``packed_*``
+tensors lie on the *action axis*. The action axis concatenates the sequences of the microbatch, each without its first
+token, because the first token is never predicted. Log-probs outside the response mask are 0 and have no gradient. A
+critic's loss receives values on the action axis instead of log-probs. Entry t is the value before action t. A reward
+model's loss receives one score per sequence.
 
-A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units
-of the optimizer step, so the split into microbatches does not change the result. The default unit is the token.
-:func:`reduces_over` declares another unit.
+A loss returns the mean over its units in the microbatch: tokens, sequences or pairs. The engine weights each microbatch
+by the microbatch's share of the units of the optimizer step. The division into microbatches therefore does not change
+the result. The default unit is the token; :func:`reduces_over` declares another unit.
 """
 
 import functools
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``. A is the length of the action axis. Lists that the rows lack have no key."""
+    """Keys of ``data_pack``. A is the length of the action axis. A key is missing if the rows lack the corresponding list."""
 
     packed_response_mask: Tensor  # bool [A], tokens that count
     packed_logprobs: Tensor  # rollout log-probs [A]
@@ -51,21 +51,21 @@ _LISTS = {
         "for rollouts use [0.0] * len(prompt) + sequence.resp_logprobs; for other rows, "
         "trainer.score_logprobs('actor', token_rows) computes the log-probs before the update",
     ),
-    "packed_advantages": ("advantages", "areno.compute_group_advantages computes them from rewards"),
-    "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes them"),
-    "packed_values": ("values", "trainer.score_values('critic', token_rows) computes them"),
-    "packed_returns": ("returns", "areno.compute_gae computes them from rewards and values"),
+    "packed_advantages": ("advantages", "areno.compute_group_advantages computes advantages from rewards"),
+    "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes the log-probs"),
+    "packed_values": ("values", "trainer.score_values('critic', token_rows) computes the values"),
+    "packed_returns": ("returns", "areno.compute_gae computes returns from rewards and values"),
 }
 
 
 class RowData(dict[str, Any]):
-    """A data pack. If a loss reads per-token data that the rows lack, the error names a remedy."""
+    """A data pack whose error messages say how to provide a missing per-token list."""
 
     def __missing__(self, key: str) -> Any:
         if key not in _LISTS:
             raise KeyError(key)
         name, remedy = _LISTS[key]
-        raise ValueError(f"the loss reads {key}, but the rows have no {name}: set TrainSequence({name}=...); {remedy}")
+        raise ValueError(f"the loss reads {key}, but the rows have no {name}; set TrainSequence({name}=...): {remedy}")
 
 
 def reduces_over(
@@ -77,7 +77,8 @@ def reduces_over(
         unit: the unit, or a function that computes the unit from the keyword arguments that ``functools.partial``
             binds.
         entropy: request ``packed_entropy``, which costs one more pass over the logits.
-        bounds: request ``packed_min_logits`` and ``packed_max_logits``, which cost another pass.
+        bounds: request ``packed_min_logits`` and ``packed_max_logits``, which together cost one more pass over the
+            logits.
     """
 
     def declare(fn: F) -> F:
@@ -88,40 +89,40 @@ def reduces_over(
 
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
-    """Return the unit that a loss, possibly wrapped by ``functools.partial``, declares. The default is ``token``."""
+    """Return the unit that a loss, possibly wrapped by ``functools.partial``, declares; ``token`` if no unit is declared."""
     inner, bound = _unwrapped(loss_fn)
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
     return unit(bound) if callable(unit) else unit
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
-    """Whether a loss declares its unit, so that its rows may be split freely into microbatches."""
+    """Return whether a loss declares its unit. If so, its rows may be divided into microbatches of any size."""
     return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 
 def reads_entropy(loss_fn: LossFn) -> bool:
-    """Whether a loss requests ``packed_entropy``."""
+    """Return whether a loss requests ``packed_entropy``."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_entropy", False))
 
 
 def reads_bounds(loss_fn: LossFn) -> bool:
-    """Whether a loss requests ``packed_min_logits`` and ``packed_max_logits``."""
+    """Return whether a loss requests ``packed_min_logits`` and ``packed_max_logits``."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_bounds", False))
 
 
 def name_of(loss_fn: LossFn) -> str:
-    """The name of a loss in messages."""
+    """Return the name of a loss for messages."""
     inner = _unwrapped(loss_fn)[0]
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 def knobs_of(loss_fn: LossFn) -> Any:
-    """The argument ``knobs`` that ``functools.partial`` binds to a loss. If ``knobs`` is not bound, None."""
+    """Return the argument ``knobs`` that ``functools.partial`` binds to a loss; None if ``knobs`` is not bound."""
     return _unwrapped(loss_fn)[1].get("knobs")
 
 
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
-    """The function inside nested partials, and the keyword arguments that the partials bind."""
+    """Return the function inside nested partials, and the keyword arguments that the partials bind."""
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
         bound = loss_fn.keywords | bound
@@ -137,27 +138,27 @@ def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
 
 
 def in_float(values: Tensor) -> Tensor:
-    """Cast to fp32. Values in fp64 are returned as they are. Losses never compute in half precision."""
+    """Cast values to fp32, because losses never compute in half precision. Values in fp64 are not cast."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-    """Split values per sequence [packed_num_sequences] into values of chosen and values of rejected sequences.
+    """Split per-sequence values [packed_num_sequences] into the values of chosen and of rejected sequences.
 
-    Both results have the shape [pairs].
+    Each of the two results has the shape [pairs].
 
     Raises:
         ValueError: the number of sequences is odd.
     """
     if len(values) % 2:
         raise ValueError(
-            f"{loss} needs an even number of sequences, got {len(values)}; rows alternate between chosen and rejected, "
-            "and a microbatch must not cut a pair"
+            f"{loss} needs an even number of sequences, got {len(values)}; alternate between chosen and rejected rows, and "
+            "keep each pair in one microbatch"
         )
     return values[0::2], values[1::2]
 
 
 def sequence_sums(values: Tensor, pack: DataPack) -> Tensor:
-    """Sum of values [A] over each sequence [packed_num_sequences]."""
+    """Sum values [A] over the tokens of each sequence, and return one sum per sequence [packed_num_sequences]."""
     zeros = values.new_zeros(pack["packed_num_sequences"])
     return zeros.index_add(0, pack["packed_seq_ids"], values)

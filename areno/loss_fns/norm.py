@@ -1,7 +1,7 @@
 """Normalization of rewards or advantages over a batch or over groups.
 
-Each entry has a group id, so groups may differ in size. The computation is in float64. Centering subtracts the minimum
-first, so that equal numbers give exactly zero.
+Each entry has a group id, so groups may differ in size. The computation is in float64. Centering first subtracts the
+minimum, so that equal numbers become exactly 0.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,16 @@ Level = Literal["batch", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """y = (x - mu) / (sigma + eps) over the unmasked entries.
+    """Normalization y = (x - mu) / (sigma + eps) of the entries that are not masked.
 
-    mu is a mean over the batch or the group, a leave-one-out mean, or 0. sigma is the root mean square of x - mu.
+    mu is the mean over the batch or the group, this mean without the entry itself (leave one out), or 0. sigma is the
+    root mean square of x - mu.
 
     Attributes:
         std_level: compute sigma over the ``batch`` or the ``group``. None disables the division.
 
     Raises:
-        ValueError: a level is unknown, eps is negative, or ``mean_leave1out`` is set without a mean.
+        ValueError: a level is unknown, eps is negative, or ``mean_leave1out`` is set although ``mean_level`` is None.
     """
 
     mean_level: Level | None = "batch"  # compute mu over the ``batch`` or the ``group``; None: mu = 0
@@ -48,15 +49,16 @@ class Norm:
         groups: Sequence[int] | Tensor,
         mask: Sequence[bool] | Tensor | None = None,
     ) -> Tensor:
-        """Normalize values.
+        """Normalize values over the batch or over groups.
 
         Args:
             values: one number per entry [N].
             groups: group id of each entry [N], any integers.
-            mask: True for the entries to normalize [N]. None means all entries.
+            mask: True for the entries to normalize [N]; None means all entries.
 
         Returns:
-            float64 [N]. Masked-out entries are 0. If all entries are masked out, the values are returned unchanged.
+            Normalized values, float64 [N]. Entries outside the mask are 0. If the mask excludes all entries, the values
+            are returned unchanged.
 
         Raises:
             ValueError: lengths differ, or an unmasked entry is not finite.
@@ -66,14 +68,15 @@ class Norm:
         keep = torch.ones_like(x, dtype=torch.bool) if mask is None else torch.as_tensor(mask, device=x.device).bool()
         if x.ndim != 1 or not x.shape == ids.shape == keep.shape:
             raise ValueError(
-                f"a norm needs one group and one mask entry per value, got shapes {tuple(x.shape)}, {tuple(ids.shape)} "
-                f"and {tuple(keep.shape)}"
+                "the values, groups and mask of a norm must be one-dimensional and equally long, got the shapes "
+                f"{tuple(x.shape)}, {tuple(ids.shape)} and {tuple(keep.shape)}"
             )
         if not keep.any():
             return x
         if not torch.isfinite(x[keep]).all():
             raise ValueError(
-                "normalization needs finite numbers; the model or function that computes the rewards or advantages has diverged"
+                "normalization needs finite numbers, but not all numbers are finite; check the model or function that computes "
+                "the rewards or advantages"
             )
         return torch.zeros_like(x).masked_scatter(
             keep, self._normalize(x[keep], torch.unique(ids[keep], return_inverse=True)[1])
@@ -96,7 +99,7 @@ class Norm:
         return torch.where(divisor > 0, centered / divisor, 0.0)
 
     def _centered(self, x: Tensor, groups: Tensor) -> Tensor:
-        """Return x - mu, computed from the distances to the minimum of each group."""
+        """Compute x - mu from the distance of each entry to the minimum of its group."""
         counts = _sums(torch.ones_like(x), groups)
         minimum = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]
         above = x - minimum
@@ -107,5 +110,5 @@ class Norm:
 
 
 def _sums(values: Tensor, groups: Tensor) -> Tensor:
-    """The sum over the group of each entry [N]."""
+    """Return, for each entry [N], the sum over the entry's group."""
     return torch.zeros_like(values).index_add(0, groups, values)[groups]

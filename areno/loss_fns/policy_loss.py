@@ -1,11 +1,11 @@
 """The configurable policy loss of ``areno run`` and of most files in ``areno/algorithms``.
 
-The loss covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation. In ``areno
-train``, ``gspo``, ``grpo`` and ``ppo`` use separate losses.
+The loss covers PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling and distillation. The
+algorithms ``gspo``, ``grpo`` and ``ppo`` of ``areno train`` use separate losses.
 
 The settings of this module and of reward shaping (:mod:`areno.loss_fns.shaping`) determine the algorithm.
-docs/algorithms.md lists the settings of each algorithm. Settings are named as in the ``actor`` and ``teacher`` sections
-of an experiment.
+docs/algorithms.md lists the settings of each algorithm. Settings have the same names as in the sections ``actor`` and
+``teacher`` of an experiment.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 class PolicyLossConfig(PolicyLossOptions):
     """Picklable settings of :func:`policy_loss_fn`.
 
-    With ``m2_threshold``, the data pack must have ``packed_keep``. It is True for the tokens that M2PO keeps.
+    If ``m2_threshold`` is set, the data pack must have ``packed_keep``, which is True for the tokens that M2PO keeps.
 
     Raises:
-        ValueError: a setting is out of range, contradicts another, or would have no effect.
+        ValueError: a setting is out of range, contradicts another setting, or would have no effect.
     """
 
     rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behavior in the decoupled loss
@@ -52,7 +52,9 @@ class PolicyLossConfig(PolicyLossOptions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.rl_loss_weight == 0 and self.distill_loss_weight == 0:
-            raise ValueError("rl_loss_weight and distill_loss_weight are both 0; set at least one of them above 0")
+            raise ValueError(
+                "rl_loss_weight and distill_loss_weight are both 0; set at least one of these weights above 0"
+            )
         for name, text in self.problems():
             raise ValueError(f"{name} {text}")
 
@@ -62,7 +64,7 @@ class PolicyLossConfig(PolicyLossOptions):
         return Clip(self.eps_clip, self.eps_clip_higher, self.c_clip)
 
     def scalars(self) -> dict[str, float]:
-        """The settings to report with the statistics of a step."""
+        """Return the settings to report with the statistics of a step."""
         scalars = {"eps_clip": self.eps_clip, "use_dual_clip": float(self.c_clip is not None)}
         if self.c_clip is not None:
             scalars["c_clip"] = self.c_clip
@@ -75,7 +77,7 @@ class PolicyLossConfig(PolicyLossOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Per-token inputs [A] of the loss and its statistics. Log-probs and advantages are 0 outside the response mask.
+    """Per-token inputs [A] of the loss and of its statistics. Log-probs and advantages are 0 outside the response mask.
 
     With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens that ``weights``
     keeps. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
@@ -100,10 +102,10 @@ def policy_loss_fn(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = (rl_loss_weight / N) sum over response tokens of w_t l_t. N is the number of response tokens in the optimizer
-    step.
+    """Compute L = (rl_loss_weight / N) sum_t w_t l_t over the N response tokens t of the optimizer step.
 
-    The ratio rho is pi / pi_p per token, or its geometric mean over the kept tokens of a sequence. l_t is
+    The ratio rho is pi / pi_p of a token, or the geometric mean of pi / pi_p over the kept tokens of a sequence. The
+    loss l_t of a token is
 
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
@@ -111,8 +113,8 @@ def policy_loss_fn(
     - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
 
     By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
-    proximal policy and w = pi_p / pi_behavior, even without ``rejection_sampling``. N includes the tokens that
-    rejection sampling or M2PO masks. These tokens have w = 0.
+    proximal policy and w = pi_p / pi_behavior, even without ``rejection_sampling``. The tokens that rejection sampling
+    or M2PO masks have w = 0, but count in N.
 
     Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
     response tokens. The gradient of this score-function term is an unbiased estimate of the gradient of the per-token
@@ -124,8 +126,9 @@ def policy_loss_fn(
             ``packed_num_sequences``. Some settings need ``packed_prox_logprobs``, ``packed_versions``, ``packed_keep``
             or ``packed_teacher_logprobs``. A KL term needs ``packed_ref_logprobs``.
         knobs: settings. None means the defaults.
-        version: weight version that this update produces: the engine's version plus one. Approximations need it.
-        kl_coef: weight of the KL term. 0 disables this term.
+        version: weight version that this update produces: the engine's version plus one. Required by approximations of
+            the proximal policy.
+        kl_coef: weight of the KL term; 0 disables this term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
@@ -171,7 +174,7 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: i
     proximal = torch.where(mask, _proximal(pack, new, behavior, knobs, version), 0.0)
     weights = behavior_weights(knobs.rejection_sampling, pack, proximal, behavior)
     if knobs.m2_threshold is not None:
-        remedy = "select the tokens with areno.loss_fns.shaping.select_by_second_moment"
+        remedy = "set keep in every row with areno.loss_fns.shaping.select_by_second_moment"
         selected = required(pack, "packed_keep", f"m2_threshold={knobs.m2_threshold}", remedy)
         weights = BehaviorWeights(weights.weight, weights.keep & selected, weights.outside)
     log_ratio, advantage = new - proximal, advantages_of(pack)
@@ -184,11 +187,11 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: i
 
 
 def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
-    """Log-probs in the denominator of the ratio [A]."""
+    """Return the log-probs [A] that are the denominator of the ratio."""
     if not knobs.use_decoupled_loss:
         return behavior
     if knobs.needs_proximal:
-        remedy = "give every row prox_logprobs, scored before the update, or set prox_logp_method=loglinear"
+        remedy = "set prox_logprobs (log-probs before the update) in every row, or set prox_logp_method=loglinear"
         return in_float(required(pack, "packed_prox_logprobs", "the decoupled loss", remedy))
     versions, new_version = _versions(pack, version)
     kind: Any = knobs.prox_logp_method
@@ -196,17 +199,17 @@ def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossCo
 
 
 def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
-    remedy = "give every row the versions that the engine recorded for its tokens"
+    remedy = "set versions in every row to the weight versions that the engine recorded for the tokens"
     versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
     if version is None:
         raise ValueError(
-            "an approximation of the proximal policy needs the argument version, one more than the engine's version"
+            "an approximation of the proximal policy needs the argument version; set version to the engine's version plus one"
         )
     return versions, version
 
 
 def _surrogate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str, Any]]:
-    """Unweighted loss per token [A], and its statistics."""
+    """Compute the loss l_t of each token [A] and its statistics."""
     ratio, advantage, clip = terms.ratio, terms.advantage, knobs.clip
     if knobs.use_sapo_loss:
         return _soft_gate(terms, knobs)
@@ -245,8 +248,8 @@ def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, 
 
 
 def _distillation(pack: DataPack, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """Sum of the score-function term over tokens, and log pi - log pi_teacher per token [A]."""
-    remedy = "give every row teacher_logprobs, or set distill_loss_weight=0"
+    """Return the sum of the score-function term over tokens, and log pi - log pi_teacher of each token [A]."""
+    remedy = "set teacher_logprobs in every row, or set distill_loss_weight=0"
     teacher = required(pack, "packed_teacher_logprobs", "distillation", remedy)
     gap = torch.where(terms.mask, terms.new.detach() - in_float(teacher), 0.0)
     ratio = ratio_of(terms.new - terms.behavior)

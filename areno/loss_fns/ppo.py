@@ -30,11 +30,12 @@ def ppo_loss_fn(
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """L = mean over tokens of l_t + kl_loss_coef KL_t, with l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t).
+    """Compute L = mean over tokens t of l_t + kl_loss_coef KL_t.
 
-    Where A_t < 0, l_t is at most clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). The ratio is r_t
-    = pi(t) / pi_old(t), where log pi_old are the log-probs of the rows. KL_t is the divergence to the reference. If the
-    batch has no reference log-probs, KL_t is the divergence to pi_old.
+    The clipped loss is l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t). Where A_t < 0, l_t is at most
+    clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). The importance ratio is r_t = pi(t) /
+    pi_old(t), where the rows contain log pi_old. KL_t is the KL divergence to the reference policy, or to pi_old if the
+    batch has no reference log-probs.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
@@ -42,13 +43,13 @@ def ppo_loss_fn(
         clip_eps: width of the clip range below 1.
         clip_eps_high: width of the clip range above 1. If None, the width is ``clip_eps``.
         clip_ratio_c: bound of the dual clip, above 1.
-        use_kl_loss: add the KL term.
+        use_kl_loss: whether to add the KL term.
         kl_loss_coef: weight of the KL term.
         kl_loss_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss and statistics. ``pg_clipfrac`` and ``pg_clipfrac_lower`` are the shares of tokens that are clipped by the
-        clip range and by the dual clip. ``ppo_kl`` is the mean of log pi_old - log pi.
+        Loss and statistics. ``pg_clipfrac`` is the fraction of tokens that the clip range clips. ``pg_clipfrac_lower``
+        is the fraction of tokens that the dual clip clips. ``ppo_kl`` is the mean of log pi_old - log pi.
 
     Raises:
         ValueError: an argument is out of range.

@@ -1,8 +1,8 @@
 """Approximations of the proximal policy (the policy before the update) without an extra forward pass.
 
 Version v_b of the policy sampled a token, and the update produces version v. The interpolation assumes that the policy
-changes at a constant rate from v_b to v. The proximal policy has version v - 1. On the way from v_b to v, it lies at
-the fraction alpha = (v - 1 - v_b) / (v - v_b).
+changes at a constant rate from v_b to v. The proximal policy has version v - 1. In the interval from v_b to v, version
+v - 1 lies at the fraction alpha = (v - 1 - v_b) / (v - v_b).
 """
 
 from typing import Literal
@@ -19,9 +19,10 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
 def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
-    """Return alpha of each token [A], 0 to 1. ``versions`` sampled the tokens; the update produces ``version``.
+    """Return alpha of each token [A], 0 to 1.
 
-    alpha is 0 for tokens of ``version`` itself and for prompt tokens, whose versions are negative.
+    ``versions`` are the weight versions that sampled the tokens, and ``version`` is the version that the update
+    produces. alpha is 0 for tokens that ``version`` itself sampled, and for prompt tokens, whose versions are negative.
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)
@@ -52,7 +53,7 @@ def approximate_proximal(
 
 
 def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
-    """KL estimates k1, k2 and k3 between the behavior and the proximal policy at each token, by metric name."""
+    """Return the KL estimates k1, k2 and k3 between the behavior and the proximal policy at each token, by metric name."""
     d = behavior - proximal
     return {"kl_div_direct": d, "kl_div_taylor": 0.5 * d.square(), "kl_div_dual": torch.expm1(-d) + d}
 
@@ -60,10 +61,11 @@ def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
 def approximation_metrics(
     behavior: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
-    """Errors of each approximation relative to the log-probs of a forward pass, over the tokens of ``mask``.
+    """Compare each approximation with the log-probs of a forward pass, over the tokens of ``mask``.
 
-    All metric names begin with ``compute_logp/``. The metrics include :func:`divergences`. For each approximation, they
-    also include its log-prob, the two ratios computed from this log-prob, and the errors of all three.
+    All metric names begin with ``compute_logp/``. The metrics include :func:`divergences`. For each approximation, the
+    metrics also include the approximated log-probs, two importance ratios computed from these log-probs, and the errors
+    of log-probs and ratios.
     """
     behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
     d = behavior - proximal

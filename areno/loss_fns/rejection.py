@@ -1,10 +1,10 @@
-"""Rejection sampling of tokens or sequences on which two policies differ too much.
+"""Rejection sampling: mask tokens or sequences on which the proximal and the behavior policy differ too much.
 
-Such tokens or sequences are masked, or their weights are clamped.
+Instead of masking, the importance weights of such tokens or sequences can be clamped.
 
-r = pi_proximal / pi_behavior is the importance weight that corrects for stale samples (decoupled PPO, Hilton et al.
-2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks with a lower
-and an upper bound on the ratio.
+The importance weight r = pi_proximal / pi_behavior corrects for stale samples (decoupled PPO, Hilton et al. 2022,
+arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks tokens whose ratio
+is outside a lower and an upper bound.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class RejectionSampling(RejectionSamplingConfig):
     - ``kl_k1``: d
     - ``kl_k2``: d^2 / 2
     - ``kl_k3``: r - log r - 1
-    - ``binary_kl`` (KPop): the larger of the two KL divergences between the policies' Bernoulli distributions of "this
-      token" and "another token".
+    - ``binary_kl`` (KPop): the larger of the two KL divergences between the policies, where all tokens except the
+      sampled token count as one token
 
     Raises:
         ValueError: a name is unknown, or a bound is invalid.
@@ -58,7 +58,7 @@ class BehaviorWeights:
 def behavior_weights(
     sampling: RejectionSampling | None, pack: DataPack, proximal: Tensor, behavior: Tensor
 ) -> BehaviorWeights:
-    """Compute weights and mask from the proximal and the behavior log-probs [A].
+    """Compute importance weights and the mask of kept tokens from the proximal and the behavior log-probs [A].
 
     Without ``sampling``, the weight of each token is its ratio r.
     """
@@ -124,11 +124,11 @@ _METRICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def second_moment_keep(proximal: Tensor, behavior: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """M2PO: mask the tokens with the largest (log pi_b - log pi_p)^2 until the mean of the rest is below a threshold.
+    """Select the tokens that M2PO keeps (Zheng et al. 2025, arXiv:2510.01161).
 
-    The selection sorts all tokens of a batch. It therefore runs once, before the split into microbatches, and is stored
-    in the rows (:attr:`areno.types.TrainSequence.keep`). At least one token is kept. Zheng et al. 2025,
-    arXiv:2510.01161.
+    The tokens with the largest (log pi_b - log pi_p)^2 are masked until the mean over the kept tokens is below
+    ``threshold``. At least one token is kept. The selection sorts all tokens of a batch, and therefore runs once,
+    before the division into microbatches. The result is stored in the rows (:attr:`areno.types.TrainSequence.keep`).
 
     Args:
         proximal: log-probs at the start of the update [N].

@@ -9,14 +9,14 @@ from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 @mean_loss("pair", means("rm_", "loss", "accuracy", "margin", "chosen_score", "rejected_score"))
 def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quantity]:
-    """L = -mean over pairs of log sigmoid(s_chosen - s_rejected).
+    """Compute the loss L = -mean over pairs of log sigmoid(s_chosen - s_rejected).
 
     Args:
         data_pack: needs ``packed_num_sequences``. Sequences alternate between chosen and rejected.
         scores: one score per sequence [packed_num_sequences].
 
     Returns:
-        Loss and statistics: rm_loss, rm_accuracy (share of pairs whose chosen answer scores higher), rm_margin,
+        Loss and statistics: rm_loss, rm_accuracy (fraction of pairs whose chosen answer scores higher), rm_margin,
         rm_chosen_score and rm_rejected_score. Quantities (see :mod:`areno.loss_fns.units`): the same statistics per
         pair, named without ``rm_``.
 
@@ -26,8 +26,8 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
     sequences = data_pack["packed_num_sequences"]
     if scores.shape != (sequences,):
         raise ValueError(
-            f"reward_model_loss_fn needs one score for each of {sequences} sequences, got shape {tuple(scores.shape)}; "
-            "use this loss to train a reward model, not a policy"
+            f"reward_model_loss_fn needs one score for each of {sequences} sequences, got scores of shape "
+            f"{tuple(scores.shape)}; use this loss to train a reward model, not a policy"
         )
     chosen, rejected = split_pairs(in_float(scores), "reward_model_loss_fn")
     margin = chosen - rejected

@@ -19,7 +19,7 @@ _NAMES: Names = {
 
 @mean_loss("token", _NAMES)
 def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
-    """L = -(sum_t m_t log pi(t)) / (sum_t m_t), over all target tokens of the optimizer step.
+    """Compute L = mean of -log pi(t) over all response tokens t of the optimizer step.
 
     Args:
         data_pack: needs ``packed_response_mask``.

@@ -1,9 +1,10 @@
 """Reward shaping: converts task rewards to per-token advantages.
 
-First, reward parts may be normalized and weighted. Then the overlong penalty, bias, scaling and clip are applied. The
-rewards are normalized over samples. The result is R'. The last trained token gets R' and its KL reward. Earlier trained
-tokens get only their KL rewards. Finally GAE runs over the trained tokens, and advantages are normalized over tokens.
-GAE skips untrained tokens (prompts and tool results), and does not discount over them.
+The optional first step normalizes and weights reward parts. Next, the overlong penalty, bias, scaling and clip are
+applied, and the rewards are normalized over samples. The result is the shaped reward R'. The last trained token gets R'
+plus its KL reward. All earlier trained tokens get only their KL rewards. Finally, GAE runs over the trained tokens, and
+the advantages are normalized over tokens. GAE skips untrained tokens (prompts and tool results), so untrained tokens
+add no discount.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,11 @@ from areno.types import TrainSequence
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
-"""Normalizes the rewards of samples, float64 [B], given their groups, like :class:`~areno.loss_fns.norm.Norm`."""
-AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
-"""Normalizes advantages of tokens [N], like ``Norm``. The arguments are advantages, groups, and a mask of tokens to
-normalize.
+"""Normalizes rewards of samples, float64 [B]. The arguments are rewards and groups, as for
+:class:`~areno.loss_fns.norm.Norm`.
 """
+AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
+"""Normalizes advantages of tokens [N]. The arguments are advantages, groups and a mask of tokens, as for ``Norm``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,18 @@ class RewardShaping:
     """Settings of reward shaping, named as in the ``actor`` section of an experiment.
 
     ``overlong_reward_penalty`` subtracts a penalty from the rewards of long answers (DAPO, Yu et al. 2025,
-    arXiv:2503.14476, eq. 13). The penalty grows linearly over the last ``overlong_tokens`` of ``max_new_tokens``, up to
-    ``overlong_penalty_factor``.
+    arXiv:2503.14476, eq. 13). Answers of up to ``max_new_tokens - overlong_tokens`` tokens get no penalty. For longer
+    answers, the penalty grows linearly with the length, and is ``overlong_penalty_factor`` at ``max_new_tokens``
+    tokens.
 
-    With ``mask_no_eos_with_zero``, a truncated answer has no task reward and no advantage, and ``adv_norm`` ignores it.
-    Remove such rows from the update with :func:`untruncated`.
+    With ``mask_no_eos_with_zero``, the task reward and the advantages of a truncated answer are 0, and ``adv_norm``
+    ignores the answer. :func:`untruncated` removes truncated rows from an update.
 
     With ``bootstrap_truncated``, the return after the last token of a truncated answer is the critic's value at this
     token. Otherwise the return is 0.
 
     Raises:
-        ValueError: a setting is out of range, or the penalty is incomplete.
+        ValueError: a setting is out of range, or a setting of the overlong penalty is missing.
     """
 
     part_weights: Mapping[str, float] | None = None  # weights of normalized reward parts; None: total rewards are used
@@ -70,7 +72,7 @@ class RewardShaping:
         if not self.reward_clip > 0:
             raise ValueError(f"reward_clip must be above 0, got {self.reward_clip}")
         if not self.kl_ctl >= 0:
-            raise ValueError(f"kl_ctl must not be negative, got {self.kl_ctl}; 0 disables the KL reward")
+            raise ValueError(f"kl_ctl must not be negative, got {self.kl_ctl}; set kl_ctl=0 to disable the KL reward")
         if self.kl_estimator not in ("k1", "k2", "k3"):
             raise ValueError(f"kl_estimator must be k1, k2 or k3, got {self.kl_estimator!r}")
         for name in ("discount", "gae_lambda"):
@@ -80,12 +82,13 @@ class RewardShaping:
             for name, minimum in (("overlong_tokens", 1), ("overlong_penalty_factor", 0)):
                 value = getattr(self, name)
                 if value is None or not value >= minimum:
-                    raise ValueError(f"overlong_reward_penalty needs {name} of at least {minimum}, got {value}")
+                    raise ValueError(f"overlong_reward_penalty=true needs {name} of at least {minimum}, got {value}")
 
     def penalty(self, tokens: int) -> float:
-        """Length penalty of a row with ``tokens`` trained tokens, 0 or negative.
+        """Return the length penalty, 0 or negative, of a row with ``tokens`` trained tokens.
 
-        One answer gets at least -``overlong_penalty_factor``. A longer row, of several turns, can fall below that.
+        The penalty of a single answer is at least -``overlong_penalty_factor``. The penalty of a row with several turns
+        can be lower, because the row can be longer than ``max_new_tokens``.
         """
         if not self.overlong_reward_penalty:
             return 0.0
@@ -95,12 +98,12 @@ class RewardShaping:
         return min(-over / self.overlong_tokens * self.overlong_penalty_factor, 0.0)
 
     def rewards(self, raw: Sequence[float], lengths: Sequence[int], groups: Sequence[int]) -> Tensor:
-        """Shaped rewards R', float64 [B].
+        """Compute the shaped rewards R', float64 [B].
 
         Args:
             raw: task rewards [B].
             lengths: number of trained tokens of each sample [B].
-            groups: comparison group of each sample [B].
+            groups: index of the group in which each sample is normalized [B].
         """
         if self.part_weights is not None:
             raw = normalized_parts(raw, groups, self.part_weights)
@@ -112,7 +115,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments. A segment may be a span of tokens, such as a turn, or may cover several rows."""
+    """Rewards of segments. A segment is a set of tokens, such as a turn or several whole rows."""
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
@@ -122,27 +125,29 @@ class Credits:
 def shape_advantages(
     rows: Sequence[TrainSequence], shaping: RewardShaping, values: Sequence[Sequence[float]] | None = None
 ) -> dict[str, Tensor]:
-    """Set the ``advantages`` and ``returns`` of each row. With a critic, also set the ``values``.
+    """Set the ``advantages`` and ``returns`` of each row and, with a critic, the ``values``.
 
     Args:
-        rows: changed in place. They need ``reward``, ``group`` and ``truncated``. A KL reward needs ``logprobs`` and
-            ``ref_logprobs``.
-        values: the critic's value after each token of each row. Without a critic, None.
+        rows: changed in place. Each row needs ``reward``, ``group`` and ``truncated``. A KL reward also needs
+            ``logprobs`` and ``ref_logprobs``.
+        values: the critic's value after each token of each row; None without a critic.
 
     Returns:
-        Values (float64) by documented name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
+        Numbers (float64) by metric name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
         ``kl_rewards`` (sum over the tokens), ``final_reward`` (R' plus ``kl_rewards``), ``no_eos_ratios``,
         ``prompt_len``, ``seq_len``, ``correct_seq_len`` (lengths of rows with a task reward above 0) and
-        ``incorrect_seq_len`` (lengths of all other rows). Per token: ``advantages``, and ``gae_advantages``, the
-        advantages before ``adv_norm``.
+        ``incorrect_seq_len`` (lengths of all other rows). Per token: ``advantages``, and ``gae_advantages`` (the
+        advantages before ``adv_norm``).
 
     Raises:
         ValueError: there are no rows, a KL reward lacks reference log-probs, or a number is not finite.
     """
     if not rows:
-        raise ValueError("shape_advantages needs at least one row")
+        raise ValueError("shape_advantages needs at least one row, got none")
     if values is not None and len(values) != len(rows):
-        raise ValueError(f"shape_advantages needs the values of {len(rows)} rows, got {len(values)}")
+        raise ValueError(
+            f"shape_advantages needs values for each of the {len(rows)} rows, got values for {len(values)} rows"
+        )
     lengths = [sum(row.trainable()) for row in rows]
     shaped = shaping.rewards([row.reward for row in rows], lengths, [row.group for row in rows]).tolist()
     kl_sums, finals = [], []
@@ -188,14 +193,14 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
 
 
 def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
-    """Concatenate a per-token list of the rows, for the trained tokens only."""
+    """Concatenate the entries of the per-token list ``name`` for the trained tokens of all rows."""
     return [
         value for row in rows for value, trained in zip(getattr(row, name), row.trainable(), strict=True) if trained
     ]
 
 
 def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
-    """-kl_ctl KL_t at each trained token."""
+    """Compute the KL reward -kl_ctl KL_t of each trained token."""
     if shaping.kl_ctl == 0:
         return [0.0] * sum(row.trainable())
     if not row.ref_logprobs or not row.logprobs:
@@ -210,7 +215,7 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalize(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalize advantages over the trained tokens. Set the advantages of masked answers to 0."""
+    """Normalize advantages over the trained tokens, and set the advantages of masked answers to 0."""
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
@@ -242,7 +247,7 @@ def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals
 
 
 def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Numbers of sequences, tokens and trained tokens of a batch, by metric name."""
+    """Return the numbers of sequences, tokens and trained tokens of a batch, by metric name."""
     return {
         "n_seqs": float(len(rows)),
         "n_tokens": float(sum(len(row.tokens) for row in rows)),
@@ -251,7 +256,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return :func:`sizes`, the number of sequences with a reward above 0, and the number of all other sequences."""
+    """Return :func:`sizes`, and the numbers of sequences with a reward above 0 and of all other sequences."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),
@@ -261,7 +266,7 @@ def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
-    """``<name>/avg``, ``<name>/min`` and ``<name>/max`` of each non-empty population."""
+    """Return ``<name>/avg``, ``<name>/min`` and ``<name>/max`` of each population that is not empty."""
     return {
         f"{name}/{kind}": float(number)
         for name, numbers in populations.items()
@@ -271,26 +276,26 @@ def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
 
 
 def untruncated(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The rows that are not truncated. With ``mask_no_eos_with_zero``, only these are trained on."""
+    """Return the rows that are not truncated. With ``mask_no_eos_with_zero``, only these rows are trained on."""
     return [row for row in rows if not row.truncated]
 
 
 def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> float:
-    """M2PO: set ``keep`` of each row; see :func:`second_moment_keep`.
+    """Mark the tokens that M2PO keeps in ``keep`` of each row; see :func:`second_moment_keep`.
 
     Args:
-        rows: the full batch, before the split into optimizer steps. They need ``logprobs`` and ``prox_logprobs``.
+        rows: all rows of the batch, before the division into optimizer steps, with ``logprobs`` and ``prox_logprobs``.
         threshold: bound on the mean square of the log-ratio, above 0.
 
     Returns:
-        Share of the trained tokens that are masked.
+        Fraction of the trained tokens that are masked.
 
     Raises:
         ValueError: a row lacks log-probs, or the threshold is not above 0.
     """
     for index, row in enumerate(rows):
         if not row.prox_logprobs or not row.logprobs:
-            raise ValueError(f"m2_threshold={threshold} needs logprobs and prox_logprobs; row {index} lacks them")
+            raise ValueError(f"m2_threshold={threshold} needs logprobs and prox_logprobs; set both in row {index}")
     columns = [
         torch.tensor(list(chain.from_iterable(getattr(row, name) for row in rows)), dtype=torch.float64)
         for name in ("prox_logprobs", "logprobs")
@@ -303,14 +308,16 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
 
 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
-    """Return statistics of the trained tokens' staleness, named ``version_stats/...``.
+    """Return statistics of the staleness of the trained tokens, named ``version_stats/...``.
 
     ``version`` is the weight version that the update produces (the engine's version plus one). The proximal policy has
     version ``version - 1``.
     """
     for index, row in enumerate(rows):
         if not row.versions:
-            raise ValueError(f"version statistics need the versions of all rows; row {index} has none")
+            raise ValueError(
+                f"version statistics need versions in every row, but row {index} has none; set versions in row {index}"
+            )
     sampled = [version for version in trained_values(rows, "versions") if version >= 0]
     stats = {
         "v_theta": float(version),

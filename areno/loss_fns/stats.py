@@ -1,8 +1,8 @@
 """Statistics that are aggregated exactly over microbatches.
 
 A loss reports objects of this module. The engine merges the parts of these objects (sums, counts, and bounds) over the
-optimizer step and all ranks. It then converts the result to scalars. A plain number in the metrics is averaged with the
-same weights as the loss.
+optimizer step and all ranks, and converts the result to scalars. A plain number in the metrics is averaged over the
+microbatches with the same weights as the loss.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Parts = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Sum and count of a quantity. Reports the mean under the statistic's name."""
+    """Sum and count of a quantity, reported as the mean under the statistic's name."""
 
     total: Tensor
     count: Tensor
 
     def detached(self) -> Mean:
-        """A copy without gradient."""
+        """Return a copy without gradient."""
         return Mean(self.total.detach(), self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Count, sum and sum of squares. Reports ``<name>_mean`` and ``<name>_std`` (population)."""
+    """Count, sum and sum of squares of a quantity, reported as ``<name>_mean`` and ``<name>_std`` (population std)."""
 
     total: Tensor
     square: Tensor
@@ -44,9 +44,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Count, sum, minimum and maximum of a quantity. Reports ``<name>/avg``, ``<name>/min`` and ``<name>/max``.
+    """Count, sum, minimum and maximum of a quantity, reported as ``<name>/avg``, ``<name>/min`` and ``<name>/max``.
 
-    Reports no scalars if there are no values.
+    If there are no values, no scalars are reported.
     """
 
     total: Tensor
@@ -57,14 +57,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A count. Reports the sum over the optimizer step under the statistic's name."""
+    """A count, reported as the sum over the optimizer step under the statistic's name."""
 
     total: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlags:
-    """One flag per action, bool [A]. Reports no scalar.
+    """One flag per action, bool [A], not reported as a scalar.
 
     The flags ``clipped`` of a loss mark the tokens whose gradient was removed by clipping. Recorded samples show these
     flags.
@@ -77,7 +77,7 @@ Statistic = Mean | Spread | Range | Count
 
 
 def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
-    """The kind of a statistic, and its parts as tensors."""
+    """Return the kind of a statistic, and its parts as tensors."""
     return type(statistic).__name__.lower(), [getattr(statistic, entry.name) for entry in fields(statistic)]
 
 
@@ -90,7 +90,7 @@ def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:
 
 
 def scalars_of(name: str, kind: str, parts: Parts) -> dict[str, float]:
-    """The scalars to report for a statistic."""
+    """Return the scalars to report for a statistic."""
     if kind == "count":
         return {name: parts[0]}
     if kind == "range":
@@ -104,18 +104,18 @@ def scalars_of(name: str, kind: str, parts: Parts) -> dict[str, float]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Mean of the values under the mask."""
+    """Return the mean of the values under the mask."""
     return Mean(torch.where(mask, in_float(values.detach()), 0.0).sum(), mask.sum())
 
 
 def masked_spread(values: Tensor, mask: Tensor) -> Spread:
-    """Mean and standard deviation of the values under the mask. Sums are in float64, so that small deviations are kept."""
+    """Return mean and standard deviation of the values under the mask. Sums in float64 keep small deviations accurate."""
     masked = torch.where(mask, values.detach().double(), 0.0)
     return Spread(masked.sum(), masked.square().sum(), mask.sum())
 
 
 def masked_range(values: Tensor, mask: Tensor) -> Range:
-    """Mean, minimum and maximum of the values under the mask. If the mask is empty, the bounds are infinite."""
+    """Return mean, minimum and maximum of the values under the mask. If no entry is True, the bounds are infinite."""
     values = values.detach().double()
     bounds = [torch.where(mask, values, bound) for bound in (torch.inf, -torch.inf)]
     empty = torch.tensor([torch.inf], dtype=torch.float64, device=values.device)
@@ -128,12 +128,12 @@ def masked_range(values: Tensor, mask: Tensor) -> Range:
 
 
 def checked_output(output: Any, loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss and the statistics that a loss function returned. Raise UsageError if they are invalid."""
+    """Split the output of a loss function into loss and statistics. Raise UsageError if the output is invalid."""
     parts = output if isinstance(output, tuple) else (output, {})
     if len(parts) != 2 or not isinstance(parts[0], Tensor) or parts[0].numel() != 1 or not isinstance(parts[1], dict):
         raise UsageError(
-            f"the loss {name_of(loss_fn)} returned {_shape_of(output)}; return a tensor of one element, or this tensor and a "
-            "dictionary of statistics"
+            f"the loss {name_of(loss_fn)} returned {_shape_of(output)}; return a tensor of one element, or a tuple of such a "
+            "tensor and a dictionary of statistics"
         )
     for name, value in parts[1].items():
         if not isinstance(value, Statistic | TokenFlags) and not _is_number(value):

@@ -1,4 +1,4 @@
-"""Losses that are means over units (tokens or pairs), with a table of the statistics to report.
+"""Losses that are means over units (tokens or pairs), with tables of the statistics to report.
 
 A unit function returns per-unit quantities by name, including ``loss``. :func:`mean_loss` turns a unit function into a
 loss that reports statistics under the names of ``areno train`` and the SDK. :func:`with_names` replaces these names.
@@ -16,7 +16,7 @@ from areno.loss_fns.stats import Count, Statistic, masked_mean, masked_range
 
 
 class Quantity(NamedTuple):
-    """A number per unit."""
+    """A quantity with one number per unit."""
 
     values: Tensor  # [units]
     counts: Tensor  # bool, units that have a value [units]
@@ -29,12 +29,12 @@ Names = Mapping[str, tuple[str, Summary]]
 
 
 def of_all(values: Tensor) -> Quantity:
-    """A quantity that every unit has."""
+    """Create a quantity that every unit has."""
     return Quantity(values, torch.ones_like(values, dtype=torch.bool))
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Turn a unit function into a loss: the mean of the quantity ``loss`` over units."""
+    """Turn a unit function into a loss, which is the mean of the quantity ``loss`` over units."""
 
     def decorate(units: UnitsFn) -> LossFn:
         @functools.wraps(units)
@@ -48,7 +48,7 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 
 
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
-    """Bind options of a :func:`mean_loss` loss, and report its statistics under other names.
+    """Bind options to a loss made by :func:`mean_loss`, and report the loss's statistics under other names.
 
     Quantities that the loss does not return are omitted.
     """
@@ -76,5 +76,5 @@ def _summary(quantity: Quantity, kind: Summary) -> Statistic:
 
 
 def means(prefix: str, *quantities: str) -> Names:
-    """Report the mean of each quantity under its prefixed name."""
+    """Create names that report the mean of each quantity under ``prefix`` plus the quantity's name."""
     return {f"{prefix}{name}": (name, "mean") for name in quantities}

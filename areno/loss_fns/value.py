@@ -6,7 +6,7 @@ from torch import Tensor
 from areno.loss_fns.loss_interface import DataPack, in_float, required
 from areno.loss_fns.units import Names, Quantity, mean_loss, means
 
-_REMEDY = "give every row values and returns, see compute_gae"
+_REMEDY = "set values and returns in every row, for example with areno.compute_gae"
 
 
 _NAMES: Names = {
@@ -35,15 +35,15 @@ CRITIC_NAMES: Names = {
 def value_loss_fn(
     data_pack: DataPack, values: Tensor, cliprange_value: float = 0.5, value_loss_coef: float = 0.5
 ) -> dict[str, Quantity]:
-    """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2).
+    """Compute L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2).
 
-    V_clip is V_old + clip(V - V_old, -eta, eta). The maximum removes the gradient of a prediction that has already
-    moved towards its target by more than eta.
+    R is the return, and V_clip is V_old + clip(V - V_old, -eta, eta). Because of the maximum, a value that has already
+    moved towards R by more than eta gets no gradient.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
         values: current value before each action [A].
-        cliprange_value: eta, in units of reward.
+        cliprange_value: maximum change eta of a value before clipping, in units of reward.
         value_loss_coef: weight of the loss.
 
     Returns:

@@ -1,16 +1,16 @@
-"""Text processing around the model: chat templates, detokenization, stop strings, reasoning and tool-call parsers.
+"""Text processing for a model's input and output: chat templates, detokenization, stop strings and parsers.
 
-- ``chat``: prompts to token ids
-- ``messages``: messages for chat templates
-- ``markers``: detects markers in prompts
-- ``data_rows``: common formats of dataset rows
-- ``hub``: whether a model is available
-- ``detok``: tokens to text, incrementally
-- ``stop``: stop strings
-- ``growing``: repeated searches in growing text
+- ``chat``: converts prompts to token ids
+- ``messages``: converts messages for chat templates
+- ``markers``: detects chat template markers in prompts
+- ``data_rows``: converts dataset rows in common formats
+- ``hub``: checks whether a model is available
+- ``detok``: converts tokens to text incrementally
+- ``stop``: detects stop strings
+- ``growing``: finds markers in text that grows
 - ``reasoning``: separates reasoning from content
 - ``tool_calls``: parses tool calls
-- ``grammar``: structured output
+- ``grammar``: constrains responses (structured output)
 
-Importing this package is cheap: ``transformers`` is imported only on use.
+Importing this package is fast, because ``transformers`` is imported only when needed.
 """

@@ -1,8 +1,8 @@
 """Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes one user turn. A prompt that already contains chat markers is used unchanged. If the model uses a BOS
-token, its chat template writes this token. Without a template, a prompt gets the BOS token that the tokenizer adds. A text that
-already starts with BOS gets no second BOS token.
+A text prompt becomes the content of one user message. A text that already contains markers of a chat template is used
+unchanged. If the model uses a BOS token, its chat template writes this token. Without a template, a text that does not
+start with BOS gets the BOS token that the tokenizer adds by default.
 """
 
 import json
@@ -29,12 +29,12 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if this fails."""
+    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError if the tokenizer cannot be loaded."""
     from transformers import AutoTokenizer
 
     location = os.path.expanduser(path)
     if path.startswith((".", "/", "~")) and not Path(location).is_dir():
-        raise UsageError(f"tokenizer: the folder {path} does not exist; use a checkpoint folder or a hub id")
+        raise UsageError(f"tokenizer: the folder {path} does not exist; use an existing checkpoint folder or a hub id")
     check_reachable(location)
     try:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
@@ -47,13 +47,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def is_chat_formatted(text: str) -> bool:
-    """Whether the text contains any of :data:`CHAT_MARKERS`."""
+    """Return whether a text contains at least one of :data:`CHAT_MARKERS`."""
     return any(marker in text for marker in CHAT_MARKERS)
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text. If ``templated``, a chat template rendered the prompt, including BOS if the model uses BOS."""
+    """A prompt as text. If ``templated`` is True, a chat template rendered the text, and wrote BOS if the model uses BOS."""
 
     text: str
     templated: bool
@@ -73,11 +73,12 @@ def render_generation_prompt(
     Args:
         prompt: text, or a list of ``{"role", "content"}`` messages in OpenAI's format, including content parts,
             ``tool_calls`` and messages of the role ``tool``.
-        disable_thinking: pass ``enable_thinking=False`` to the template, which may ignore it.
+        disable_thinking: whether to pass the variable ``enable_thinking=False`` to the template. Some templates ignore
+            this variable.
         tools: available tools in OpenAI's format. If the template does not support tools, the system message describes
             the tools.
         chat_template_kwargs: additional template variables, which override ``disable_thinking``.
-        add_generation_prompt: open the assistant's turn at the end.
+        add_generation_prompt: whether to open the assistant's turn at the end of the prompt.
 
     Raises:
         UsageError: a message, call or tool is malformed; content is not text; a variable is reserved; or the template
@@ -110,7 +111,7 @@ def render_generation_prompt(
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Token ids of each prompt. Text without a template gets the tokenizer's BOS token, if missing."""
+    """Encode each prompt to token ids. Text that no template rendered gets the tokenizer's BOS token if BOS is missing."""
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)
@@ -122,12 +123,12 @@ def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[l
 
 
 def encode_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: bool = False) -> list[int]:
-    """Token ids of one prompt. The arguments and errors are those of :func:`render_generation_prompt`."""
+    """Render and encode one prompt. The arguments and errors are those of :func:`render_generation_prompt`."""
     return encode_rendered(tokenizer, [render_generation_prompt(tokenizer, prompt, disable_thinking)])[0]
 
 
 def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
-    """All ids that end a response: the EOS ids of the tokenizer, and those of a checkpoint or a model configuration."""
+    """Return all ids that end a response: the EOS ids of the tokenizer, and those of a checkpoint or model configuration."""
     eos_ids = _ids(tokenizer.eos_token_id)
     if isinstance(model_path_or_config, (str, Path)):
         for name in ("config.json", "generation_config.json"):
@@ -145,7 +146,7 @@ def _variables(disable_thinking: bool, kwargs: Mapping[str, Any] | None) -> dict
 
 
 def template_source(tokenizer: Any) -> str:
-    """The source of all chat templates of a tokenizer; empty without chat templates."""
+    """Return the source of all chat templates of a tokenizer; empty if there are no chat templates."""
     template = tokenizer.chat_template or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else template
 
@@ -202,9 +203,11 @@ def _read_json(model_path: str, name: str) -> dict[str, Any]:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}; the checkpoint is damaged: download it again") from error
+        raise UsageError(
+            f"{path} is not valid JSON, so the checkpoint is damaged ({error}); download the file again"
+        ) from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path} is not a JSON object; the checkpoint is damaged: download it again")
+        raise UsageError(f"{path} is not a JSON object, so the checkpoint is damaged; download the file again")
     return config
 
 
@@ -219,7 +222,7 @@ def _ids(value: Any) -> set[int]:
     ids = [value] if isinstance(value, int) else value
     if not (isinstance(ids, list) and all(isinstance(token, int) for token in ids)):
         raise UsageError(
-            f"eos_token_id is {value!r}, not a token id or a list of token ids; correct it in config.json and "
-            "generation_config.json of the model"
+            f"eos_token_id is {value!r}, but must be a token id or a list of token ids; correct eos_token_id in config.json "
+            "and generation_config.json of the model"
         )
     return set(ids)

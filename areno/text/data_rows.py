@@ -1,6 +1,6 @@
-"""Converts dataset rows in common formats to areno's keys, and encodes the fields of rows.
+"""Convert dataset rows in common formats to the keys that areno expects, and encode the fields of rows.
 
-Error messages contain the source and the row number (from 1).
+Error messages name the source and the row number, counted from 1.
 """
 
 import re
@@ -23,15 +23,15 @@ Messages = list[dict[str, Any]]
 def text_or_messages(
     row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
 ) -> str | Messages:
-    """Text or chat messages of a row's key. Null fields, which Arrow adds to messages, are removed.
+    """Return the text or the chat messages under a row's key. Null fields, which Arrow adds to messages, are removed.
 
     Raises DataError if the value is missing, or is neither text nor messages.
     """
     value = row.get(key)
     if value is None:
         raise DataError(
-            f"{named_row(source, index)}dataset row must contain `{key}`; it "
-            f"{'is null' if key in row else 'has ' + (', '.join(map(str, row)) or 'no keys')}. "
+            f"{named_row(source, index)}dataset row must contain `{key}`, but "
+            f"{f'`{key}` is null' if key in row else 'its keys are: ' + (', '.join(map(str, row)) or 'none')}. "
             f"Use {loader} to convert rows"
         )
     if isinstance(value, str):
@@ -47,10 +47,10 @@ def text_or_messages(
 
 
 def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
-    """The response text of a row. A row with an empty response should be dropped. Raises DataError if malformed."""
+    """Return the response text of a row; callers drop rows with an empty response. Raises DataError if there is no text."""
     if "response" not in row:
         raise DataError(
-            f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
+            f"{named_row(source, index)}dataset row must contain `response`, but its keys are: {', '.join(map(str, row))}. "
             f"Use {loader} to convert rows"
         )
     response = row["response"]
@@ -60,12 +60,12 @@ def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) ->
 
 
 def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Text or messages of a row's key. A row with an empty value should be dropped. Raises DataError if malformed."""
+    """Return the text or the messages under a row's key, like :func:`text_or_messages`. An empty list is also allowed."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """Render the prompt of a row, and warn about markers. Raises DataError if the template rejects the row."""
+    """Render the prompt of a row, and warn about chat template markers. Raises DataError if the template rejects the prompt."""
     warn_about_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)
@@ -76,7 +76,7 @@ def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: s
 def encode_examples(
     tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of prompts and responses. An EOS token is appended to each response that does not end with one."""
+    """Encode prompts and responses to token ids. An EOS token is appended to each response that does not end with EOS."""
     eos = ending_token(tokenizer, eos_token_ids)
     for begin in range(0, len(examples), _ENCODE_ROWS):
         prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
@@ -88,29 +88,29 @@ def encode_examples(
 
 
 def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
-    """The tokenizer's EOS id. If the tokenizer has none, the lowest of ``eos_token_ids``. None without any EOS id."""
+    """Return the tokenizer's EOS id, or else the lowest of ``eos_token_ids``; None if there is no EOS id."""
     eos = tokenizer.eos_token_id
     return eos if eos is not None else min(eos_token_ids, default=None)
 
 
 def named_row(source: str, index: int | None = None) -> str:
-    """The prefix ``source, row N: `` of a message. Row numbers start at 1."""
+    """Return the prefix ``source, row N: `` of a message. N is ``index`` plus 1."""
     row = "" if index is None else f"row {index + 1}"
     name = ", ".join(part for part in (source, row) if part)
     return f"{name}: " if name else ""
 
 
 PROMPT_FIELDS = ("messages", "prompt", "question")
-"""Fields that may hold the prompt of a row for RL. The first non-empty field is used."""
+"""Fields that may contain the prompt of a row for RL. The first field that is not empty is used."""
 
 
 def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Mapping[str, Any]:
-    """Convert a row to ``prompt`` and ``response``.
+    """Convert a row to the keys ``prompt`` and ``response``.
 
-    If the last of ``messages`` is from the assistant, this message becomes the response, and the earlier messages
-    become the prompt. ``question`` and ``answer`` become prompt and response. Rows that already have ``prompt`` or
-    ``response``, and rows in other formats, are returned unchanged. Raises DataError if the last message calls tools,
-    because a response is text.
+    If the last of ``messages`` is from the assistant, the last message becomes the response, and all earlier messages
+    become the prompt. ``question`` becomes the prompt, and ``answer`` becomes the response. Rows that already have
+    ``prompt`` or ``response``, and rows in other formats, are returned unchanged. Raises DataError if the last message
+    calls tools, because a response is text.
     """
     if "prompt" in row or "response" in row:
         return row
@@ -121,7 +121,7 @@ def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Map
             if last.get("tool_calls"):
                 raise DataError(
                     f"{named_row(source, index)}the last of `messages` has `tool_calls`, but a response must be text. "
-                    f"Use {loader} to write the calls into `response` as the model writes them, or to remove the row"
+                    f"Use {loader} to write the calls as text in the model's format into `response`, or to remove the row"
                 )
             return {**row, "prompt": prompt, "response": last.get("content")}
     if row.get("question") is not None and "answer" in row:
@@ -132,11 +132,12 @@ def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Map
 def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
     """Convert the transcripts of an hh-rlhf preference pair to conversations.
 
-    Each turn of a transcript starts with ``\\n\\nHuman:`` or ``\\n\\nAssistant:``. A transcript that does not end with a
-    response becomes an empty list, and the pair is dropped later. Other rows, and rows with a ``prompt``, are unchanged.
+    Each turn of a transcript starts with ``\\n\\nHuman:`` or ``\\n\\nAssistant:``. A transcript that does not end with
+    a response becomes an empty list, and the pair is dropped later. All other rows, and rows with a ``prompt``, are
+    returned unchanged.
 
-    If ``with_template`` is False, the pair stays text. The prompt is then the common prefix of both transcripts, up to its
-    last ``Assistant:``.
+    If ``with_template`` is False, the pair remains text. In this case, the prompt is the common prefix of both
+    transcripts, up to the last ``Assistant:`` in this prefix.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):
@@ -154,7 +155,7 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
 
 
 def _messages(transcript: str) -> list[dict[str, str]]:
-    """Parse a transcript, and merge consecutive turns of one role. If it does not end with a response, return []."""
+    """Parse a transcript, and merge consecutive turns of the same role; [] if the transcript does not end with a response."""
     _, *parts = _TURN.split(transcript)
     messages: list[dict[str, str]] = []
     for name, text in zip(parts[::2], parts[1::2], strict=True):

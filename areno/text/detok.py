@@ -1,8 +1,9 @@
-"""Incremental detokenization.
+"""Convert tokens to text incrementally.
 
-A token may be only a part of a UTF-8 character. Decoded alone, a token can also lose its leading space, because SentencePiece
-drops the leading space of the first word. Each token is therefore decoded together with a few preceding tokens. Text is emitted
-when later tokens can no longer change it. The window of decoded tokens stays short, so the cost per token is constant.
+A token may be only a part of a UTF-8 character. Decoded alone, a token can also lose its leading space, because
+SentencePiece drops the leading space of the first word. Each token is therefore decoded together with a few preceding
+tokens. Text is emitted as soon as later tokens can no longer change the text. The window of decoded tokens remains
+short, so the cost per token is constant.
 """
 
 import functools
@@ -17,7 +18,7 @@ _MAX_PENDING_TOKENS = 16
 
 
 class IncrementalDetokenizer:
-    """Decodes tokens one by one into text that is never retracted.
+    """Decodes tokens one by one. Later tokens never change text that was already returned.
 
     The pieces returned by :meth:`push` and :meth:`flush` add up to :attr:`text`, which equals ``tokenizer.decode`` of
     all tokens. There is one exception: if stray bytes directly follow a valid character, ``tokenizer.decode`` of a
@@ -34,7 +35,7 @@ class IncrementalDetokenizer:
         self._emitted = 0  # number of characters of the decoded window already emitted
 
     def push(self, token_id: int) -> str:
-        """Add one token. Returns the text that became final, which may be empty."""
+        """Add one token, and return the text that became final; empty if no text became final."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)
@@ -56,13 +57,13 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end of generation. An incomplete character is decoded as it is."""
+        """Return the remaining text at the end of generation. An incomplete character becomes replacement characters."""
         decoded = self._decode(self._window)
         return self._emit(decoded, len(decoded))
 
     @property
     def text(self) -> str:
-        """All text so far. An incomplete character at the end is included as decoded by the tokenizer."""
+        """All text so far. An incomplete character at the end becomes replacement characters."""
         return "".join(self._parts) + self._decode(self._window)[self._emitted :]
 
     def _emit(self, decoded: str, end: int) -> str:
@@ -75,7 +76,7 @@ class IncrementalDetokenizer:
     def _settle(self, decoded: str) -> str:
         """Emit the beginning of a long sequence of invalid bytes.
 
-        To decode the whole sequence again for each token would take quadratic time.
+        Decoding the whole sequence again for each token would take quadratic time.
         """
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])
@@ -94,14 +95,14 @@ _DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDic
 
 
 def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """A function that decodes a short window. Its results are cached, because many windows repeat."""
+    """Return a function that decodes a short window of tokens. Results are cached, because many windows repeat."""
     if tokenizer not in _DECODERS:
         _DECODERS[tokenizer] = functools.lru_cache(maxsize=1 << 16)(_plain_decoder(tokenizer))
     return _DECODERS[tokenizer]
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """``tokenizer.decode`` without cleanup. If ``decode`` is not overridden, calls the faster backend directly."""
+    """Return ``tokenizer.decode`` without cleanup of spaces. If ``decode`` is not overridden, the faster backend is called."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -1,8 +1,8 @@
-"""Structured output: JSON, JSON schemas and tool calls.
+"""Structured output: constrain responses to JSON, JSON schemas or tool calls.
 
 `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) compiles a grammar once per tokenizer and
-process. Each sample uses a copy of the compiled state. Reasoning is not constrained: with ``after``, the grammar applies only
-after this marker, which ends the reasoning.
+process. Each sample uses a copy of the compiled state. Reasoning is not constrained. If ``after`` is set, the grammar
+applies only after the marker ``after``, which ends the reasoning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areno.text.tool_calls.schema import resolved, types_of
 from areno.types import TokenConstraint
 
 ConstraintFactory = Callable[[Any], TokenConstraint]
-"""Creates the state of one sample, given the tokenizer of the process that samples. Can be pickled."""
+"""Creates the grammar state of one sample from the tokenizer of the process that samples. A factory can be pickled."""
 
 # White space in JSON: one space, or a newline with indentation. Unlimited white space would let a model loop.
 _JSON_STYLE = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
@@ -33,7 +33,7 @@ _TEXT_KEYWORDS = {"type", "anyOf", "oneOf", "title", "description", "default", "
 
 
 class ConstraintOptions(TypedDict, total=False):
-    """Options of all constraints."""
+    """Options that are common to all constraints."""
 
     vocab_size: int | None  # length V of the masks, if the model's vocabulary is larger than the tokenizer's
     eos_ids: Collection[int] | None  # tokens that may end a complete response; by default the tokenizer's EOS
@@ -50,38 +50,38 @@ class Grammar:
     eos_ids: tuple[int, ...]
 
     def __call__(self, tokenizer: Any) -> TokenConstraint:
-        """Return the state of a new sample. Compiles the grammar if this process has not cached it."""
+        """Create the state of a new sample. The grammar is compiled if this process has not cached a compiled grammar."""
         return _compiler(tokenizer, {"vocab_size": self.vocab_size, "eos_ids": self.eos_ids}).state(self)
 
 
 @dataclass(frozen=True, slots=True)
 class OptionalReasoning:
-    """A constraint for optional reasoning. If the first token is ``opener``, ``reasoned`` applies; otherwise, ``direct``."""
+    """A constraint for optional reasoning: ``reasoned`` applies if the first token is ``opener``, and otherwise ``direct``."""
 
     direct: ConstraintFactory
     reasoned: ConstraintFactory
     opener: int
 
     def __call__(self, tokenizer: Any) -> TokenConstraint:
-        """Return the state of a new sample."""
+        """Create the state of a new sample."""
         return _OptionalReasoningState(self.direct(tokenizer), functools.partial(self.reasoned, tokenizer), self.opener)
 
 
 def json_object_constraint(tokenizer: Any, **options: Unpack[ConstraintOptions]) -> ConstraintFactory:
-    """Constrain to any JSON object. For result and errors see :func:`json_schema_constraint`."""
+    """Constrain responses to any JSON object. :func:`json_schema_constraint` describes the result and the errors."""
     return json_schema_constraint(tokenizer, {"type": "object"}, **options)
 
 
 def json_schema_constraint(
     tokenizer: Any, schema: Mapping[str, Any] | bool, **options: Unpack[ConstraintOptions]
 ) -> ConstraintFactory:
-    """Constrain to JSON that matches a schema, with properties in the order of the schema.
+    """Constrain responses to JSON that matches a schema, with properties in the order of the schema.
 
     Returns a function that creates the state of one sample.
 
     Raises:
-        UsageError: the schema is invalid or unsupported, ``llguidance`` is not installed, or the tokenizer is not a fast
-            one or has no EOS token.
+        UsageError: the schema is invalid or unsupported, ``llguidance`` is not installed, or the tokenizer has no EOS
+            token or no fast implementation.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
@@ -96,14 +96,14 @@ def tool_call_constraint(
     parallel: bool = True,
     **options: Unpack[ConstraintOptions],
 ) -> ConstraintFactory:
-    """Constrain to tool calls in the format of ``parser``, without other text.
+    """Constrain responses to tool calls in the format of ``parser``, without other text.
 
     Parameter schemas are enforced as far as possible. For a tool with ``"strict": true``, a schema that cannot be enforced
     completely is an error.
 
     Args:
         parser: the model's format, which must have a ``shape``.
-        tool_choice: ``required``, or the one tool to call.
+        tool_choice: ``required``, or the only tool that may be called.
 
     Raises:
         UsageError: the format cannot be enforced, there are no tools, or :func:`json_schema_constraint` would raise.
@@ -112,10 +112,11 @@ def tool_call_constraint(
     functions = selectable_tools(tools, tool_choice)
     if shape is None:
         raise UsageError(
-            f"tool_choice: the {parser.name} format does not support forced calls; use auto, or another --tool-call-parser"
+            f"tool_choice: the {parser.name} format does not support forced calls; use tool_choice auto, or another "
+            "--tool-call-parser"
         )
     if not functions:
-        raise UsageError("tool_choice: a call is required but there are no tools; send tools, or use auto")
+        raise UsageError("tool_choice: a call is required, but there are no tools; send tools, or use tool_choice auto")
     compiler = _compiler(tokenizer, options)
     rules = []
     for index, (name, function) in enumerate(functions.items()):
@@ -154,8 +155,8 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
             rejected = sorted(_not_for_text(resolved(value, schema)))
             if rejected and function.get("strict"):
                 raise UsageError(
-                    f"{where}: the argument {key} is written as plain text, for which {', '.join(rejected)} cannot be "
-                    "enforced; change the schema, or send the tool without strict"
+                    f"{where}: the argument {key} is written as plain text, so {', '.join(rejected)} cannot be enforced; "
+                    "change the schema, or send the tool without strict"
                 )
             rules.append(f"{argument}: {before} {argument}_any {rest}")
             rules += compiler.text_until(closing_tag, f"{argument}_any")
@@ -163,7 +164,7 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
 
 
 def _text_choices(schema: Any) -> list[str]:
-    """The values of an ``enum`` or ``const`` that allows only non-empty strings. [] for other schemas."""
+    """Return the values of an ``enum`` or ``const`` that allows only non-empty strings; [] for all other schemas."""
     if not isinstance(schema, Mapping) or set(schema) - _TEXT_KEYWORDS - {"enum"} - {"const"}:
         return []
     values = schema.get("enum", [schema.get("const")])
@@ -171,7 +172,7 @@ def _text_choices(schema: Any) -> list[str]:
 
 
 def _not_for_text(schema: Any) -> set[str]:
-    """The schema's keywords that a grammar cannot enforce if an argument is plain text."""
+    """Return the keywords of a schema that a grammar cannot enforce for an argument in plain text."""
     if not isinstance(schema, Mapping):
         return set()
     branches = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
@@ -187,24 +188,24 @@ class _GrammarState:
         self._choices = 0
 
     def allowed(self) -> np.ndarray:
-        """The allowed next tokens as bool [V]. EOS tokens are allowed only after a complete response."""
+        """Return the allowed next tokens as bool [V]. EOS tokens are allowed only after a complete response."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         self._choices = int(mask.sum())
         if not self._choices:
-            raise EngineError("no token of this model can continue the response")
+            raise EngineError("the grammar rejects all tokens of this model as continuation of the response")
         return mask
 
     def forces(self, token: int) -> bool:
-        """Whether an allowed token is part of the only possible continuation."""
+        """Return whether an allowed token is part of the only possible continuation."""
         if self._choices == 1:
             return True
         text = self._matcher.compute_ff_bytes()
         return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
-        """Advance by a sampled token. Raises EngineError if the grammar rejects the token or exceeds its limits."""
+        """Advance the state by a sampled token. Raises EngineError if the grammar rejects the token or exceeds its limits."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -215,7 +216,7 @@ class _GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
-            raise EngineError(f"the grammar cannot continue: {reason}")
+            raise EngineError(f"the grammar cannot continue the response: {reason}")
 
 
 class _OptionalReasoningState:
@@ -263,17 +264,17 @@ class _Compiler:
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
     def factory(self, rules: str, after: str | None, what: str) -> Grammar:
-        """A state factory for ``rules``, whose rule ``body`` is the response. Error messages call the grammar ``what``."""
+        """Create a state factory for ``rules``, whose rule ``body`` is the response. ``what`` names the grammar in errors."""
         grammar = Grammar(f"{self._start(after)}\n{rules}", what, self._vocab_size, self._eos_ids)
         self._matcher(grammar)  # validates the grammar
         return grammar
 
     def state(self, grammar: Grammar) -> _GrammarState:
-        """The state of a new sample."""
+        """Create the state of a new sample."""
         return _GrammarState(self._matcher(grammar).deep_copy(), self._tokens, self._vocab_size)
 
     def literal(self, text: str) -> str:
-        """A grammar sequence for fixed text: special tokens by id, and all other text quoted."""
+        """Return a grammar sequence for fixed text, with special tokens by id and all other text quoted."""
         parts = []
         while text:
             hits = [(start, -len(token)) for token in self._special if token and (start := text.find(token)) >= 0]
@@ -286,7 +287,9 @@ class _Compiler:
         return " ".join(parts)
 
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
-        """Rules for text up to and including ``end``. If ``end`` is a special token, ``any_token`` allows others before it."""
+        """Return rules for text up to and including ``end``. ``any_token`` allows special tokens before a special token
+        ``end``.
+        """
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]
         others = sorted(set(self._special.values()) - {self._special.get(end), *self._eos_ids})
@@ -295,7 +298,7 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """The start rule. With ``after``, free text that ends with this marker precedes the response."""
+        """Return the start rule. If ``after`` is set, free text that ends with the marker ``after`` precedes the response."""
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"
@@ -319,7 +322,9 @@ def _compiler(tokenizer: Any, options: ConstraintOptions) -> _Compiler:
     eos_ids = options.get("eos_ids")
     eos = tuple(sorted(eos_ids if eos_ids is not None else {tokenizer.eos_token_id} - {None}))
     if not eos:
-        raise UsageError("structured output requires an EOS token, but this tokenizer has none; pass eos_ids")
+        raise UsageError(
+            "structured output requires an EOS token, but this tokenizer has none; pass eos_ids to the constraint"
+        )
     size = options.get("vocab_size") or len(tokenizer)
     compilers = _compilers.setdefault(tokenizer, {})
     if (size, eos) not in compilers:
@@ -348,7 +353,7 @@ def _checked_schema(schema: Any, what: str, strictness: Mapping[str, bool]) -> s
         text = json.dumps({**schema, "x-guidance": {**_JSON_STYLE, **strictness}})
         is_error, messages = matcher.validate_grammar_with_warnings(matcher.grammar_from_json_schema(text))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{what}: {error}; send a JSON schema") from error
+        raise UsageError(f"{what}: the schema is not valid JSON: {error}; correct the schema") from error
     if is_error:
         raise UsageError(f"{what}: {' '.join(messages[0].split())}; change the schema")
     return text

@@ -1,7 +1,7 @@
-"""Append-only text. Repeated searches for a marker scan each character only once.
+"""Append-only text in which repeated searches for a marker scan each character only once.
 
-Parsers of streamed model output search for the same markers again and again, from increasing positions. Repeated scans
-would take quadratic time. The positions of each marker are therefore cached.
+Parsers of streamed model output search for the same markers many times, from increasing positions. Scanning the text
+again for each search would take quadratic time. The positions of each marker are therefore cached.
 """
 
 from bisect import bisect_left
@@ -18,14 +18,14 @@ class GrowingText:
         self._searched: dict[str, int] = {}  # position at which the search for a marker resumes
 
     def append(self, piece: str) -> None:
-        """Append a piece."""
+        """Append ``piece`` to the text."""
         # CPython extends a string in place if a local variable holds its only reference.
         text, self.text = self.text, ""
         text += piece
         self.text = text
 
     def find(self, marker: str, start: int) -> int:
-        """Position of the first ``marker`` at or after ``start``. -1 if the text does not contain one yet."""
+        """Return the position of the first ``marker`` at or after ``start``; -1 if the text has no such marker yet."""
         positions = self._positions.setdefault(marker, [])
         cached = bisect_left(positions, start)
         if cached < len(positions):

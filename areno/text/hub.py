@@ -1,4 +1,4 @@
-"""Checks early that a model is available locally or on the Hugging Face Hub."""
+"""Check that a model is available locally or on the Hugging Face Hub, before the model is loaded."""
 
 import time
 from contextlib import suppress
@@ -28,9 +28,11 @@ def check_reachable(path: str) -> None:
             return
         url = hf_hub_url(path, "config.json")
     except HFValidationError:
-        raise UsageError(f"{path} is neither a folder nor a valid hub id; use an existing checkpoint folder") from None
+        raise UsageError(
+            f"{path} is neither a folder nor a valid hub id; use an existing checkpoint folder or a hub id"
+        ) from None
     if constants.HF_HUB_OFFLINE:
-        raise UsageError(f"{not_local}, and HF_HUB_OFFLINE disables the hub")
+        raise UsageError(f"{not_local}, and HF_HUB_OFFLINE disables the hub; check the path, or unset HF_HUB_OFFLINE")
     for attempt in range(_TRIES):
         try:
             with suppress(EntryNotFoundError):  # a repository with only an adapter has no config.json
@@ -38,8 +40,8 @@ def check_reachable(path: str) -> None:
             return
         except GatedRepoError as error:
             raise UsageError(
-                f"{not_local}, and the hub gives access only on request; request it at {constants.ENDPOINT}/{path} and "
-                "run hf auth login"
+                f"{not_local}, and the hub gives access only on request; request access at {constants.ENDPOINT}/{path}, "
+                "and run hf auth login"
             ) from error
         except RepositoryNotFoundError as error:
             raise UsageError(

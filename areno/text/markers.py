@@ -1,4 +1,4 @@
-"""Detects prompts that already contain chat template markers, which the template would add again."""
+"""Detect prompts that already contain chat template markers, which the chat template would write again."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ _warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 
 
 def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
-    """A chat template marker in a prompt. None without markers, or if no chat template will be applied.
+    """Find a chat template marker in a prompt; None if there is no marker, or if no chat template will be applied.
 
     Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end of a
     prompt. Text that looks like a rendered conversation is not searched, because no template is applied to such text.
@@ -38,15 +38,15 @@ def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Warn if a prompt contains markers, or if the tokenizer has no template. There is one warning per tokenizer."""
+    """Warn if a prompt contains markers, or if the tokenizer has no template. There is at most one warning per tokenizer."""
     if tokenizer in _warned:
         return
     if not getattr(tokenizer, "chat_template", None):
         _warned.add(tokenizer)
         form = "used verbatim" if isinstance(prompt, str) else 'written as lines of "role: content"'
         logger.warning(
-            "the tokenizer has no chat template: prompts are %s, which suits a base model; a chat model needs the "
-            "chat_template in tokenizer_config.json or chat_template.jinja of the checkpoint folder",
+            "the tokenizer has no chat template, so prompts are %s; this is correct for a base model, but a chat model needs "
+            "a template in the checkpoint folder: chat_template in tokenizer_config.json, or the file chat_template.jinja",
             form,
         )
         return
@@ -54,8 +54,8 @@ def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
     if marker is not None:
         _warned.add(tokenizer)
         logger.warning(
-            "%s: the prompt contains the chat template marker %r, and the model's chat template is applied as well; strip "
-            "such markers in --dataset-loader-fn (areno train) or train_dataset.dataset_kwargs.loader (areno run), or use "
-            "messages with role and content as prompts",
+            "%s: the prompt contains the chat template marker %r, and the model's chat template is applied as well; remove "
+            "the markers with a dataset loader (areno train: --dataset-loader-fn, areno run: "
+            "train_dataset.dataset_kwargs.loader), or use messages with role and content as prompts",
             *(where, marker),
         )

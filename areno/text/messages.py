@@ -1,8 +1,8 @@
-"""Converts messages of OpenAI clients to the form that chat templates expect.
+"""Convert messages of OpenAI clients to the form that chat templates expect.
 
-Clients split content into parts, encode arguments as JSON text and use the role ``developer``. Templates differ in what they
-support. If a template does not support tools or calls, they become text. Content that is not text is an error. Therefore,
-nothing is silently dropped.
+Clients may split content into parts, encode arguments as JSON text, and use the role ``developer``. Chat templates
+differ in the features that they support. Tools or calls that a template does not support are converted to text. Content
+that is not text is an error, so that no content is silently dropped.
 """
 
 import json
@@ -20,9 +20,9 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages for a chat template.
 
-    A feature that the template's source does not mention counts as unsupported. Most templates expect the arguments of
-    a call as an object. Set ``arguments_as_text`` for a template that expects JSON text. Raises UsageError if a message or
-    call is not in OpenAI's format, or if content is not text.
+    A feature is treated as unsupported if the source of the template does not mention the feature. Most templates
+    expect the arguments of a call as an object. Set ``arguments_as_text`` for a template that expects JSON text. Raises
+    UsageError if a message or call is not in OpenAI's format, or if content is not text.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:
@@ -40,14 +40,14 @@ def template_messages(
 
 
 def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the prompt shows arguments as a Python dict. If True, the template expects arguments as JSON text."""
+    """Return whether a rendered prompt shows arguments as a Python dict. If so, the template expects arguments as JSON text."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in arguments)
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's format. Flat tools, ``{"name", "parameters"}``, are converted.
+    """Convert tools to OpenAI's format. Tools may also be flat: ``{"name", "parameters"}``.
 
     Raises UsageError if a tool is not a function.
     """
@@ -57,7 +57,7 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_tools_as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Describe the tools in the system message, for templates without tool support."""
+    """Describe the tools in the system message, for a template that does not support tools."""
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = (
         "You can call these tools, each described by one line of JSON:\n"

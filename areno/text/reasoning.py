@@ -1,7 +1,8 @@
-"""Separates reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
+"""Separate reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
 
-If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Reasoning is recognized
-only at the start of a message, and later markers are content. In gpt-oss's format, any part of a message may be reasoning.
+If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Reasoning is
+recognized only at the start of a message, and later markers are treated as content. In gpt-oss's format, any part of a
+message may be reasoning.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ReasoningOrContent = ReasoningDelta | ContentDelta
 
 @dataclass(frozen=True, slots=True)
 class ReasoningParser:
-    """Splits messages of one reasoning format."""
+    """Splits messages into reasoning and content, for one reasoning format."""
 
     name: str  # as in ``--reasoning-parser``
     opener: str = ""  # opening marker; empty for formats without markers
@@ -42,18 +43,18 @@ class ReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of the format. Decoding must keep the special tokens among these markers."""
+        """The markers of the format. Decoding must not remove markers that are special tokens."""
         if self.name == "harmony":
             return (*_HEADER_STARTS, _MESSAGE, *_BODY_ENDS)
         return (self.opener, self.closer) if self.opener else ()
 
     def after_prompt(self, prompt: str) -> ReasoningParser:
-        """Return a copy of this parser for the response to a rendered prompt. The prompt may already open the reasoning."""
+        """Return a copy of this parser for the response to a rendered prompt, which may end with the opening marker."""
         inside = bool(self.opener) and prompt.rstrip().endswith(self.opener)
         return dataclasses.replace(self, starts_inside=inside)
 
     def parse(self, text: str) -> tuple[str | None, str]:
-        """Split a complete message into reasoning and content. Without reasoning, the first value is None."""
+        """Split a complete message into reasoning and content. The first value is None if there is no reasoning."""
         stream = self.stream()
         reasoning = content = ""
         for delta in stream.push(text) + stream.finish():
@@ -74,7 +75,8 @@ class ReasoningParser:
 class _MarkerStream:
     """Parses a message in four states: ``start``, ``reasoning``, ``gap`` and ``content``.
 
-    In ``start``, the text so far is white space. ``gap`` is the white space after the reasoning.
+    In the state ``start``, all text so far is white space. The state ``gap`` covers the white space after the
+    reasoning.
     """
 
     parser: ReasoningParser
@@ -245,19 +247,21 @@ _SIGNS = (
 
 
 def list_reasoning_parsers() -> list[str]:
-    """The values of ``--reasoning-parser``, without ``auto``."""
+    """Return the values of ``--reasoning-parser``, except ``auto``."""
     return sorted({*_PARSERS, *_ALIASES})
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """The reasoning format called ``name``. ``auto`` detects it from the chat template and the added tokens.
+    """Return the parser of the reasoning format ``name``. ``auto`` detects the format from chat template and added tokens.
 
     Raises UsageError if the name is unknown.
     """
     key = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
     parser = _PARSERS.get(_ALIASES.get(key, key))
     if parser is None:
-        raise UsageError(f"--reasoning-parser {name}: unknown; use auto, {', '.join(list_reasoning_parsers())}")
+        raise UsageError(
+            f"--reasoning-parser {name} is unknown; use one of: auto, {', '.join(list_reasoning_parsers())}"
+        )
     if not parser.opener:
         return parser
     try:

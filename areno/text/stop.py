@@ -1,7 +1,7 @@
-"""Stop strings: generation ends when one of them occurs in the decoded text, regardless of token boundaries.
+"""Detect stop strings, which end generation when they occur in the decoded text, regardless of token boundaries.
 
-A search covers only the new text and the few characters before it that may begin a stop string. The cost per token is
-therefore constant.
+Each search covers only the new text, and the few preceding characters in which a stop string may have begun. The cost
+per token is therefore constant.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from areno.text.detok import IncrementalDetokenizer
 
 
 class StopChecker:
-    """Checks one response for any number of stop strings. Raises ValueError if a stop string is empty."""
+    """Checks one response for stop strings. Raises ValueError if a stop string is empty."""
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool = True) -> None:
         if not all(stop):
@@ -41,6 +41,6 @@ class StopChecker:
 
     @property
     def text(self) -> str:
-        """The decoded response, truncated before the first stop string."""
+        """The decoded response, up to but not including the first stop string."""
         text = self._detokenizer.text
         return text if self._cut is None else text[: self._cut]

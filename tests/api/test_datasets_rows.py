@@ -109,7 +109,7 @@ def test_error_names_a_row_without_the_key(tokenizer):
 
 
 def test_null_prompt_counts_as_missing(tokenizer):
-    with pytest.raises(DataError, match=r"row 2: dataset row must contain `prompt`; it is null\."):
+    with pytest.raises(DataError, match=r"row 2: dataset row must contain `prompt`, but `prompt` is null\."):
         _batches(datasets.Dataset.from_list([{"prompt": "w1"}, {"prompt": None}]), tokenizer)
 
 
@@ -170,7 +170,9 @@ def test_questions_and_conversations_are_supervised_rows_too(chat_tokenizer, row
 
 def test_errors_about_rows_without_an_answer_name_the_loader_setting(tokenizer):
     rows = [{"messages": [{"role": "user", "content": "w1"}]}]
-    with pytest.raises(DataError, match=r"must contain `prompt`; it has messages\. Use train_dataset\.dataset_kwargs"):
+    with pytest.raises(
+        DataError, match=r"contain `prompt`, but its keys are: messages\. Use train_dataset\.dataset_kwargs"
+    ):
         _sft(rows, tokenizer, loader="train_dataset.dataset_kwargs.loader")
     with pytest.raises(DataError, match=r"none of 1 rows can be used with max_length 2: "):
         _sft([{"question": "w1", "answer": "w2 w2"}], tokenizer, context_limit=2, limits="max_length 2")

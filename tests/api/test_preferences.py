@@ -198,7 +198,7 @@ def test_an_answer_of_one_token_without_context_has_nothing_to_train(tokenizer):
     [
         (
             {"chosen": "w1", "rejected": "w2"},
-            r"data, row 2: dataset row must contain `prompt`; it has chosen, rejected",
+            r"data, row 2: dataset row must contain `prompt`, but its keys are: chosen, rejected",
         ),
         ({"prompt": "w1", "rejected": "w2"}, r"row 2: dataset row must contain `chosen`"),
         ({"prompt": "w1", "chosen": "w1", "rejected": None}, r"row 2: dataset row must contain `rejected`"),

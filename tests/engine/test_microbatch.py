@@ -184,7 +184,7 @@ def test_packed_passes_refuse_unsupported_combinations():
     rows = random_rows(4)
     for row in rows:
         row.ref_logprobs = [0.0] * len(row.tokens)
-    with pytest.raises(ValueError, match=r"even mb_spec\.granularity, got 4 and 1"):
+    with pytest.raises(ValueError, match=r"even mb_spec\.granularity, got 4 rows and mb_spec\.granularity=1"):
         make_step().run(rows, dpo_loss_fn, MicroBatching())
     with pytest.raises(ValueError, match="all rows make one optimizer step"):
         make_step().run(rows, policy_loss_fn, MicroBatching(), 2)

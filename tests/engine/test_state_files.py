@@ -61,7 +61,7 @@ def test_a_missing_file_is_an_error_not_a_hole(tmp_path):
     for rank in range(2):
         save_as(rank, tmp_path, flat_parts("w", whole[3 * rank :][:3], 3 * rank, full_index([6])))
     next(tmp_path.glob("shard-00001-*")).unlink()
-    with pytest.raises(ValueError, match="w is incomplete: a rank's file is missing"):
+    with pytest.raises(ValueError, match="w is incomplete, because the file of a rank is missing"):
         SavedState(tmp_path).read("w", full_index([6]))
 
 

@@ -298,8 +298,8 @@ def test_rows_are_measured_only_if_they_could_be_trained():
 @pytest.mark.parametrize(
     ("lacking", "remedy"),
     [
-        ("logprobs", r"set TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),
-        ("advantages", r"set TrainSequence\(advantages=\.\.\.\); areno\.compute_group_advantages"),
+        ("logprobs", r"set TrainSequence\(logprobs=\.\.\.\): .*trainer\.score_logprobs\('actor', token_rows\)"),
+        ("advantages", r"set TrainSequence\(advantages=\.\.\.\): areno\.compute_group_advantages"),
     ],
 )
 def test_rows_without_what_a_loss_reads_are_refused_with_the_remedy(lacking, remedy):

@@ -81,7 +81,7 @@ def test_huge_and_tiny_rewards_stay_finite():
 def test_bad_rewards_are_refused(name):
     with pytest.raises(ValueError, match="2 rewards and 1 group indices"):
         get_advantage(name)([1.0, 2.0], [0])
-    with pytest.raises(ValueError, match="reward 1 is nan; advantages need finite rewards"):
+    with pytest.raises(ValueError, match="reward 1 is nan, but advantages need finite rewards"):
         get_advantage(name)([1.0, math.nan], [0, 0])
 
 

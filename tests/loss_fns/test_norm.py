@@ -134,7 +134,7 @@ def test_bad_numbers_are_refused_unless_masked():
     with pytest.raises(ValueError, match="finite"):
         Norm()([1.0, math.nan], [0, 0])
     assert Norm(None, std_level=None)([1.0, math.nan], [0, 0], [True, False]).tolist() == [1.0, 0.0]
-    with pytest.raises(ValueError, match="one group and one mask entry per value"):
+    with pytest.raises(ValueError, match="must be one-dimensional and equally long"):
         Norm()([1.0, 2.0], [0])
 
 

@@ -142,14 +142,14 @@ def test_an_odd_number_of_sequences_is_refused():
 
 def test_scores_are_refused_unless_there_is_one_per_sequence():
     batch = make_batch([3, 3])
-    with pytest.raises(ValueError, match=r"one score for each of 2 sequences, got shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"one score for each of 2 sequences, got scores of shape \(6,\)"):
         reward_model_loss_fn(batch.pack, batch.logprobs)
 
 
 def test_a_missing_reference_is_refused():
     batch = make_batch([3, 3])
     del batch.pack["packed_ref_logprobs"]
-    with pytest.raises(ValueError, match=r"dpo_loss_fn needs packed_ref_logprobs.*give every row ref_logprobs"):
+    with pytest.raises(ValueError, match=r"dpo_loss_fn needs packed_ref_logprobs.*set ref_logprobs in every row"):
         dpo_loss_fn(batch.pack, batch.logprobs)
 
 

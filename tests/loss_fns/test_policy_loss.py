@@ -283,7 +283,7 @@ def test_a_loss_with_bound_knobs_can_be_pickled():
         ({"prox_logp_method": "guess"}, "prox_logp_method 'guess' is unknown"),
         ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),
         ({"distill_loss_weight": -1.0}, "distill_loss_weight must not be negative"),
-        ({"rl_loss_weight": 0.0}, "set at least one of them above 0"),
+        ({"rl_loss_weight": 0.0}, "set at least one of these weights above 0"),
         ({"use_sapo_loss": True, "use_cispo_loss": True}, "are mutually exclusive"),
         ({"use_sapo_loss": True, "use_decoupled_loss": True}, "set use_decoupled_loss to false"),
         ({"use_sapo_loss": True, "c_clip": 3.0}, "c_clip 3.0 has no effect with use_sapo_loss"),
@@ -305,10 +305,10 @@ def test_errors_name_bad_knobs_and_a_remedy(options, text):
 @pytest.mark.parametrize(
     ("options", "missing", "text"),
     [
-        ({"use_decoupled_loss": True}, "packed_prox_logprobs", "give every row prox_logprobs"),
+        ({"use_decoupled_loss": True}, "packed_prox_logprobs", "set prox_logprobs"),
         ({"use_decoupled_loss": True, "prox_logp_method": "linear"}, "packed_versions", "the engine recorded"),
         ({"use_decoupled_loss": True, "m2_threshold": 0.1}, "packed_keep", "select_by_second_moment"),
-        ({"distill_loss_weight": 1.0}, "packed_teacher_logprobs", "give every row teacher_logprobs"),
+        ({"distill_loss_weight": 1.0}, "packed_teacher_logprobs", "set teacher_logprobs in every row"),
     ],
 )
 def test_a_batch_that_lacks_what_a_knob_reads_is_refused(options, missing, text):
@@ -321,7 +321,7 @@ def test_a_batch_that_lacks_what_a_knob_reads_is_refused(options, missing, text)
 def test_an_approximation_needs_to_know_the_version():
     batch = make_batch([3])
     knobs = PolicyLossConfig(use_decoupled_loss=True, prox_logp_method="loglinear")
-    with pytest.raises(ValueError, match="one more than the engine's version"):
+    with pytest.raises(ValueError, match="the engine's version plus one"):
         policy_loss_fn(batch.pack, batch.logprobs, knobs)
 
 

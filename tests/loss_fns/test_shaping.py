@@ -292,9 +292,9 @@ def test_errors_name_bad_settings(options, text):
 def test_bad_batches_are_refused():
     with pytest.raises(ValueError, match="at least one row"):
         shape_advantages([], RewardShaping())
-    with pytest.raises(ValueError, match="values of 1 rows, got 0"):
+    with pytest.raises(ValueError, match="each of the 1 rows, got values for 0 rows"):
         shape_advantages([answer(1.0)], RewardShaping(), [])
-    with pytest.raises(ValueError, match="row 0 lacks them"):
+    with pytest.raises(ValueError, match="set both in row 0"):
         select_by_second_moment([answer(1.0)], 0.04)
 
 

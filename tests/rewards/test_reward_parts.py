@@ -141,5 +141,5 @@ def test_normalized_parts_are_z_scores_within_each_prompt_before_they_are_weight
 
 
 def test_a_reward_without_parts_cannot_be_normalized():
-    with pytest.raises(RewardError, match=r"the reward has no parts: .*--reward-normalize-parts"):
+    with pytest.raises(RewardError, match=r"the reward has no parts to normalize; .*--reward-normalize-parts"):
         normalized_parts([1.0, 2.0], [0, 0], {})

@@ -87,11 +87,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_the_reason(tmp_path
     assert "Traceback" not in done.stderr
     done = areno("serve", "--model-path", sharp_checkpoint, "--port", 0, "--tool-call-parser", "smoke")
     assert done.returncode == 2
-    assert "--tool-call-parser smoke: unknown" in done.stderr
+    assert "--tool-call-parser smoke is unknown" in done.stderr
     assert "loading the model" not in done.stdout, "the tokenizer alone shows the error"
     done = areno("serve", "--model-path", sharp_checkpoint, "--port", 0, "--reasoning-parser", "smoke")
     assert done.returncode == 2
-    assert "--reasoning-parser smoke: unknown" in done.stderr
+    assert "--reasoning-parser smoke is unknown" in done.stderr
     assert "loading the model" not in done.stdout
 
 

@@ -105,7 +105,7 @@ def test_a_port_in_use_is_an_error(engine):
 
 
 def test_an_unknown_tool_call_format_is_rejected_at_once(engine):
-    with pytest.raises(UsageError, match="--tool-call-parser smoke: unknown"):
+    with pytest.raises(UsageError, match="--tool-call-parser smoke is unknown"):
         service(engine, tool_call_parser="smoke")
 
 

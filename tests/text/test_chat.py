@@ -135,8 +135,8 @@ def test_eos_ids_of_a_loaded_config(make_tokenizer):
     [
         ("{", r"config\.json is not valid JSON"),
         ("[]", r"config\.json is not a JSON object"),
-        ('{"eos_token_id": 1.5}', "eos_token_id is 1.5, not a token id or a list of token ids"),
-        ('{"eos_token_id": ["x"]}', r"eos_token_id is \['x'\], not"),
+        ('{"eos_token_id": 1.5}', "eos_token_id is 1.5, but must be a token id or a list of token ids"),
+        ('{"eos_token_id": ["x"]}', r"eos_token_id is \['x'\], but must be"),
     ],
 )
 def test_error_names_a_damaged_config_file(make_tokenizer, tmp_path, text, expected):

@@ -355,7 +355,7 @@ def test_names_have_aliases_and_unknown_ones_are_refused():
     }
     assert {name: parser_for(None, name).name for name in others} == others
     assert all(parser_for(None, name) for name in list_tool_call_parsers())
-    with pytest.raises(UsageError, match=r"--tool-call-parser nosuch: unknown; use auto, bailing"):
+    with pytest.raises(UsageError, match="--tool-call-parser nosuch is unknown; use one of: auto, bailing"):
         parser_for(None, "nosuch")
 
 

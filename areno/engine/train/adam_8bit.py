@@ -1,20 +1,22 @@
-"""AdamW with moments of one byte each: block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
+"""AdamW with 8-bit moments, stored with block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-Each block of 256 numbers has one fp32 scale: the number of largest magnitude in the block. A table has 256 factors between -1
-and 1 (between 0 and 1 for the second moment). A number is divided by its block's scale, and stored as the code of the nearest
-factor. The relative spacing of the factors is finest near 1, and the smallest positive factor is below 1e-6. This
-implementation differs from others in three ways.
+Each block of 256 numbers has one fp32 scale, which is the number of largest magnitude in the block. A table maps the
+256 codes to factors between -1 and 1, or between 0 and 1 for the second moment. Each number is divided by the scale of
+its block, and stored as the code of the nearest factor. The relative spacing of the factors is finest near 1, and the
+smallest positive factor is below 1e-6. Three features distinguish this module from other implementations.
 
-*The square root of the second moment is stored* instead of the moment. A positive root is never rounded to zero. If it were, a
-nonzero first moment would be divided by epsilon alone. The root spans half as many decades as the moment. A weight therefore
-has a usable denominator even if its gradients are a thousandth of the largest in the block.
+*The square root of the second moment is stored*, not the moment itself. A positive root is never rounded to 0, because
+AdamW would then divide a nonzero first moment by epsilon alone. The root spans half as many decades as the second
+moment. The denominator of a weight is therefore accurate enough even if the weight's gradients are a thousandth of the
+largest gradients in the block.
 
-*A table lookup finds the code.* The upper half of an fp32 number (sign, exponent and seven bits of the mantissa) is the index
-into a second table. The lookup is several times faster than a binary search, and its resolution is finer than that of the
-codes.
+*A table lookup finds the code of a number.* The upper half of an fp32 number (sign, exponent and seven bits of the
+mantissa) is the index into a second table. The lookup is several times faster than a binary search. The resolution of
+the table is finer than the spacing of the factors.
 
-*Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU. Rounding
-uses no random numbers, so a run that resumes in the same layout is bitwise identical.
+*Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
+Rounding uses no random numbers. A run that resumes in the same layout is therefore bitwise identical to an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_values(signed: bool) -> Tensor:
-    """The factors of the 256 codes, fp32 [256], in ascending order.
+    """Return the factors of the 256 codes in ascending order, fp32 [256].
 
-    The factors cover seven decades. Within a decade, they are evenly spaced. Each decade has half as many factors as
-    the next higher decade.
+    The factors cover seven decades (powers of ten), and are evenly spaced within each decade. Each decade has half as
+    many factors as the next higher decade.
     """
     levels = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -53,7 +55,7 @@ def dynamic_values(signed: bool) -> Tensor:
 
 @functools.cache
 def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Factors by code [256], and codes by the upper half of an fp32 number [65536]."""
+    """Return a table from codes to factors [256], and a table from upper halves of fp32 numbers to codes [65536]."""
     values = dynamic_values(signed)
     halves = torch.arange(1 << 16, dtype=torch.int64)
     bits = (halves << 16) + (1 << 15)  # the middle of the numbers with this upper half
@@ -65,10 +67,10 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Quantised:
-    """Quantized numbers: codes, uint8 [blocks, 256], and scales, fp32 [blocks]; see :func:`dynamic_values`.
+    """Quantized numbers, stored as codes (uint8 [blocks, 256]) and scales (fp32 [blocks]).
 
-    A scale is the number of largest magnitude in its block. It is signed, because there is a code for the factor 1 but
-    none for -1.
+    A scale is the number of largest magnitude in its block. The scale is signed, because there is a code for the factor
+    1 but none for -1. :func:`dynamic_values` returns the factors of the codes.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -76,7 +78,7 @@ class Quantised:
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, signed: bool) -> Quantised:
-        """``count`` zeros, padded to whole blocks."""
+        """Create ``count`` zeros, padded to whole blocks."""
         blocks = -(-count // BLOCK)
         zero = int((dynamic_values(signed) == 0).nonzero())
         codes = torch.full((blocks, BLOCK), zero, dtype=torch.uint8, device=device)
@@ -84,7 +86,9 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Quantize numbers, fp32 [N]. Numbers decoded from blocks with the same boundaries get the same codes."""
+        """Quantize ``numbers``, fp32 [N]. If the numbers were decoded from blocks with the same boundaries, they get
+        the same codes again.
+        """
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
             part = numbers[begin : begin + size]
@@ -103,13 +107,13 @@ class Quantised:
         return decoded
 
     def read(self, first: int, last: int) -> Tensor:
-        """Decode the blocks from ``first`` to ``last - 1`` to fp32 [blocks, 256]."""
+        """Decode the blocks ``first`` to ``last - 1``, and return their numbers as fp32 [blocks, 256]."""
         values, _ = _tables(self.signed, self.codes.device)
         chosen = values.index_select(0, self.codes[first:last].view(-1).int())
         return chosen.view(-1, BLOCK).mul_(self.scales[first:last, None])
 
     def write(self, first: int, last: int, numbers: Tensor) -> None:
-        """Quantize ``numbers``, fp32 [blocks, 256], into the blocks from ``first`` to ``last - 1``."""
+        """Quantize ``numbers``, fp32 [blocks, 256], and store them as the blocks ``first`` to ``last - 1``."""
         _, codes = _tables(self.signed, self.codes.device)
         scales = numbers.amax(1)
         if self.signed:
@@ -122,10 +126,12 @@ class Quantised:
 
 
 class LowPrecisionAdam(torch.optim.Optimizer, ABC):
-    """Replacement for :class:`torch.optim.AdamW`. Updates weights, fp32 masters, or flat shards of either.
+    """Base class of replacements for :class:`torch.optim.AdamW` that store the moments in low precision.
 
-    ``params`` are contiguous fp32 tensors or groups of tensors. A group's ``quantised`` determines whether its moments have 8
-    bits (:class:`Adam8bit` only). If ``quantised`` is None or missing, the size of each tensor decides.
+    The updated tensors are weights, fp32 master weights, or flat shards of weights or master weights. ``params``
+    contains contiguous fp32 tensors, or groups of them. The ``quantised`` of a group is whether :class:`Adam8bit`
+    stores the group's moments in 8 bits. If ``quantised`` is None or missing, the size of each tensor determines the
+    format of its moments.
     """
 
     def __init__(
@@ -149,7 +155,7 @@ class LowPrecisionAdam(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def moments_of(self, parameter: nn.Parameter, quantised: bool | None = None) -> dict[str, Any]:
-        """Return a tensor's optimizer state: step count and both moments, which are zero before the first step."""
+        """Return a tensor's optimizer state: the step count and both moments. All of them are 0 before the first step."""
 
     @abstractmethod
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -193,7 +199,7 @@ class Adam8bit(LowPrecisionAdam):
 
 
 def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
-    """Update weights w and moments m and v in place with one AdamW step for gradient g. All tensors have the same shape."""
+    """Apply one AdamW step with gradient ``g`` to weights ``w`` and moments ``m`` and ``v``, in place. All shapes are equal."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -203,24 +209,29 @@ def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step
 
 
 def is_quantised(count: int) -> bool:
-    """Whether a tensor of ``count`` numbers has 8-bit moments."""
+    """Return whether a tensor of ``count`` entries is large enough for 8-bit moments."""
     return count >= LEAST_QUANTISED
 
 
 def state_bytes(count: int, quantised: bool | None = None) -> int:
-    """Size in bytes of both moments of ``count`` numbers. If ``quantised`` is None, :func:`is_quantised` decides the format."""
+    """Return the total size in bytes of both moments of ``count`` entries.
+
+    If ``quantised`` is None, :func:`is_quantised` determines the format of the moments.
+    """
     if not (is_quantised(count) if quantised is None else quantised):
         return 8 * count
     return -(-count // BLOCK) * 2 * (BLOCK + 4)
 
 
 def moment_kinds(quantised: bool) -> tuple[str, str]:
-    """Names of both moments in a saved state. The second moment is ``root`` if it is quantized, otherwise ``square``."""
+    """Return the names of both moments in a saved state. The second name is ``root`` for 8-bit moments, otherwise
+    ``square``.
+    """
     return ("mean", "root" if quantised else "square")
 
 
 def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
-    """Both moments of a tensor's state, fp32 [count]. For an 8-bit second moment, its square root is returned."""
+    """Return both moments of a tensor's state, each as fp32 [count]. An 8-bit second moment is returned as its square root."""
     if "mean" in state:
         return state["mean"].reshape(-1), state["square"].reshape(-1)
     mean = Quantised(state["mean_codes"], state["mean_scales"], True)
@@ -229,7 +240,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """The state of a tensor with moments as returned by :func:`moments_in`. fp32 moments keep the shape of ``mean``."""
+    """Create a tensor's state from moments in the form of :func:`moments_in`. Moments in fp32 keep their shapes."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}
@@ -240,7 +251,7 @@ def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[s
 
 
 def working_bytes(device: torch.device) -> int:
-    """Estimate the working memory of a step in bytes: ten fp32 numbers for each number of a chunk."""
+    """Estimate the working memory of a step in bytes: ten fp32 numbers for each entry of a chunk."""
     return 40 * _chunk(device)
 
 

@@ -1,9 +1,9 @@
-"""AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or masters are in fp32.
+"""AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or master weights remain in fp32.
 
-Each step computes in fp32. The first moment is rounded to the nearest bf16 number. The second moment is rounded up or down at
-random. If beta2 is near 1, a step changes the second moment by less than the spacing of bf16 numbers. With rounding to
-nearest, the second moment would never shrink. The weights or masters are not rounded to bf16, because an update of a
-thousandth of a weight would be lost.
+Each step computes in fp32, and rounds the new moments. The first moment is rounded to the nearest bf16 number. The
+second moment is rounded up or down at random. If beta2 is near 1, a step changes the second moment by less than the
+spacing of bf16 numbers. With rounding to the nearest number, the second moment would never decrease. Weights and master
+weights are not rounded to bf16, because rounding would undo an update of a thousandth of a weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HASH = (0x1B873593, 0x4CF5AD43, 0x3C6EF372)  # odd or arbitrary constants below
 
 
 class AdamBf16(LowPrecisionAdam):
-    """AdamW with bf16 moments. Its state has the same keys as :class:`torch.optim.AdamW`."""
+    """AdamW with bf16 moments. The optimizer state has the same keys as the state of :class:`torch.optim.AdamW`."""
 
     def moments_of(self, parameter: nn.Parameter, quantised: bool | None = None) -> dict[str, Any]:
         """See :meth:`LowPrecisionAdam.moments_of`."""
@@ -43,11 +43,11 @@ class AdamBf16(LowPrecisionAdam):
 
 
 def _rounded(values: Tensor, step: int) -> Tensor:
-    """Round fp32 values to bf16 numbers, up or down at random.
+    """Round fp32 values up or down to bf16 numbers at random, and return the result as fp32.
 
-    The probability of rounding up is the fraction that rounding down would drop.
-
-    The random bits are a hash of the value and the step, so that every layout and a resumed run round alike.
+    The probability of rounding up is the discarded part of the value, as a fraction of the bf16 spacing. The random
+    bits are a hash of the value and the step. Every layout and every resumed run therefore round a value in the same
+    way.
     """
     bits = values.view(torch.int32)
     noise = (bits ^ (step * _HASH[2] % 2**31)) * _HASH[0]

@@ -1,4 +1,4 @@
-"""Pack rows into one microbatch: tokens, an attention plan, and the tensors that a loss receives."""
+"""Pack rows into a microbatch, which consists of tokens, an attention plan, and the tensors that a loss receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MOST_KEPT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One microbatch on its device."""
+    """A microbatch on the model's device."""
 
     tokens: Tensor  # packed token ids [T]
     plan: PackedPlan  # the tokens' attention plan: concatenated sequences, or a tree of sequences with common prefixes
@@ -33,7 +33,7 @@ class PackedBatch:
     data: DataPack  # what the loss receives
 
     def on_action_axis(self, values: Tensor) -> Tensor:
-        """Scatter values of the scored actions to the whole action axis. The other values are 0."""
+        """Scatter the values of the scored actions to the whole action axis. Actions that are not scored get 0."""
         mask = self.data["packed_response_mask"]
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
 
@@ -45,12 +45,11 @@ def pack_rows(
     routers: Routers | None = None,
     count: RoutingCount | None = None,
 ) -> PackedBatch:
-    """Concatenate rows into a microbatch. With ``tree``, pack common prefixes once if the packing saves at least 10% of the
-    tokens.
+    """Concatenate rows into a microbatch.
 
-    The loss receives the same data with and without ``tree``. For the keys of ``data``, see
-    :mod:`areno.loss_fns.loss_interface`. With ``routers``, the rows' recorded expert choices are replayed. ``count`` counts
-    the replayed choices.
+    With ``tree``, common prefixes are packed only once if this packing saves at least 10% of the tokens. The loss
+    receives the same data with and without ``tree``; :mod:`areno.loss_fns.loss_interface` lists the keys of this data.
+    With ``routers``, the recorded expert choices of the rows are replayed, and ``count`` counts the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
@@ -100,7 +99,7 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The per-token lists ``name`` of all rows, on the action axis. If no row has this list, the result is None."""
+    """Return the per-token lists ``name`` of all rows on the action axis; None if no row has this list."""
     lists = [getattr(row, name) for row in rows]
     if not any(lists):
         return None
@@ -109,17 +108,17 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """Raise ValueError if rows have different per-token lists. Training would use zeros for missing lists."""
+    """Raise ValueError if some rows lack a per-token list that other rows have. Training would use zeros instead."""
     for name in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
             raise ValueError(
-                f"row {lacking[0]} has no {name}, but other rows have it; set {name} in all rows or in none"
+                f"row {lacking[0]} has no {name}, but other rows have {name}; set {name} in all rows or in none of the rows"
             )
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """Number of units in ``rows`` over which a loss averages: trained tokens, sequences or pairs."""
+    """Count the units in ``rows`` over which a loss averages: trained tokens, sequences or pairs."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

@@ -1,8 +1,8 @@
 """AdamW over fully sharded weights (FSDP2): each rank updates its shard of every tensor.
 
-The shards are the fp32 master weights. Each backward pass reduces their gradients over the ranks. Weights are not
-gathered after an update, because the next pass gathers them layer by layer. Each rank saves its shards, and any layout
-can resume from the saved shards.
+The shards are the fp32 master weights. Each backward pass reduces the gradients of the shards over the ranks. Weights
+are not gathered after an update, because the next forward pass gathers them layer by layer. Each rank saves its shards.
+A run in any layout can resume from the saved shards.
 """
 
 import math
@@ -34,9 +34,10 @@ _CHUNK = 1 << 22  # numbers converted to fp64 at a time
 
 
 class FullyShardedAdamW(Optimizer):
-    """AdamW over this rank's shards. All ranks must make the same calls, and no weights may be gathered during a call.
+    """AdamW over this rank's shards of the weights.
 
-    ``rounds`` says that the model computes with rounded copies of its fp32 weights.
+    All ranks must make the same calls. During a call, the weights must not be gathered. ``rounds`` is whether the model
+    computes with rounded copies of its fp32 weights.
     """
 
     def __init__(
@@ -62,15 +63,15 @@ class FullyShardedAdamW(Optimizer):
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor to update: this rank's shard, or a copy of the shard.
+        """Return the fp32 tensor to update: this rank's shard of ``parameter``, or a copy of the shard.
 
-        A copy is needed if the shard is not fp32 or ``offload`` is set.
+        A copy is made if the shard is not fp32, or if ``offload`` is set.
         """
         own = local(parameter.detach())
         return own.to("cpu" if self.config.offload else own.device, torch.float32, copy=self.config.offload)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups of shards with and without 8-bit moments. The size of the unsharded parameter decides."""
+        """Group the shards by whether they have 8-bit moments. The size of the unsharded parameter determines the group."""
         if not self.config.adam_8bit:
             return [{"params": self._shares}]
         kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
@@ -84,7 +85,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Sum partial and tied gradients over the ranks, and return statistics. The other gradients are already summed."""
+        """Sum partial and tied gradients over the ranks, and return statistics. All other gradients are already summed."""
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)
@@ -105,19 +106,19 @@ class FullyShardedAdamW(Optimizer):
         return GradientStats(square**0.5, round(nonzero), round(total))
 
     def _copies(self, parameter: Tensor) -> int:
-        """Return the number of ranks that hold the same shard as this rank."""
+        """Return the number of ranks that hold the same shard of ``parameter`` as this rank, including this rank."""
         assert isinstance(parameter, DTensor)
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         return self.peers.stage.size // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply the collected gradient."""
+        """Multiply the collected gradient by ``factor``."""
         torch._foreach_mul_([share.grad for share in self._shares if share.grad is not None], factor)
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient, and return the learning rate used."""
+        """See :meth:`Optimizer.step`."""
         rate = self._update()
         self._publish()
         return rate
@@ -136,26 +137,26 @@ class FullyShardedAdamW(Optimizer):
         )
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's shards (the master weights) and, with ``moments``, their moments."""
+        """Return the total size in bytes of this rank's shards (the master weights) and, with ``moments``, of their moments."""
         count = sum(share.numel() for share in self._shares)
         return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's shards. Shards without a gradient are omitted."""
+        """Return the gradients of this rank's shards, except of shards that have no gradient."""
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:
-        """Return 0. Temporary tensors are not counted."""
+        """Return 0, because temporary tensors are not counted."""
         return 0
 
     def state_head(self) -> dict[str, Any]:
-        """Return step counts and a description of the optimizer state."""
+        """See :meth:`Optimizer.state_head`."""
         return self._head(self._names, self._counts(self._names, self._shares), any(self._rounded))
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield the moments. If the model does not compute in fp32, also yield the masters.
+        """Yield this rank's shards of the moments. If the model does not compute in fp32, also yield the master weights.
 
-        Shards that an earlier rank also holds are skipped.
+        A shard that a rank with a lower number also holds is skipped.
         """
         kinds = zip(self._tied, self._rounded, strict=True)
         for name, parameter, share, (tied, rounded) in zip(
@@ -175,9 +176,9 @@ class FullyShardedAdamW(Optimizer):
         return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
 
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a shard's moments by their names in a saved state.
+        """Return the moments of a shard by their names in a saved state.
 
-        8-bit moments are decoded, because their blocks are specific to the shard.
+        Moments in 8 bits are decoded, because the boundaries of their quantization blocks depend on the sharding.
         """
         moments = self._adam.state.get(share)
         if not moments:

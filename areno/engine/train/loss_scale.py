@@ -1,9 +1,9 @@
-"""The loss scale of fp16 training. A large scale keeps small gradients from underflowing to zero, so the scale is as large as
-the gradients allow.
+"""The loss scale of fp16 training, which keeps small gradients from underflowing to 0.
 
-An optimizer step whose gradient is not finite is skipped. The ``hysteresis``-th skipped step and every later skipped step
-halve the scale. After ``window`` consecutive steps with a finite gradient, the scale is doubled, and the count of skipped
-steps is reset. Megatron uses the same rule.
+The scale is kept as large as is possible without overflow of the gradients. An optimizer step whose gradient is not
+finite is skipped. Beginning with the ``hysteresis``-th skipped step, each skipped step halves the scale. After
+``window`` consecutive steps with a finite gradient, the scale is doubled, and the count of skipped steps is reset.
+Megatron uses the same rule.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class LossScale:
 
     @property
     def may_fall(self) -> bool:
-        """Whether the scale can still be reduced. If not, the scale is not the cause of a non-finite gradient."""
+        """Whether the scale can still be reduced. At the minimum, the scale is not the cause of a non-finite gradient."""
         return self.value > self.least
 
     def update(self, finite: bool) -> None:
-        """Adjust the scale after a step. ``finite`` is whether the step's gradient was finite."""
+        """Adjust the scale after an optimizer step. ``finite`` is whether the gradient of the step was finite."""
         if not finite:
             self.good, self.bad = 0, self.bad + 1
             if self.bad >= self.hysteresis:

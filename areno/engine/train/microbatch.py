@@ -1,9 +1,9 @@
-"""Divide rows into forward passes: bins of rows within a token budget.
+"""Divide rows into microbatches, also called bins, within a token budget.
 
 There are two algorithms. ``ffd`` (first fit decreasing) assigns rows in the order of decreasing length. With a token
-budget, each row goes to the first bin that has enough room. Without a budget, each row goes to the lightest bin. With
-``tree``, ``ffd`` instead groups rows that share prefixes. ``kk`` is the differencing method of Karmarkar and Karp. The
-bins of ``kk`` have nearly equal weight, so all passes do about the same work.
+budget, each row goes to the first bin that has enough room. Without a budget, each row goes to the bin that has the
+fewest tokens so far. With ``tree``, ``ffd`` instead groups rows that share prefixes. ``kk`` (the differencing method of
+Karmarkar and Karp) makes bins with nearly equal numbers of tokens, so that all forward passes take about the same time.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,9 @@ Weights = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How the rows of an optimizer step are divided into microbatches. The division changes time and memory. It changes
-    the result only by rounding.
+    """Settings that determine how the rows of an optimizer step are divided into microbatches.
+
+    The division affects time and memory. Results with different divisions differ only by rounding.
 
     Raises:
         ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
@@ -40,10 +41,12 @@ class MicroBatching:
         if self.packing_algorithm not in ("ffd", "kk"):
             raise ValueError(f"mb_spec.packing_algorithm must be ffd or kk, got {self.packing_algorithm!r}")
         if self.tree and self.packing_algorithm == "kk":
-            raise ValueError("tree training packs rows by their common prefixes; set mb_spec.packing_algorithm=ffd")
+            raise ValueError(
+                "mb_spec.packing_algorithm=kk does not support tree training; set mb_spec.packing_algorithm=ffd"
+            )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Ascending row indices of each non-empty microbatch. Microbatches are in the order of their first rows."""
+        """Divide rows of token ids into microbatches of ascending row indices. Microbatches are sorted by their first rows."""
         indices = range(len(rows))
         blocks = [indices[start : start + self.granularity] for start in indices[:: self.granularity]]
         weights = [sum(len(rows[row]) for row in block) for block in blocks]
@@ -59,10 +62,10 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Assign blocks to bins that share prefixes. Blocks are sorted by the tokens of their first rows.
+        """Assign blocks of rows so that the rows of each bin share prefixes.
 
-        Each block goes to a bin that has room for it. Among these bins, the one whose tree grows least is chosen. If no
-        bin has room, the block starts a new bin.
+        Blocks are sorted by the tokens of their first rows. Each block goes to the bin with enough room whose prefix
+        tree grows least. If no bin has enough room, the block starts a new bin.
         """
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
@@ -80,7 +83,7 @@ class MicroBatching:
         return bins
 
     def _wanted(self, bins: int) -> int:
-        """The larger of ``bins`` and ``n_mbs``, rounded up to a multiple of ``n_mbs_divisor``."""
+        """Return the larger of ``bins`` and ``n_mbs``, rounded up to a multiple of ``n_mbs_divisor``."""
         return -(-max(bins, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
     def _first_fit(self, weights: Weights) -> list[list[int]]:
@@ -97,7 +100,7 @@ class MicroBatching:
         return bins
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Divide by differencing. Increase the number of bins by ``n_mbs_divisor`` until all bins fit the budget."""
+        """Divide blocks by differencing. Repeatedly add ``n_mbs_divisor`` bins until each bin fits the token budget."""
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)
@@ -126,7 +129,7 @@ def _lightest_first(weights: Weights, count: int) -> list[list[int]]:
 
 
 def _split_to(bins: list[list[int]], weights: Weights, count: int) -> list[list[int]]:
-    """Split bins in two until there are ``count`` bins. Each time, split the heaviest bin that has several items."""
+    """Split bins in two until there are ``count`` bins. Each split takes the heaviest bin that has several items."""
     while len(bins) < count:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(weights[i] for i in b))
         halves = shares([weights[i] for i in heaviest], 2)

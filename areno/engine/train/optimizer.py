@@ -1,13 +1,13 @@
 """The interface of the engine's optimizers, and AdamW on one rank.
 
 Master weights are in fp32. If the model computes in bf16 or fp16, the master weights are a second copy of the weights.
-If the model computes in fp32, its weights are also the master weights. On a GPU, offloaded master weights are always a
-second copy. Gradients of microbatches are summed in fp32. Each step updates the master weights, and copies their
-rounded values to the model. Small updates, as with a learning rate of 1e-6, accumulate in the master weights. Without
-master weights, rounding would undo small updates.
+If the model computes in fp32, its weights are also the master weights. Offloaded master weights of a model on a GPU are
+always a second copy. Gradients of microbatches are summed in fp32. Each step updates the master weights, and copies
+their rounded values to the model. Small updates, for example with a learning rate of 1e-6, accumulate in the master
+weights. Without master weights, rounding would undo these updates.
 
-The format of the moments is fp32, bf16 or 8 bits; see :class:`OptimizerOptions`. Masters, moments and summed gradients
-may be in host memory instead of GPU memory.
+Moments are stored in fp32, in bf16 or with 8 bits; see :class:`OptimizerOptions`. Master weights, moments and summed
+gradients may be in host memory instead of GPU memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from areno.errors import UsageError
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerOptions:
-    """Optimizer options of one trainable role. :class:`LrSchedule` explains the learning-rate fields.
+    """Optimizer options of one trainable role, such as the actor. :class:`LrSchedule` explains the learning-rate fields.
 
-    ``adam_8bit`` keeps the moments in 8 bits, and ``adam_bf16`` in bf16. ``sgd`` has no moments. ``offload`` is for
-    models on a GPU. It keeps masters, moments and summed gradients in host memory, and updates the masters on the CPU.
+    ``adam_8bit`` stores the moments with 8 bits, and ``adam_bf16`` stores the moments in bf16. ``sgd`` selects SGD,
+    which has no moments. For a model on a GPU, ``offload`` keeps master weights, moments and summed gradients in host
+    memory, and updates the master weights on the CPU.
     """
 
     lr: float = 1e-4
@@ -55,21 +56,21 @@ class OptimizerOptions:
 
     @property
     def moments(self) -> str:
-        """Format of the moments. A saved optimizer state can be resumed only with the same format."""
+        """Format of the moments. A saved optimizer state can be loaded only into an optimizer with the same format."""
         return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
 
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
-        """Size in bytes of both moments of ``count`` weights.
+        """Return the total size in bytes of both moments of ``count`` weights.
 
-        With ``adam_8bit``, small tensors keep fp32 moments. ``quantised`` is whether these weights have 8-bit moments.
-        If ``quantised`` is None, ``count`` must be the size of a whole tensor, and decides.
+        ``quantised`` is whether ``adam_8bit`` stores the moments of these weights with 8 bits; small tensors keep fp32
+        moments. If ``quantised`` is None, ``count`` must be the size of an unsharded tensor, and determines the format.
         """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
         return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
 
     def working_bytes(self, device: torch.device) -> int:
-        """Estimate the bytes that an update needs on ``device``, not counting optimizer states and gradients."""
+        """Estimate the memory in bytes that an update needs on ``device`` in addition to optimizer state and gradients."""
         if self.adam_bf16:
             return adam_bf16.WORKING_BYTES
         return adam_8bit.working_bytes(device) if self.adam_8bit else 0
@@ -89,12 +90,12 @@ class OptimizerOptions:
         if options.lr_decay_style != "constant" and not options.lr_decay_steps:
             raise UsageError(
                 f"{owner} lr_decay_style={options.lr_decay_style!r} needs lr_decay_steps, the optimizer step at which the "
-                "learning rate reaches min_lr; set it to the number of optimizer steps of the run"
+                "learning rate reaches min_lr; set lr_decay_steps to the number of optimizer steps of the run"
             )
         return options
 
     def schedule(self) -> LrSchedule:
-        """The learning rate as a function of the step."""
+        """Create the schedule: the learning rate as a function of the optimizer step."""
         return LrSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
 
 
@@ -111,7 +112,7 @@ class GradientStats:
     total: int  # entries of the parameters that received a gradient
 
     def metrics(self) -> dict[str, float]:
-        """The statistics by their metric names."""
+        """Return the statistics by their metric names."""
         share = self.nonzero / self.total if self.total else 0.0
         return {
             "grad_norm": self.norm,
@@ -126,9 +127,9 @@ class GradientStats:
 def make_adam(
     tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerOptions
 ) -> torch.optim.Optimizer:
-    """Create the update rule for fp32 tensors or for groups of them.
+    """Create the PyTorch optimizer that updates fp32 tensors or groups of fp32 tensors.
 
-    The tensors are weights, masters, or flat shards of weights or masters.
+    The tensors are weights, master weights, or flat shards of weights or master weights.
     """
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
@@ -141,7 +142,7 @@ def make_adam(
 
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
-    """Allocate the missing moments of an optimizer of :func:`make_adam`, and set them to 0."""
+    """Allocate the missing moments of an optimizer that :func:`make_adam` created. New moments are 0."""
     if isinstance(adam, torch.optim.SGD):
         return
     for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
@@ -154,7 +155,7 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
 
 
 class Optimizer(ABC):
-    """Base class of optimizers: counts steps, schedules the learning rate, and holds the update rule."""
+    """Base class of the engine's optimizers, which counts steps and schedules the learning rate."""
 
     _adam: torch.optim.Optimizer
     is_part = False  # whether this rank has only some of the model's parameters
@@ -168,16 +169,15 @@ class Optimizer(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step. Setting this property replaces the schedule with a constant."""
+        """Learning rate of the next step. Setting this property replaces the schedule with a constant learning rate."""
         return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        """Use this constant learning rate from the next step on."""
         self._constant_rate = value
 
     def allocate(self) -> None:
-        """Allocate the moments now. Otherwise the first step allocates them."""
+        """Allocate the moments now. Without this call, the first optimizer step allocates the moments."""
         take_moments(self._adam)
 
     @abstractmethod
@@ -190,7 +190,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply the collected gradient."""
+        """Multiply the collected gradient by ``factor``."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
@@ -198,38 +198,39 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step(self) -> float:
-        """Apply the collected gradient, and return the learning rate used."""
+        """Update the weights with the collected gradient, and return the learning rate of the update."""
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Return the size in bytes of the optimizer state that all ranks of this stage save.
+        """Return the total size in bytes of the optimizer state that the ranks of this pipeline stage save together.
 
-        The state has the moments, and the masters of weights that are not fp32.
+        The state consists of the moments, and of the master weights of parameters that are not fp32.
         """
 
     @abstractmethod
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the size in bytes of this rank's master weights, without those that are the model's weights.
+        """Return the total size in bytes of this rank's master weights.
 
-        With ``moments``, add the size of this rank's moments, even if they are not allocated yet.
+        Master weights that are also the model's weights do not count. With ``moments``, the size of this rank's moments
+        is added, even if the moments are not allocated yet.
         """
 
     @abstractmethod
     def step_bytes(self, device: torch.device) -> int:
         """Estimate the working memory of :meth:`collect` and :meth:`step` in bytes.
 
-        States and gradients are not counted.
+        Optimizer state and gradients are not included.
         """
 
     @abstractmethod
     def state_head(self) -> dict[str, Any]:
-        """Return the JSON data that an exact resume needs besides tensors."""
+        """Return the JSON fields of the saved optimizer state, such as step counts and the format of the moments."""
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's shards of the tensors that an exact resume needs besides the model's weights.
+        """Yield this rank's shards of the tensors that an exact resume needs in addition to the model's weights.
 
-        Shards that an earlier rank also holds are skipped.
+        A shard that a rank with a lower number also holds is skipped.
         """
 
     @abstractmethod
@@ -237,12 +238,12 @@ class Optimizer(ABC):
         """Load an optimizer state saved in any layout.
 
         Raises:
-            ValueError: the state is for other parameters, for another compute dtype or for another optimizer type.
-            KeyError: a tensor is missing.
+            ValueError: the state belongs to other parameters, to another compute dtype or to another optimizer type.
+            KeyError: a tensor is missing in the saved state.
         """
 
     def _update(self) -> float:
-        """Apply the update rule at the current learning rate, and return this rate."""
+        """Update the tensors with the scheduled learning rate, and return this learning rate."""
         rate = self.learning_rate
         self.steps += 1
         for group in self._adam.param_groups:
@@ -251,12 +252,12 @@ class Optimizer(ABC):
         return rate
 
     def _counts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Return the number of updates of each parameter with moments."""
+        """Return the number of updates of each parameter that has moments."""
         states = zip(names, map(self._adam.state.get, tensors), strict=True)
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the fields that all saved states have. ``counts`` has the update count of each parameter with moments."""
+        """Return the JSON fields of any saved state. ``counts`` has the number of updates of each parameter."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -269,21 +270,27 @@ class Optimizer(ABC):
         }
 
     def _take_head(self, head: Mapping[str, Any], names: Sequence[str], masters: bool) -> None:
-        """Load the saved fields of :meth:`_head`. Raise ValueError if the state does not fit the parameters.
+        """Load the fields that :meth:`_head` returned. Raise ValueError if the saved state does not fit this optimizer.
 
-        A pipeline stage has only some of the saved parameters.
+        A pipeline stage needs only some of the saved parameters.
         """
         current, saved = set(names), set(head["names"])
         alike = masters <= head["masters"] if self.is_part else masters == head["masters"]
         if not (current <= saved if self.is_part else current == saved) or not alike:
-            raise ValueError("the saved optimizer belongs to a different model or --dtype")
+            raise ValueError(
+                "the saved optimizer state belongs to a run with a different model or --dtype; use the model and --dtype of "
+                "the saved run"
+            )
         if head["moments"] != self.config.moments:
             raise ValueError(
-                f"the saved optimizer has {head['moments']} moments, but this run has {self.config.moments} moments; use the "
-                "same --adam-8bit (optimizer.type) as the saved run"
+                f"the saved optimizer state has {head['moments']} moments, but this run uses {self.config.moments} moments; "
+                "set --adam-8bit (areno run: optimizer.type) as in the saved run"
             )
         if head["sgd"] != self.config.sgd:
-            raise ValueError("the saved optimizer has a different optimizer.type; use the saved run's optimizer.type")
+            raise ValueError(
+                "the saved optimizer state belongs to a run with a different optimizer.type; set optimizer.type as in the "
+                "saved run"
+            )
         self.steps, self._constant_rate = int(head["steps"]), head["constant_rate"]
         if self.loss_scale is not None and head["loss_scale"]:
             self.loss_scale = LossScale(**head["loss_scale"])
@@ -302,7 +309,7 @@ class MasterAdamW(Optimizer):
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the master of a parameter: the parameter itself, or an fp32 copy.
 
-        The copy accumulates the parameter's gradients in every backward pass.
+        A hook adds the gradient of each backward pass to the gradient of the copy.
         """
         place = torch.device("cpu") if self.config.offload else parameter.device
         if parameter.dtype == torch.float32 and place == parameter.device:
@@ -323,7 +330,7 @@ class MasterAdamW(Optimizer):
         self._adam.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return the accumulated fp32 gradients of all parameters that received a gradient."""
+        """Return the accumulated fp32 gradients, except of parameters that have no gradient."""
         return [master.grad for master in self._masters if master.grad is not None]
 
     @torch.no_grad()
@@ -335,7 +342,7 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply the accumulated gradient."""
+        """Multiply the accumulated gradient by ``factor``."""
         if gradients := self.gradients():
             torch._foreach_mul_(gradients, factor)
 
@@ -357,7 +364,7 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the gradients, copy the masters to the model, and return the learning rate used."""
+        """See :meth:`Optimizer.step`."""
         rate = self._update()
         apart = [(p, m) for p, m in zip(self._parameters, self._masters, strict=True) if p is not m]
         if apart:
@@ -365,7 +372,7 @@ class MasterAdamW(Optimizer):
         return rate
 
     def state_head(self) -> dict[str, Any]:
-        """Return step counts and a description of the optimizer state."""
+        """See :meth:`Optimizer.state_head`."""
         return self._head(self._names, self._counts(self._names, self._masters), any(map(is_rounded, self._parameters)))
 
     def state_parts(self) -> Iterator[StatePart]:
@@ -389,7 +396,7 @@ class MasterAdamW(Optimizer):
 
 
 def is_rounded(parameter: Tensor) -> bool:
-    """Return whether a parameter is the rounded copy of an fp32 master. A checkpoint then also needs the master."""
+    """Return whether a parameter is a rounded copy. If so, a saved state includes the fp32 master weights."""
     return parameter.dtype != torch.float32
 
 
@@ -404,9 +411,9 @@ def master_key(name: str) -> str:
 
 
 def saved_master(saved: SavedState, name: str, weights: Tensor, index: Index) -> Tensor:
-    """Load the masters of a parameter's shard ``weights``.
+    """Load the master weights of a parameter's shard, whose values in the model are ``weights``.
 
-    If no masters were saved and ``weights`` is fp32, return ``weights``.
+    If no master weights were saved and ``weights`` is fp32, return ``weights``.
     """
     key = master_key(name)
     return saved.read(key, index) if key in saved or is_rounded(weights) else weights
@@ -415,7 +422,7 @@ def saved_master(saved: SavedState, name: str, weights: Tensor, index: Index) ->
 def saved_moments(
     saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerOptions, device: torch.device
 ) -> dict[str, Any]:
-    """Load the optimizer state of a parameter's shard to a device. ``index`` selects the shard."""
+    """Load the optimizer state of a parameter's shard onto ``device``. ``index`` selects the shard."""
     count = saved.head["counts"][name]
     if not config.adam_8bit:
         moments = {kind: saved.read(moment_key(name, kind), index).to(device) for kind in MOMENTS}
@@ -425,12 +432,12 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of the shard of a parameter that ``index`` selects.
+    """Load both moments of a parameter's shard. ``index`` selects the shard.
 
     An 8-bit second moment is returned as its square root, as in :func:`adam_8bit.moments_in`.
 
-    A rank writes 8-bit codes if its quantization blocks are those of the unsharded tensor. Otherwise it writes decoded
-    numbers.
+    Saved moments are 8-bit codes if the quantization blocks of the rank that saved them were those of the unsharded
+    tensor. Otherwise the saved moments are decoded numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:
@@ -447,12 +454,12 @@ _CODED = ("codes", "scales")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the global L2 norm as a 0-d fp32 tensor. Without gradients, the norm is 0."""
+    """Return the global L2 norm of ``gradients`` as a 0-d fp32 tensor; 0 if there are no gradients."""
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return the factor that clips a gradient of norm ``norm`` to ``max_norm``."""
+    """Return the factor that clips a gradient of norm ``norm`` to ``max_norm``; 1 if ``max_norm`` is None."""
     return 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)

@@ -1,6 +1,6 @@
-"""Compute the predictions that a loss needs from the model.
+"""Run a model, and compute the predictions that a loss needs.
 
-A policy predicts log-probs, a critic values, and a reward model scores.
+A policy predicts log-probs, a critic predicts values, and a reward model predicts scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ModelKind = Literal["policy", "value", "reward"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens of a packed batch that this rank computes. Without context parallelism, these are all tokens."""
+    """The tokens of a packed batch that this rank processes. Without context parallelism, this rank processes all tokens."""
 
     batch: PackedBatch
     tokens: Tensor  # token ids of this rank [T]
@@ -33,7 +33,7 @@ class Part:
 
     @classmethod
     def of(cls, batch: PackedBatch, context: Channel | None = None) -> Part:
-        """Select this rank's tokens. The ranks of ``context`` divide the tokens."""
+        """Select this rank's tokens of ``batch``. The ranks of ``context`` divide the tokens among themselves."""
         if context is None or context.size == 1:
             return cls(batch, batch.tokens, batch.plan, batch)
         plan = ContextPlan(batch.plan, context)
@@ -66,13 +66,13 @@ def predict(
     bounds: bool,
     context: Channel | None = None,
 ) -> Tensor:
-    """Run a model over a batch, and return the predictions for the loss. Entries outside the mask are 0.
+    """Run a model over a batch, and return the predictions for the loss. Predictions outside the response mask are 0.
 
-    A policy returns the log-probs [A] of the actions taken. A critic returns the values [A] before each action. A
-    reward model returns the scores [sequences] at the last tokens.
+    A policy returns the log-prob of each action taken [A]. A critic returns the value before each action [A]. A reward
+    model returns the score at the last token of each sequence [sequences].
 
     With ``entropy``, a policy adds ``packed_entropy`` to the data of the batch. With ``bounds``, a policy adds
-    ``packed_min_logits`` and ``packed_max_logits``. The ranks of ``context`` divide the tokens.
+    ``packed_min_logits`` and ``packed_max_logits``. The ranks of ``context`` divide the tokens among themselves.
     """
     part = Part.of(batch, context)
     hidden = model.body(part.tokens, part.plan.position_ids, part.plan)
@@ -88,9 +88,9 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """Return the predictions from hidden states [T, C] under the key "".
+    """Compute the predictions from hidden states [T, C], and return them under the key "".
 
-    Other keys of the result are names in the data of the batch, such as ``packed_entropy``.
+    All other keys of the result are keys of the batch's data, such as ``packed_entropy``.
     """
     if kind == "reward":
         assert isinstance(model, ValueModel)
@@ -113,7 +113,7 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Scores [sequences] at packed ``positions``. At positions of other ranks, the score is 0."""
+    """Compute the scores at packed ``positions`` [sequences]. At positions of other ranks, the score is 0."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)
@@ -122,5 +122,5 @@ def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextP
 
 
 def last_tokens(starts: list[int], device: torch.device) -> Tensor:
-    """Packed position of each sequence's last token. The last entry of ``starts`` is the total length."""
+    """Return the packed position of each sequence's last token. The last entry of ``starts`` is the total number of tokens."""
     return torch.tensor(starts[1:], device=device) - 1

@@ -1,4 +1,4 @@
-"""Activation checkpointing: estimates activation memory, enables recomputation, and offloads layer inputs."""
+"""Activation checkpointing: estimate activation memory, recompute layers, and offload layer inputs to host memory."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,20 +25,20 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """Size in bytes of the tensors that a forward pass keeps for the backward pass. No layer is recomputed."""
+    """Total size in bytes of the tensors that a forward pass keeps for the backward pass if no layer is recomputed."""
 
     per_token: float
     per_pair: float  # per pair of tokens of a row; above 0 if attention keeps explicit scores
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Size in bytes for a pass over rows of these lengths."""
+        """Return the total size in bytes for a pass over rows of the given lengths in tokens."""
         return sum(n * (self.per_token + n * self.per_pair) for n in lengths)
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measure the kept tensors on three short rows.
+    """Measure the size of the kept tensors with three short rows.
 
-    Only sizes that grow with the row length are counted. Weights therefore do not count.
+    Only sizes that grow with the row length are counted, so the weights are not included.
     """
     n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
     first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
@@ -47,7 +47,7 @@ def kept_bytes(model: PackedModel) -> KeptBytes:
 
 
 def _kept_of_row(model: PackedModel, tokens: int) -> int:
-    """Size in bytes of the tensors that a forward pass over one row keeps, including weights."""
+    """Return the total size in bytes of the tensors, including weights, that a forward pass over one row keeps."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -63,10 +63,10 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
-    """Moves the floating-point tensors that autograd saves inside the ``with`` block to host memory.
+    """Context manager that moves the floating-point tensors that autograd saves to host memory.
 
-    Copies from a GPU are exact and use page-locked memory. The GPU makes each copy in order with its other work, so the
-    next layer can reuse the GPU memory.
+    Copies from a GPU are exact, and use page-locked memory. Each copy runs in stream order with the other work of the
+    GPU, so the next layer can reuse the GPU memory.
     """
 
     def __init__(self) -> None:
@@ -93,8 +93,9 @@ def recompute_layers(
 ) -> None:
     """Enable or disable activation checkpointing with the methods of the installed ``transformers`` release.
 
-    Only layer inputs are kept. ``keeping`` determines how layer inputs are stored. If ``keeping`` is None, they stay in
-    place. ``contexts`` creates the context managers of a layer's forward pass and of its recomputation.
+    With activation checkpointing, a forward pass keeps only the inputs of layers. ``keeping`` determines how these
+    inputs are stored. If ``keeping`` is None, the inputs stay on their device. ``contexts`` creates the context
+    managers of a layer's forward pass and of its recomputation.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
@@ -113,9 +114,9 @@ def recompute_layers(
 
 
 def _kept(keeping: Keeping, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a layer under activation checkpointing.
+    """Run a layer under activation checkpointing, and store the layer's inputs with ``keeping``.
 
-    ``keeping`` applies only to the layer's inputs. Inside the layer, the hooks of activation checkpointing apply instead.
+    Inside the layer, the hooks of activation checkpointing replace those of ``keeping``.
     """
     with keeping():
         return run(*arguments, **options)

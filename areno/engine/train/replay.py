@@ -1,4 +1,4 @@
-"""Create the routing of a pass from its rows' routing records."""
+"""Create the routing of a forward pass from the routing records of its rows."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,20 +20,20 @@ def replay_of(
     places: Tensor | None = None,
     count: RoutingCount | None = None,
 ) -> Replay | None:
-    """Create the :class:`Replay` of a pass from the records of its rows. Return None if no row has a record.
+    """Create the :class:`Replay` of a forward pass from the records of its rows; None if no row has a record.
 
     Args:
-        records: expert choices of each row, or None.
+        records: for each row, its recorded expert choices, or None.
         lengths: number of tokens of each row.
         routers: the model's routers.
         device: device of the model.
-        places: packed position of each token of the concatenated rows, if rows share tokens. If several rows have a
-            record for a shared token, the first of them counts.
+        places: packed position of each token of the concatenated rows; None if rows share no tokens. The expert choices
+            of a shared token come from the first row that has a record for this token.
         count: counter of the replayed choices, or None.
 
     Raises:
-        ValueError: a record comes from another model, or is longer than its row. Or ``records`` and ``lengths`` differ
-            in length.
+        ValueError: a record comes from another model, a record is longer than its row, or ``records`` and ``lengths``
+            differ in length.
     """
     if all(record is None for record in records):
         return None
@@ -52,18 +52,19 @@ def replay_of(
 def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
     if len(record) > length:
         raise ValueError(
-            f"routed_experts have {len(record)} entries for a row of {length} tokens; give at most one per token"
+            f"the routed_experts of a row have {len(record)} entries, but the row has {length} tokens; provide at most one "
+            "entry per token"
         )
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
-            f"a row's routed_experts have the dtype {record.dtype} and the shape {list(record.shape)}, but the model has "
-            f"{made.shape[1]} routers that choose {made.shape[2]} experts each, as {made.dtype}; the record comes from "
-            "another model"
+            "cannot replay the routed_experts of a row, because the record comes from another model: the record has the shape "
+            f"{list(record.shape)} and the dtype {record.dtype}, but this model has {made.shape[1]} routers that choose "
+            f"{made.shape[2]} experts each, in the dtype {made.dtype}; pass records of this model"
         )
 
 
 def _at(records: RoutingRecord, places: np.ndarray) -> RoutingRecord:
-    """Move the records of tokens to their packed positions."""
+    """Move the record of each token to the packed position of the token."""
     replayed = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
     known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first row is written last, so it counts
     replayed[places[known]] = records[known]

@@ -9,7 +9,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Linear warmup to ``lr``, followed by decay to ``min_lr``. If ``style`` is ``constant``, the rate does not decay."""
+    """Linear warmup to ``lr``, followed by decay to ``min_lr``. If ``style`` is ``constant``, ``lr`` does not decay."""
 
     lr: float
     min_lr: float = 0.0
@@ -18,7 +18,7 @@ class LrSchedule:
     style: DecayStyle = "constant"
 
     def at(self, step: int) -> float:
-        """Learning rate of optimizer step ``step``. Steps are counted from 1."""
+        """Return the learning rate of optimizer step ``step``, counted from 1."""
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
         if self.style == "constant":

@@ -1,14 +1,14 @@
 """AdamW with master weights and moments sharded across the replicas (ZeRO stage 1, Rajbhandari et al. 2020).
 
 Each replica holds all weights. All gradients are in one flat fp32 buffer, which is reduce-scattered over the replicas.
-Each replica updates its shard of the weights. The updated shards are all-gathered in windows. With tensor parallelism,
-only ranks that hold the same shard of the model exchange gradients and weights. If possible, replicas on the CPUs of
-one Linux machine share one copy of the weights. Each replica then updates its shard in place. Each rank saves its
-shard, and any layout can resume from the saved shards.
+Each replica updates its shard of the weights. The updated shards are all-gathered in windows of limited size. With
+tensor parallelism, only ranks that hold the same shard of the model exchange gradients and weights. If possible,
+replicas on the CPUs of one Linux machine share one copy of the weights. In this case, each replica updates its shard in
+place. Each rank saves its shard. A run in any layout can resume from the saved shards.
 
-With 8-bit moments, parameters and shards are aligned to quantization blocks of the flat buffer. The blocks are
-therefore the same for any number of replicas. The blocks of tensors that are sharded by tensor parallelism depend on
-the layout. When a run resumes in another layout, the moments of these tensors are quantized again.
+With 8-bit moments, parameters and shards are aligned to the quantization blocks of the flat buffer. The blocks are
+therefore the same for any number of replicas. For tensors that tensor parallelism shards, the blocks depend on the
+layout. When a run resumes in another layout, the moments of such tensors are quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy data
 through the GPU.
@@ -51,7 +51,7 @@ _COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A parameter's place in the flat buffers."""
+    """A parameter's range in the flat buffers."""
 
     name: str
     parameter: nn.Parameter
@@ -63,16 +63,16 @@ class _Segment:
 
     @property
     def quantised(self) -> bool:
-        """Whether ``--adam-8bit`` quantizes the moments. The unsharded size decides, so that all layouts agree."""
+        """Whether ``--adam-8bit`` quantizes the moments, which depends on the size of the unsharded parameter."""
         return adam_8bit.is_quantised(self.parameter.numel())
 
 
 class ZeroAdamW(Optimizer):
-    """AdamW over a shard of the parameters. All ranks must make the same calls.
+    """AdamW over this rank's shard of the parameters. All ranks must make the same calls.
 
-    A missing gradient counts as a gradient of 0. :class:`MasterAdamW` instead leaves the parameter unchanged. The
-    ``partial`` parameters are unsharded, but each rank of a replica computes only a part of their gradient. The parts
-    are summed.
+    A parameter without a gradient is updated with a gradient of 0, whereas :class:`MasterAdamW` does not change such a
+    parameter. The parameters in ``partial`` are unsharded, but each rank of a replica computes only a part of their
+    gradients. The parts are summed.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class ZeroAdamW(Optimizer):
             self._watch(segment)
 
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
-        """Yield each tensor to update, whether its moments have 8 bits, and its place in this rank's shard.
+        """Yield each tensor to update, whether the tensor's moments have 8 bits, and the tensor's range in this rank's shard.
 
-        With ``adam_8bit``, each parameter in the shard is a tensor of its own. Otherwise the whole shard is one tensor.
+        With ``adam_8bit``, each parameter in the shard is a separate tensor. Otherwise the whole shard is one tensor.
         """
         if not self.config.adam_8bit:
             yield self._master, False, slice(0, self._share)
@@ -128,7 +128,10 @@ class ZeroAdamW(Optimizer):
         ]
 
     def _watch(self, segment: _Segment) -> None:
-        """Accumulate a parameter's gradients in the flat buffer. A step's first gradient overwrites the old contents."""
+        """Register a hook that accumulates a parameter's gradients in the flat buffer.
+
+        The first gradient of each step overwrites the old contents of the buffer.
+        """
 
         def accumulate(parameter: Tensor) -> None:
             gradient = local_gradient(parameter).reshape(-1).to(self._home)
@@ -167,7 +170,7 @@ class ZeroAdamW(Optimizer):
         return self._shared_memory.tensor(self._first, self._share)
 
     def _buffer(self) -> Tensor:
-        """Return the flat gradient [replicas * share]. Allocate it if necessary."""
+        """Return the flat gradient [replicas * share], and allocate the gradient's buffer if necessary."""
         if self._flat is None:
             self._flat = torch.zeros(self._share * self.peers.data.size, device=self._home)
         return self._flat
@@ -178,9 +181,9 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
-        """Return this rank's fp32 shard of a flat tensor.
+        """Build this rank's fp32 shard of a flat tensor.
 
-        ``value`` returns the values of the flat tensor for one parameter.
+        ``value`` returns the entries of the flat tensor that belong to a parameter.
         """
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
@@ -194,7 +197,7 @@ class ZeroAdamW(Optimizer):
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
         """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``.
 
-        ``values`` has all values of the flat tensor for the parameter of ``segment``.
+        ``values`` has all entries of the flat tensor that belong to the parameter of ``segment``.
         """
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
@@ -213,14 +216,14 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients. Free their memory if it is not shared with other replicas."""
+        """Discard accumulated gradients. Memory of gradients is freed if replicas do not share this memory."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
 
     def gradients(self) -> list[Tensor]:
-        """Return the flat gradient before its reduction over the ranks. If it is not allocated, return []."""
+        """Return a list with the flat gradient before its reduction over the ranks; [] if the gradient is not allocated."""
         return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()
@@ -251,7 +254,7 @@ class ZeroAdamW(Optimizer):
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
     def _sum_partial(self, flat: Tensor) -> None:
-        """Sum the partial gradients over the ranks. Each group of ranks needs one collective."""
+        """Sum the partial gradients over the ranks, with one collective for each group of ranks."""
         self._sum_over(self.peers.tensor, [flat[one.start : one.stop] for one in self._segments if one.partial])
         self._sum_over(self.peers.ends, [flat[one.start : one.stop] for one in self._segments if one.tied])
 
@@ -262,7 +265,7 @@ class ZeroAdamW(Optimizer):
                 part.copy_(values)
 
     def _windows(self) -> Iterator[slice]:
-        """Yield the windows of a shard. Each collective sends one window."""
+        """Yield the windows of a shard: the slices that the collectives send one after the other."""
         step = max(_EXCHANGED // self.peers.data.size, 1)
         for begin in range(0, self._share, step):
             yield slice(begin, min(begin + step, self._share))
@@ -280,9 +283,9 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _gathered(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """All-gather the shards ``part`` of all replicas. Yield pieces of the flat buffer with their offsets.
+        """All-gather the shards ``part`` of all replicas, and yield the offset and the values of each gathered piece.
 
-        The pieces are on the model's device.
+        The values are on the model's device.
         """
         for window in self._windows():
             gathered = self.peers.data.all_gather_tensor(part[window].to(self._device).contiguous())
@@ -291,12 +294,12 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply the collected gradient."""
+        """Multiply the collected gradient by ``factor``."""
         self._gradient.mul_(factor)
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the collected gradient, and copy the new weights to the model. Return the learning rate used."""
+        """See :meth:`Optimizer.step`."""
         for piece, _, place in self._pieces:
             piece.grad = self._gradient[place]
         rate = self._update()
@@ -306,7 +309,7 @@ class ZeroAdamW(Optimizer):
         return rate
 
     def _publish(self) -> None:
-        """Copy the masters to the model on all replicas."""
+        """Copy the updated master weights to the weights of all replicas."""
         if self._shared_memory is None:
             self._put_weights()
             return
@@ -344,7 +347,7 @@ class ZeroAdamW(Optimizer):
 
     @property
     def _weight_dtype(self) -> torch.dtype:
-        """The dtype of the parameters. If their dtypes differ, fp32."""
+        """The dtype of all parameters; fp32 if the parameters have different dtypes."""
         kinds = {segment.parameter.dtype for segment in self._segments}
         return kinds.pop() if len(kinds) == 1 else torch.float32
 
@@ -360,16 +363,13 @@ class ZeroAdamW(Optimizer):
                 target[start - segment.start : stop - segment.start] = values[start - first : stop - first]
 
     def state_head(self) -> dict[str, Any]:
-        """Return step counts and a description of the optimizer state."""
+        """See :meth:`Optimizer.state_head`."""
         names = [segment.name for segment in self._segments]
         counted = names if self.steps and not self.config.sgd else []
         return self._head(names, dict.fromkeys(counted, self.steps), self._has_masters)
 
     def state_parts(self) -> Iterator[StatePart]:
-        """Yield this rank's shards of the moments, and of the masters of weights that are not fp32.
-
-        A shard that an earlier rank also holds is skipped.
-        """
+        """See :meth:`Optimizer.state_parts`."""
         pieces = iter(self._pieces)
         for segment, start, stop in self._owned():
             piece = next(pieces)[0] if self.config.adam_8bit else self._master
@@ -393,9 +393,10 @@ class ZeroAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Yield the moments of a tensor.
+        """Yield the moments of a parameter's part in this rank's shard.
 
-        If the tensor's blocks are those of the unsharded tensor, yield codes. Otherwise yield decoded moments.
+        If the quantization blocks are those of the unsharded tensor, 8-bit codes are yielded. Otherwise decoded moments
+        are yielded.
         """
         if not state:
             return
@@ -454,7 +455,7 @@ def _segments(
     tied: Collection[str],
     block: int,
 ) -> Iterator[_Segment]:
-    """Yield the place of each parameter in the flat buffers. Each place starts at a block boundary."""
+    """Yield the range of each parameter in the flat buffers. Each range starts at a block boundary."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()

@@ -1,15 +1,15 @@
-"""Optimizer state on disk. If several ranks hold a shard, one of them writes it. Each rank reads the shards that its
-layout needs.
+"""Save optimizer states to disk, and load them. If several ranks hold the same shard, only one rank writes the shard.
+Each rank reads the shards that its layout needs.
 
     state.json                                      step count, parameter names, format of the moments
     shard-00001-model-00001-of-00001.safetensors    shards of rank 0: ``state.<parameter>.exp_avg``, ``master.<parameter>``
 
 The files are PyTorch distributed checkpoints in safetensors format, which the ``HuggingFaceStorageReader`` of
-``torch.distributed.checkpoint`` can read. A file's metadata has the offset of each shard in its tensor. A file holds
-only one shard of a tensor. A rank with several shards of a tensor therefore writes several files.
+``torch.distributed.checkpoint`` can read. The metadata of a file contains the offset of each shard in its tensor. A
+file contains at most one shard of each tensor. A rank with several shards of a tensor therefore writes several files.
 
-PyTorch's own writer is not used. It needs one process group of all ranks, and mistakes strided shards for contiguous
-shards. Its default format is pickle, which can run code when a file is read.
+PyTorch's own writer is not used, because it requires a process group of all ranks and saves strided shards as if they
+were contiguous. The default format of this writer is pickle, which can run code when a file is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Index = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One rank's shard of a state tensor."""
+    """One rank's shard of a tensor of the optimizer state."""
 
     key: str
     values: Tensor
@@ -54,7 +54,7 @@ class _Chunk:
 
 
 def full_index(shape: Sequence[int]) -> Index:
-    """Return the index of an unsharded tensor."""
+    """Return the :data:`Index` of an unsharded tensor."""
     return tuple(torch.arange(size) for size in shape)
 
 
@@ -62,7 +62,7 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
     """Split a range of a flattened tensor into rectangular shards.
 
     ``values`` [N] are the entries of the range, which begins at ``start``. ``index`` is the :data:`Index` of the tensor
-    before it was flattened. This tensor may itself be a shard.
+    before flattening. The flattened tensor may itself be a shard.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]
@@ -71,7 +71,7 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
 
 
 def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
-    """Replace the folder with the state of one optimizer. All ranks must call this function with the same folder."""
+    """Replace ``folder`` by the state of one optimizer. All ranks must call this function with the same folder."""
     if peers.first and folder.exists():  # another layout's files have different names
         shutil.rmtree(folder)
     peers.all_reduce_min(0)  # barrier
@@ -94,14 +94,14 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the ``state.json`` fields of all pipeline stages. Only tied parameters occur in several stages."""
+    """Merge the ``state.json`` fields of all pipeline stages. Tied parameters occur in several stages, all others in one."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     names = list(dict.fromkeys(n for stage in stages for n in stage["names"]))
     return stages[0] | {"names": names, "counts": counts, "masters": any(stage["masters"] for stage in stages)}
 
 
 class SavedState:
-    """An optimizer state written by :func:`save_state` in any layout.
+    """A saved optimizer state, written by :func:`save_state` in any layout.
 
     Raises OSError, ValueError or SafetensorError if the folder is missing or damaged.
     """
@@ -113,7 +113,7 @@ class SavedState:
             file = safe_open(path, "pt")
             metadata = file.metadata() or {}
             if _SHARDING not in metadata:
-                raise ValueError(f"{path} has no shard metadata")
+                raise ValueError(f"the file {path} has no shard metadata and is not part of a saved optimizer state")
             sharding = json.loads(metadata[_SHARDING])
             for key in sharding:
                 offsets, sizes = tuple(sharding[key][_OFFSETS]), tuple(file.get_slice(key).get_shape())
@@ -123,11 +123,11 @@ class SavedState:
         return key in self._chunks
 
     def tensor_names(self) -> list[str]:
-        """Return the keys of all tensors."""
+        """Return the keys of all saved tensors."""
         return list(self._chunks)
 
     def read_full(self, key: str) -> Tensor:
-        """Read an unsharded tensor."""
+        """Read a whole tensor into host memory."""
         ends = ([o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in self._chunks[key])
         return self.read(key, full_index([max(axis) for axis in zip(*ends, strict=True)]))
 
@@ -151,16 +151,14 @@ class SavedState:
         for local, piece in pieces:
             values[local] = piece
         if sum(piece.numel() for _, piece in pieces) != values.numel():
-            raise ValueError(f"{key} is incomplete: a rank's file is missing")
+            raise ValueError(f"the saved tensor {key} is incomplete, because the file of a rank is missing")
         return values
 
 
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the overlap of a box and a chunk, as slices of the shard and slices of the chunk. Yield nothing if there is
-    none.
-    """
+    """Yield the overlap of a box and a chunk, if any, as slices of the shard and slices of the chunk."""
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
         first, last = max(offset, start), min(offset + own.stop - own.start, start + size)
@@ -181,7 +179,7 @@ def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
 
 
 def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
-    """Return ranges of consecutive indices, each as start, stop and first index."""
+    """Return the ranges of consecutive indices in ``axis``, each as a tuple (start, stop, first index)."""
     if not len(axis):
         return []
     breaks = (axis.diff() != 1).nonzero().flatten() + 1
@@ -189,7 +187,7 @@ def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Split a range of a flattened tensor into boxes. Yield them in order."""
+    """Split a range of a flattened tensor into boxes, and yield the boxes in order."""
     if start >= stop:
         return
     if len(shape) <= 1:

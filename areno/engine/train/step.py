@@ -1,8 +1,8 @@
-"""Training: accumulates gradients over microbatches, clips the gradient, and applies or skips the update.
+"""Optimizer steps: accumulate gradients over microbatches, clip the gradient, and apply or skip the update.
 
-The gradient of an optimizer step is the gradient of the loss over all rows of the step. Each microbatch's mean is
-weighted by the microbatch's share of the step's units (tokens, sequences or pairs). Except for rounding, the result
-therefore does not depend on microbatch size or packing.
+The gradient of an optimizer step is the gradient of the loss over all rows of the step. The mean loss of each
+microbatch is weighted by the microbatch's share of the step's units (tokens, sequences or pairs). Apart from rounding,
+the result therefore depends neither on the microbatch size nor on the packing.
 """
 
 import math
@@ -57,17 +57,17 @@ MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
 def most_tokens(device_type: str) -> int:
-    """Return the maximum number of tokens of a pass on a device type. It applies to losses that declare their reduction."""
+    """Return the maximum number of tokens of a forward pass on a device type, for losses that declare their unit."""
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
 Sums = dict[str, tuple[str, Parts]]
-"""Statistics summed over microbatches: name -> (kind, numbers)."""
+"""Statistics merged over microbatches: name -> (kind of statistic, numbers)."""
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Losses and statistics of passes. They stay on the device, because each read waits for the device."""
+    """Losses and statistics of forward passes. The tensors stay on the device, because each read waits for the device."""
 
     counts_passes: bool  # count the passes that are backpropagated
     values: list[Tensor | float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read all recorded tensors at once. Return the weighted sum of the losses, and the merged statistics."""
+        """Read all recorded tensors at once, and return the weighted sum of the losses and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
@@ -127,29 +127,29 @@ class TrainStep:
         mini_bs: int | MicroBatching,
         accumulation: int | None = None,
     ) -> dict[str, float]:
-        """Train on rows in order.
+        """Train on rows in their order, in one optimizer step or several.
 
         Args:
-            rows: at least one row. For a pair loss, chosen and rejected rows alternate.
+            rows: rows to train on, at least one. For a pair loss, chosen and rejected rows alternate.
             mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each replica's rows into
                 passes.
-            accumulation: with an integer ``mini_bs``, an optimizer step takes ``mini_bs * accumulation`` rows. If None,
-                all rows make one optimizer step.
+            accumulation: for an integer ``mini_bs``, each optimizer step uses ``mini_bs * accumulation`` rows. If None,
+                a single optimizer step uses all rows.
 
         Returns:
-            Scalar statistics. Most are means over the optimizer steps of this call. ``logp_*`` are from the first step,
-            and ``lr`` is from the last step.
+            Scalar statistics. ``logp_*`` are from the first optimizer step, and ``lr`` is from the last optimizer step.
+            All other statistics are means over the optimizer steps of this call.
 
         Raises:
             ValueError: there are no rows, rows have different per-token lists, the rows cannot be divided as requested,
                 ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is set for a reward
                 model.
-            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. Updates do not count while
-                the loss scale can still fall.
+            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. An update does not count if
+                the loss scale could still be reduced.
         """
         unit = reduction_of(loss_fn)
         if not rows:
-            raise ValueError("train needs at least one row")
+            raise ValueError("train needs at least one row, got none")
         refuse_mixed(rows)
         per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, self.tree))
@@ -167,10 +167,10 @@ class TrainStep:
         return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute gradients over this replica's rows, and discard them. The call checks whether memory suffices.
+        """Compute gradients over this replica's rows, and discard the gradients, to check whether memory suffices.
 
-        Prefixes are not shared, because rows may be synthetic. Without FSDP, this method does not communicate with
-        other replicas. It therefore also works if another replica has failed.
+        Common prefixes are computed separately for each row, because rows may be synthetic. Without FSDP, this method
+        does not communicate with other replicas, and therefore also works if another replica has failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -180,13 +180,13 @@ class TrainStep:
             self.optimizer.zero_grad()
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
-        """Return loss and statistics over all rows, without gradients and in evaluation mode.
+        """Compute the loss and the statistics over all rows, in evaluation mode and without gradients.
 
         Raises:
             ValueError: there are no rows, rows have different per-token lists, or a pair is incomplete.
         """
         if not rows:
-            raise ValueError("measure needs at least one row")
+            raise ValueError("measure needs at least one row, got none")
         refuse_mixed(rows)
         with torch.no_grad(), self.model.gathered():
             return self.accumulate(rows, loss_fn, mini_bs)
@@ -194,14 +194,14 @@ class TrainStep:
     def accumulate(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
     ) -> dict[str, float]:
-        """Accumulate the gradient of the loss over all rows without an update, and return statistics.
+        """Accumulate the gradient of the loss over all rows without an update, and return statistics over all rows.
 
-        Every rank receives all rows, and selects the rows to compute. The statistics are over all rows. Raises ValueError if
-        the rows cannot be divided into pairs.
+        Each rank receives all rows, and selects the rows that it processes. Raises ValueError if the rows cannot be
+        divided into pairs.
         """
         together = 2 if reduction_of(loss_fn) == "pair" else 1
         if len(rows) % together:
-            raise ValueError(f"pairs need an even number of rows, got {len(rows)}")
+            raise ValueError(f"a loss over pairs needs an even number of rows, got {len(rows)}")
         if not isinstance(mini_bs, int):
             together = mini_bs.granularity
         mine = self._share(rows, together)
@@ -226,7 +226,7 @@ class TrainStep:
         rows: Sequence[TrainSequence],
         tree: bool,
     ) -> tuple[float, Sums]:
-        """Accumulate the gradient over this replica's rows ``mine``. Return the loss and the statistics.
+        """Accumulate the gradient over this replica's rows ``mine``, and return the loss and the statistics.
 
         ``rows`` are the rows of all replicas.
         """
@@ -279,7 +279,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all stages. Passes from the index ``weighing`` on have weight 0."""
+        """Run the passes through all pipeline stages. All passes after the first ``weighing`` passes have weight 0."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -304,9 +304,9 @@ class TrainStep:
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Make passes of weight 0 while other ranks still have rows.
+        """Run ``passes`` with weight 0 while other ranks still have rows.
 
-        Every pass gathers each layer from all ranks, so a rank without rows must take part.
+        Each pass gathers every layer from all ranks, so a rank without rows must take part.
         """
         for rows in passes:
             HEARTBEAT.tick()
@@ -332,7 +332,7 @@ class TrainStep:
     def _loss_of(
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and the statistics of a pass over rows. Keep the token records of observed rows."""
+        """Compute the loss and the statistics of a pass over ``rows``, and record per-token values of observed rows."""
         loss, metrics = checked_output(loss_fn(batch.data, predicted), loss_fn)
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
         if self.kind == "policy":
@@ -344,9 +344,9 @@ class TrainStep:
         return loss, metrics
 
     def apply(self) -> dict[str, float]:
-        """Apply the accumulated gradient after clipping, and return statistics.
+        """Clip and apply the accumulated gradient, and return statistics.
 
-        If the gradient is not finite or there is none, the update is skipped.
+        The update is skipped if there is no gradient, or if the gradient is not finite.
         """
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         gradient, scale = self.optimizer.collect(), self.optimizer.loss_scale
@@ -367,20 +367,20 @@ class TrainStep:
             scale.update(finite)
         if self._skipped >= self.max_skipped:
             raise EngineError(
-                f"the gradient was not finite in {self._skipped} updates in a row, so the weights did not change. "
-                "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
+                f"the gradient was not finite in {self._skipped} updates in a row, so these updates did not change the "
+                "weights. Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
         return stats
 
     @property
     def _scale(self) -> float:
-        """The loss scale, by which gradients are divided. Without loss scaling, it is 1."""
+        """The loss scale, by which gradients are divided; 1 without loss scaling."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
         """Turn training mode on or off. Layers are recomputed only in training mode.
 
-        ``recompute`` is whether to recompute layers. If the configuration forbids recomputation, it has no effect.
+        ``recompute`` is whether to recompute layers, and has no effect if ``activation_checkpointing`` is False.
         """
         recompute = recompute and self.activation_checkpointing is not False
         if isinstance(self.model, CausalLM):
@@ -393,11 +393,11 @@ class TrainStep:
     def _recomputes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> bool:
-        """Whether to recompute layers.
+        """Return whether to recompute layers.
 
-        If ``activation_checkpointing`` is not None, it decides. Otherwise layers are recomputed, with one exception: a
-        model on a CPU, without tensor parallelism, FSDP and pipeline, keeps its activations if there is enough free
-        memory.
+        If ``activation_checkpointing`` is not None, its value is returned. Otherwise layers are recomputed, with one
+        exception. A model on a CPU keeps its activations if enough memory is free, and if there is neither tensor
+        parallelism nor FSDP nor pipeline parallelism.
         """
         chosen, layout = self.activation_checkpointing, self.peers.layout
         measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
@@ -416,7 +416,8 @@ class TrainStep:
     ) -> Iterator[Sequence[TrainSequence]]:
         """Return the rows of each pass.
 
-        If ``mini_bs`` is an integer and the loss declares its unit, a pass also has a maximum number of tokens.
+        If ``mini_bs`` is an integer and the loss declares its unit, :func:`most_tokens` also limits the number of
+        tokens of a pass.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
@@ -428,13 +429,13 @@ class TrainStep:
 
 
 def _backward_of_nothing(predicted: Tensor) -> None:
-    """Run a backward pass with zero gradient. Other ranks wait for the communication of this pass."""
+    """Run a backward pass with a gradient of 0, because other ranks wait for the communication of this pass."""
     if predicted.requires_grad:
         predicted.backward(torch.zeros_like(predicted))
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average each statistic over the optimizer steps that have it. A step without clipped tokens lacks some statistics."""
+    """Average each statistic over the optimizer steps that report the statistic."""
     by_name: dict[str, list[float]] = {}
     for name, value in ((name, value) for result in results for name, value in result.items()):
         by_name.setdefault(name, []).append(value)
@@ -446,12 +447,15 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
-        raise ValueError(f"pairs need an even number of rows and an even {what}, got {rows} and {block}")
+        raise ValueError(
+            f"a loss over pairs needs an even number of rows and an even {what}, got {rows} rows and {what}={block}"
+        )
     if isinstance(mini_bs, int):
         return mini_bs * accumulation if accumulation else rows
     if accumulation:
         raise ValueError(
-            "accumulation needs a number of rows as mini_bs; with MicroBatching, all rows make one optimizer step"
+            "accumulation needs an integer mini_bs, but mini_bs is a MicroBatching, for which all rows make one optimizer "
+            "step; omit accumulation"
         )
     return rows
 

@@ -1,7 +1,7 @@
-"""Per-token values that an update computes, kept for recorded samples.
+"""Record per-token values that an update computes, for the samples that a run records.
 
-Values are kept only for observed rows. A row is observed if its ``observed`` is not -1. The values stay on the device
-until :meth:`TokenRecords.take` reads them.
+Values are recorded only for observed rows, whose attribute ``observed`` is not -1. The values stay on the device until
+:meth:`TokenRecords.take` reads them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from areno.types import TokenRecord, TrainSequence
 
 
 class TokenRecords:
-    """Records of this rank's observed rows, made since the last :meth:`take`."""
+    """Records of this rank's observed rows since the last call of :meth:`take`."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -22,7 +22,7 @@ class TokenRecords:
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
         """Record the log-probs and clip flags of a pass over ``rows``, both of shape [A].
 
-        Only observed rows that have no record yet are recorded.
+        Rows that are not observed, and rows that already have a record, are skipped.
         """
         start = 0
         for row in rows:
@@ -33,11 +33,11 @@ class TokenRecords:
             start = end
 
     def complete(self, rows: Sequence[TrainSequence]) -> None:
-        """Mark ``rows`` as recorded by one of the ranks. Later passes over these rows, on any rank, are not recorded."""
+        """Mark ``rows`` as recorded. No rank records later passes over these rows."""
         self._done.update(row.observed for row in rows)
 
     def take(self) -> dict[int, TokenRecord]:
-        """Return the records by ``observed`` number, and discard them."""
+        """Return all records, and discard them. The keys are the ``observed`` numbers of the rows."""
         parts, self._parts, self._done = self._parts, {}, set()
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])

@@ -1,13 +1,13 @@
-"""Parses tool calls in complete or streamed messages, and detects the format of a model's calls.
+"""Parse tool calls in complete or streamed messages, and detect the format of a model's calls.
 
-``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. ``.stream(tools)`` parses
-incrementally. A custom format is a :class:`ToolCallParser` registered under a name.
+``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. The method ``stream(tools)`` creates
+a parser for one streamed message. To add a format, register a :class:`ToolCallParser` under a name.
 
-- ``registry``: the formats by name, and detection of a model's format
+- ``registry``: lists the formats by name, and detects a model's format
 - ``parser``: the parser that all formats share
 - ``hermes``, ``qwen``, ``deepseek``, ``kimi``, ``harmony`` (gpt-oss), ``mistral``, ``gemma``, ``json_calls`` (Llama 3 and bare
   JSON), ``pythonic`` (Llama 4), ``xml_calls`` (GLM, MiniMax, Qwen3-Coder): the formats
-- ``block_scanner``: blocks between an opening and a closing tag
+- ``block_scanner``: finds blocks between an opening and a closing tag
 - ``json_span``: finds the end of a JSON value
 - ``schema``: converts text arguments to the types of a tool's schema
 """

@@ -1,7 +1,7 @@
-"""Finds tool calls between an opening and a closing marker, and parses calls whose body is JSON.
+"""Find tool calls between an opening and a closing marker, and parse calls whose body is JSON.
 
-A closing marker counts only after a complete body, so an argument may contain the marker. A malformed body ends at the first
-closing or opening marker. Therefore, it does not include the next call.
+A closing marker ends a call only after a complete body, so an argument may contain the closing marker. A malformed body
+ends at the first closing or opening marker, so a malformed call does not include the next call.
 """
 
 import re
@@ -22,7 +22,7 @@ Item = RawCall | Malformed
 
 @dataclass(slots=True)
 class BlockBody(ABC):
-    """The content between the markers."""
+    """The content of a block, between the opening and the closing marker."""
 
     at: int  # position up to which the body is parsed; its end once it is closed
     resume: int = field(init=False)  # where the search for the end of the block continues if the body is malformed
@@ -32,15 +32,15 @@ class BlockBody(ABC):
 
     @abstractmethod
     def read(self, source: GrowingText) -> Verdict:
-        """Continue parsing the text, which may have grown. The result depends only on the text."""
+        """Continue parsing the text, which may have grown. The result does not depend on how the text was split into pieces."""
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """The calls of the closed body, at least one. ``source`` is the block within ``text``."""
+        """Return the calls of the closed body, at least one. ``source`` is the part of ``text`` that is the block."""
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], BlockBody]) -> CallFormat:
-    """A format of blocks that end with any of ``closers``. Without closers, a block ends with its body."""
+    """Create a format of blocks that end with one of ``closers``. If ``closers`` is empty, a block ends with its body."""
     return CallFormat(
         (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan
     )
@@ -133,7 +133,7 @@ class HeaderJson(BlockBody):
 
 
 def raw_call(source: str, value: Any, name: str | None = None) -> Item:
-    """The call described by a JSON value.
+    """Create the call that a JSON value describes.
 
     With ``name``, the value contains only the arguments. Without ``name``, the value contains the name and the arguments.
     """
@@ -145,6 +145,6 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
 
 
 def headed_json(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
-    """A format of blocks with the body :class:`HeaderJson`. ``header`` is a regular expression for the header."""
+    """Create a format of blocks with the body :class:`HeaderJson`. ``header`` is a regular expression for the header."""
     pattern = re.compile(header)
     return block(opener, closers, lambda start: HeaderJson(start, pattern))

@@ -1,4 +1,4 @@
-"""DeepSeek's formats. V3 writes type, separator, name and a code fence; V3.1 writes name, separator and an object."""
+"""DeepSeek's tool-call formats. V3 writes type, separator, name and a code fence; V3.1 writes name, separator and an object."""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import CallShape, ToolCallParser

@@ -1,4 +1,4 @@
-"""Gemma's format: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``. Keys are bare, and quotes are special.
+"""Gemma's tool-call format: ``<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>``, with keys without quotes.
 
 FunctionGemma uses the same syntax with different markers.
 """

@@ -1,4 +1,4 @@
-"""The Hermes format: JSON with name and arguments in ``<tool_call>`` tags. Qwen's and MiniCPM's formats extend it."""
+"""The Hermes tool-call format, which Qwen and MiniCPM extend: JSON with name and arguments in ``<tool_call>`` tags."""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import CallShape, ToolCallParser

@@ -1,7 +1,7 @@
-"""Calls as bare JSON: ``{"name", "arguments"}``, a list of these objects, or ``{"tool_calls": [...]}``.
+"""Tool calls as bare JSON: ``{"name", "arguments"}``, a list of these objects, or ``{"tool_calls": [...]}``.
 
-Text may precede and follow a call. JSON that does not describe a call is text. Llama 3 writes ``{"name", "parameters"}``,
-sometimes after ``<|python_tag|>``, and with ``;`` between two calls.
+Text may precede and follow a call. JSON that does not describe a call is treated as text. Llama 3 writes ``{"name",
+"parameters"}``, sometimes after ``<|python_tag|>``, and with ``;`` between two calls.
 """
 
 import json

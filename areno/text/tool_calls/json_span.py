@@ -1,7 +1,8 @@
-"""Finds the end of a JSON object or array in streamed text, and parses calls in JSON.
+"""Find the end of a JSON object or array in streamed text, and parse calls in JSON.
 
-The scanner resumes where it stopped, so a long argument takes linear time. The scanner checks the structure strictly. If a
-brace in text does not start a call, the scanner detects this after a few characters. Line breaks in strings are allowed.
+The scanner resumes where the previous scan stopped, so a long argument takes linear time. The scanner checks the
+structure strictly, and therefore usually needs only a few characters to reject a brace that does not start a call. Line
+breaks in strings are allowed.
 """
 
 import json
@@ -24,12 +25,12 @@ _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
 
 
 class ValueSpan(Protocol):
-    """Scans to the end of a value. ``at`` is the current position and, once the value is closed, its end."""
+    """Scans streamed text for the end of a value. ``at`` is the current position, or the end of a closed value."""
 
     at: int
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning."""
+        """Continue scanning the text, and return whether the value is open, closed or broken."""
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class JsonSpan:
     _verdict: Verdict = "open"
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning the text, which may have grown. Returns ``broken`` if the structure is not that of JSON."""
+        """Continue scanning the text, which may have grown. Returns ``broken`` if the text is not JSON."""
         text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
@@ -77,7 +78,9 @@ class JsonSpan:
         return None
 
     def _string(self, text: str) -> bool:
-        """Scan a string, and return whether its end was reached. A trailing backslash needs more text."""
+        """Scan a string, and return whether the end of the string was reached. After a trailing backslash, more text is
+        needed.
+        """
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':
             return False
@@ -129,7 +132,7 @@ def _finite(number: str) -> float:
 
 
 def load_arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments as a dict. They may be an object, JSON text or null. None for invalid arguments."""
+    """Convert arguments (an object, JSON text or null) to a dict; None if the arguments are invalid."""
     if isinstance(value, str):
         try:
             value = load_json(value) if value.strip() else {}
@@ -154,7 +157,7 @@ def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def array_elements(text: str) -> list[tuple[Any, str]] | None:
-    """Each element of a JSON array, with its text. None if the text is not an array."""
+    """Return each element of a JSON array with the element's text; None if ``text`` is not an array."""
     decoder = json.JSONDecoder(strict=False, parse_constant=_refuse)
     elements: list[tuple[Any, str]] = []
     try:
@@ -170,5 +173,5 @@ def array_elements(text: str) -> list[tuple[Any, str]] | None:
 
 
 def skip_blank(text: str, at: int, limit: int = sys.maxsize) -> int:
-    """The position after JSON white space that starts at ``at``."""
+    """Return the position after the JSON white space that starts at ``at``."""
     return _BLANK.match(text, at, limit).end()  # type: ignore[union-attr]

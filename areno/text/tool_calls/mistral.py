@@ -1,4 +1,4 @@
-"""Mistral: ``[TOOL_CALLS][{"name", "arguments"}, ...]``, and the newer ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
+"""Mistral's tool-call formats: ``[TOOL_CALLS][{"name", "arguments"}, ...]`` and ``[TOOL_CALLS]name[ARGS]{...}`` (newer)."""
 
 import re
 from collections.abc import Sequence

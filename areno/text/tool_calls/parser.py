@@ -1,8 +1,8 @@
 """Shared parts of all tool-call formats: the parsed message, and the incremental parser.
 
-A :class:`CallFormat` describes how a call is written. The parser of this module finds the markers, emits the text between
-them, and validates calls. A call is emitted only when it is complete and valid. A malformed call stays text. A complete
-message is parsed as a stream of one piece, so streaming gives the same result.
+A :class:`CallFormat` describes how a call is written. The parser of this module finds calls by their markers, emits the
+text between calls, and validates calls. Only complete and valid calls are emitted as calls. A malformed call is emitted
+as text. A complete message is parsed as a stream of one piece, so streaming gives the same result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of the call with the number ``index``. Only the first piece has ``id`` and ``name``."""
+    """A piece of the call number ``index`` of a message. Only the first piece of a call has ``id`` and ``name``."""
 
     index: int
     id: str | None
@@ -71,14 +71,14 @@ class RawCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A malformed call, which remains text and is counted."""
+    """A malformed call, which is emitted as text and counted."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """Text that only looked like the start of a call."""
+    """Text that begins like a call, but is not a call."""
 
     source: str
 
@@ -98,17 +98,19 @@ class ScanResult:
 Scan = Callable[[GrowingText, bool], ScanResult | None]
 """Scans one call, or one block of calls, starting at the opening marker.
 
-The arguments are the message so far, and whether the message is final. A scanner returns None if it needs more text. For a
-final message, it always returns a result. The result must not depend on how the text was split into pieces.
+The arguments are the message so far, and whether the message is final. A scanner returns None if it needs more text.
+For a final message, a scanner always returns a result. The result must not depend on how the text was split into
+pieces.
 
-A message may have any number of opening markers without a call, so a scanner must run in linear time: it resumes where it
-stopped, finds markers with :meth:`GrowingText.find`, and does not read far beyond the end of its result.
+A message may have any number of opening markers without a call, so a scanner must run in linear time. A scanner
+therefore resumes where the previous scan stopped, finds markers with :meth:`GrowingText.find`, and does not read far
+beyond the end of its result.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """One way to write calls."""
+    """A syntax in which a model writes calls."""
 
     openers: tuple[str, ...]  # opening markers; none contains another one
     scanner: Callable[[int], Scan]  # creates a scanner for the opening marker at this position
@@ -121,9 +123,9 @@ class CallShape:
     The text is ``begin``, calls separated by ``separator``, and ``end``. A call is ``before``, the arguments, and
     ``after``. In ``before``, ``{name}`` is the tool's name as a JSON string, and ``{bare_name}`` is the plain name.
 
-    By default, the arguments are one JSON object. With ``argument_before`` and ``argument_after``, these texts enclose each
-    argument. Strings are then written verbatim, and other values as JSON. In ``argument_before``, ``{key}`` is the
-    argument's name.
+    By default, the arguments are one JSON object. If ``argument_before`` and ``argument_after`` are set, these texts
+    enclose each argument. In this case, strings are written verbatim, and all other values are written as JSON. In
+    ``argument_before``, ``{key}`` is the argument's name.
     """
 
     before: str
@@ -137,7 +139,7 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallParser:
-    """A named set of formats, reusable for any number of messages."""
+    """A named set of call formats, which can parse any number of messages."""
 
     name: str  # as in ``--tool-call-parser``
     formats: tuple[CallFormat, ...]  # the formats in which the model writes calls
@@ -147,19 +149,19 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The opening markers and wrappers of the format. Decoding must keep their special tokens."""
+        """The opening markers and wrappers of the formats. Decoding must not remove markers that are special tokens."""
         return tuple(opener for form in self.formats for opener in form.openers) + self.wrappers
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:
         """Split a complete message into text and calls.
 
         Args:
-            tools: tools in OpenAI's format or flat, ``{"name", "parameters"}``.
-            tool_choice: ``auto``, ``required``, or the only tool that may be called, in the format of ``tools``. With
-                ``none``, the whole message is text.
+            tools: tools in OpenAI's format, or in the flat format ``{"name", "parameters"}``.
+            tool_choice: ``auto``, ``required``, ``none``, or the only tool that may be called, in a format of
+                ``tools``. For ``none``, the whole message is text.
 
         Raises:
-            UsageError: a tool or the choice is invalid.
+            UsageError: a tool or ``tool_choice`` is invalid.
         """
         stream = self.stream(tools, tool_choice)
         content, calls = "", []
@@ -176,7 +178,7 @@ class ToolCallParser:
 
 
 def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
-    """The function of a tool in OpenAI's or the flat format. Raises UsageError if ``tool`` is not a named function."""
+    """Return the function of a tool in OpenAI's or the flat format. Raises UsageError if ``tool`` is not a named function."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(
@@ -187,7 +189,7 @@ def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, A
 
 
 def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
-    """The functions that may be called, by name. Raises UsageError if a tool or the choice is invalid."""
+    """Return the functions that may be called, by name. Raises UsageError if a tool or ``tool_choice`` is invalid."""
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
     by_name = {function["name"]: function for function in functions}
     if tool_choice is None or tool_choice in ("auto", "required"):
@@ -222,7 +224,7 @@ class StreamingParser:
     _out: list[Delta] = field(default_factory=list)
 
     def push(self, text_piece: str) -> list[Delta]:
-        """Add text. Returns the deltas that became final."""
+        """Add text, and return the deltas that became final."""
         if not self.functions:
             return [ContentDelta(text_piece)] if text_piece else []
         self._source.append(text_piece)
@@ -283,7 +285,7 @@ class StreamingParser:
             self._calls += 1
 
     def _arguments(self, call: RawCall | Malformed | PlainText) -> str | None:
-        """The arguments as JSON text. None unless ``call`` is a valid call of an available tool."""
+        """Return the arguments as JSON text; None if ``call`` is not a valid call of an available tool."""
         function = self.functions.get(call.name) if isinstance(call, RawCall) else None
         if function is None or not isinstance(call, RawCall):
             return None
@@ -291,7 +293,7 @@ class StreamingParser:
         return compact_json(arguments)
 
     def _advance(self, end: int) -> None:
-        """Move past text without calls to ``end``. Text that is not blank is emitted."""
+        """Advance to ``end`` over text without calls. Text that is not blank is emitted."""
         text = self._source.text[self._at : end]
         blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
         if text.strip(blank):
@@ -320,7 +322,7 @@ _WHITE_SPACE = " \t\r\n"
 
 
 def longest_marker_start(text: str, markers: Sequence[str], start: int = 0) -> int:
-    """Length of the longest suffix of ``text[start:]`` that is a proper prefix of a marker."""
+    """Return the length of the longest suffix of ``text[start:]`` that is a proper prefix of a marker."""
     longest = max((len(marker) for marker in markers), default=1) - 1
     for length in range(min(longest, len(text) - start), 0, -1):
         tail = text[-length:]
@@ -330,7 +332,7 @@ def longest_marker_start(text: str, markers: Sequence[str], start: int = 0) -> i
 
 
 def compact_json(arguments: dict[str, Any]) -> str | None:
-    """JSON text without spaces. None if JSON cannot express the arguments, for example an infinite number or a set."""
+    """Return arguments as JSON text without spaces; None if JSON cannot express a value, such as an infinite number."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         if any("\ud800" <= char <= "\udfff" for char in text):  # an unpaired surrogate cannot be sent as UTF-8

@@ -1,4 +1,4 @@
-"""Calls as a Python list: ``[get_weather(city="Rome"), now()]``. Llama 3.2, Llama 4 and other models use this format."""
+"""Tool calls as a Python list: ``[get_weather(city="Rome"), now()]``. Llama 3.2, Llama 4 and other models use this format."""
 
 import ast
 import re
@@ -78,7 +78,7 @@ def _items(text: str) -> Sequence[RawCall | Malformed]:
 
 
 def _sources(text: str, nodes: Sequence[ast.expr]) -> list[str]:
-    """The text of each node, in linear time. ``ast.get_source_segment`` would split the whole text for each node."""
+    """Return the source text of each node in linear time. ``ast.get_source_segment`` would split the whole text per node."""
     data = text.encode()
     lines = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", data))]
     return [

@@ -17,7 +17,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _tag_or_json(*tags: str) -> CallFormat:
-    """A ``<tool_call>`` block with JSON. A block with one of ``tags`` instead of JSON is only a wrapper."""
+    """Create a format of ``<tool_call>`` blocks with JSON. A block with one of ``tags`` instead of JSON is only a wrapper."""
     (json_block,) = HERMES.formats
 
     def scanner(start: int) -> Scan:

@@ -1,4 +1,4 @@
-"""Tool-call formats by name. Detects a model's format from its chat template and its added tokens."""
+"""Tool-call formats by name, and detection of a model's format from its chat template and added tokens."""
 
 from typing import Any
 
@@ -77,34 +77,38 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Register a format.
+    """Register a tool-call parser under a name.
 
-    Raises UsageError if the name is ``auto``. Without ``replace``, raises UsageError if the name is taken.
+    Raises UsageError if the name is ``auto``, or if the name is taken and ``replace`` is False.
     """
     if name == "auto":
-        raise UsageError("tool-call parser 'auto' is reserved for detecting the format; use another name")
+        raise UsageError(
+            "the tool-call parser name 'auto' is reserved for the detection of the format; use another name"
+        )
     if not replace and (name in _PARSERS or name in _ALIASES):
-        raise UsageError(f"tool-call parser {name!r} already exists; use another name or pass replace=True")
+        raise UsageError(f"a tool-call parser {name!r} already exists; use another name, or pass replace=True")
     _PARSERS[name] = parser
 
 
 def list_tool_call_parsers() -> list[str]:
-    """The values of ``--tool-call-parser``, without ``auto``."""
+    """Return the values of ``--tool-call-parser``, except ``auto``."""
     return sorted({*_PARSERS, *_ALIASES})
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """The format called ``name``.
+    """Return the tool-call parser ``name``.
 
-    ``auto`` detects the format from the chat template and the added tokens. If it detects no format, the result is JSON.
-    Raises UsageError if the name is unknown.
+    ``auto`` detects the format from the chat template and the added tokens. If no format is detected, the parser is
+    ``json``. Raises UsageError if the name is unknown.
     """
     if name == "auto":
         return _PARSERS[_detect(tokenizer)]
     key = name if name in _PARSERS else name.replace("-", "_")
     key = key if key in _PARSERS else _ALIASES.get(key, key)
     if key not in _PARSERS:
-        raise UsageError(f"--tool-call-parser {name}: unknown; use auto, {', '.join(list_tool_call_parsers())}")
+        raise UsageError(
+            f"--tool-call-parser {name} is unknown; use one of: auto, {', '.join(list_tool_call_parsers())}"
+        )
     return _PARSERS[key]
 
 

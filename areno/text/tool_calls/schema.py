@@ -1,4 +1,4 @@
-"""Converts text arguments to the types of a tool's JSON schema. Some formats write all values as text."""
+"""Convert text arguments to the types in a tool's JSON schema, for formats that write all values as text."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ _INTEGER = re.compile(r"\s*[-+]?[0-9]+\s*")
 def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
     """Convert each argument to the type declared by the tool's parameter schema.
 
-    Text that does not match the type stays text. An argument without a declared type is parsed as JSON. If it is not JSON,
-    it stays text too.
+    Text that does not match the type stays text. An argument without a declared type is parsed as JSON, or stays text
+    if the argument is not JSON.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     properties = properties if isinstance(properties, Mapping) else {}
@@ -22,12 +22,12 @@ def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]
 
 
 def types_of(schema: Any, root: Any) -> list[str]:
-    """The types that a schema allows. [] for a schema without a type, or an invalid one. ``root`` holds its definitions."""
+    """Return the types that a schema allows; [] if the schema has no type or is invalid. ``root`` contains its definitions."""
     return _types(schema, root, set())
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Replace the reference ``#/...`` of a schema by what it refers to in ``root``. Other schemas are returned unchanged."""
+    """Replace the reference ``#/...`` of a schema by the definition in ``root``. All other schemas are returned unchanged."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema

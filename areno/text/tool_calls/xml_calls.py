@@ -1,4 +1,4 @@
-"""Formats with a tag pair per argument: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``) Qwen3-Coder and MiniCPM.
+"""Tool-call formats with tags around each argument: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``) Qwen3-Coder and MiniCPM.
 
 All values are text, and the tool's schema determines their types. A value ends only at its closing tag, so a value may
 contain any other tag.
@@ -19,7 +19,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format. ``name_ends`` are markers that end the tool's name. Markers in ``kept`` are not consumed."""
+    """The tags of one format. Markers in ``name_ends`` end the tool's name; those in ``kept`` also begin the next part."""
 
     name_ends: tuple[str, ...]
     argument: str

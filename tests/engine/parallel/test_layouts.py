@@ -226,7 +226,7 @@ def test_rows_that_do_not_fill_pairs_or_blocks_are_treated_alike_by_one_and_by_t
     alone, group = engine(checkpoint), engine(checkpoint, Layout(2))
     try:
         for backend in (alone, group):
-            with pytest.raises(ValueError, match=r"pairs need an even number of rows, got 5"):
+            with pytest.raises(ValueError, match=r"pairs needs an even number of rows, got 5"):
                 backend.measure(rows(5, seed=3), dpo_loss_fn, 2)
         found = [
             backend.measure(rows(5, seed=3), sft_loss_fn, MicroBatching(granularity=2))["loss"]
