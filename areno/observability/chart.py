@@ -1,7 +1,7 @@
-"""Text charts and one-line previews of text.
+"""Draws text charts, and shortens texts to one line.
 
-A line chart is for the end of a run, and a sparkline for the live display. If the stream cannot encode Unicode, the
-charts use ASCII. Control characters in texts are escaped or replaced.
+Line charts are printed at the end of a run, and sparklines are part of the live display. If the stream cannot encode Unicode,
+the charts use ASCII. Control characters in texts are escaped or replaced.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import IO, NamedTuple, TextIO
 
 
 class _Glyphs(NamedTuple):
-    """Characters of a chart. ``down`` and ``up`` have two characters each, for the start and the end of a segment."""
+    """Characters of a chart. ``down`` and ``up`` have two characters each: for the start and for the end of a segment."""
 
     flat: str
     down: str
@@ -28,7 +28,7 @@ _SPARKS_ASCII = "_.-~=+*#"
 
 
 def supports_unicode(stream: IO[str]) -> bool:
-    """Whether the stream's encoding is a UTF encoding. A stream without an encoding counts as UTF-8."""
+    """Return whether the encoding of a stream is a UTF encoding. A stream without an encoding counts as UTF-8."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
@@ -37,14 +37,14 @@ def text_chart(
 ) -> str:
     """Draw a line chart of ``values`` over their index.
 
-    A series of more than ``width`` values is averaged per column. A column without finite values is a gap. The encoding
-    of ``stream`` selects Unicode or ASCII. The default stream is ``sys.stdout``.
+    If there are more than ``width`` values, each column shows the mean of several values. A column without finite values is a
+    gap. The chart uses Unicode if ``stream`` (by default ``sys.stdout``) has a UTF encoding, and ASCII otherwise.
 
     Raises:
         ValueError: ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
-        raise ValueError(f"a chart needs width >= 2 and height >= 2, got width={width} height={height}")
+        raise ValueError(f"the width and the height of a chart must be at least 2, got width={width} height={height}")
     glyphs = _UNICODE if supports_unicode(stream or sys.stdout) else _ASCII
     head = [title] if title else []
     columns = _columns(values, width)
@@ -69,10 +69,10 @@ def text_chart(
 
 
 def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
-    """Draw the series in at most ``width`` characters, scaled from minimum to maximum.
+    """Draw a series as at most ``width`` characters, whose heights range from the minimum to the maximum of the series.
 
-    A longer series is averaged per character. A character without finite values is blank. A series without finite
-    values gives an empty string.
+    If the series is longer, each character shows the mean of several values. A character without finite values is blank. A
+    series without finite values gives an empty string.
     """
     marks = _SPARKS if unicode else _SPARKS_ASCII
     columns = _columns(values, min(width, len(values)))
@@ -84,15 +84,15 @@ def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True)
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters as in Python literals. Line breaks and tabs are kept."""
+    """Escape unprintable characters as in Python literals. Line breaks and tabs stay unchanged."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
     """Shorten ``text`` to one line of at most ``limit`` printable characters.
 
-    Line breaks become a visible mark, and tabs become spaces. Other unprintable characters, and without ``unicode`` all
-    non-ASCII characters, become a replacement character.
+    Line breaks become a visible mark, and tabs become spaces. Other unprintable characters become a replacement character.
+    Without ``unicode``, all non-ASCII characters also become a replacement character.
     """
     newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
     # Truncate first: the text may be a megabyte.
@@ -102,7 +102,7 @@ def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float | None]:
-    """Mean of the finite values of each column. A column without finite values is None."""
+    """Return the mean of the finite values of each column; None for a column without finite values."""
     columns: list[float | None] = []
     for i in range(width if values else 0):
         start = i * len(values) // width
@@ -113,12 +113,12 @@ def _columns(values: Sequence[float], width: int) -> list[float | None]:
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    """Row of ``value``, counted from 0 at the bottom. A constant series is in the middle row."""
+    """Return the row of ``value``, counted from 0 at the bottom. All values of a constant series are in the middle row."""
     return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
 
 
 def _draw(rows: Sequence[int | None], height: int, glyphs: _Glyphs) -> list[list[str]]:
-    """Draw the curve on a canvas of ``height`` lines, top first."""
+    """Draw the curve as ``height`` lines of characters, from top to bottom."""
     canvas = [[" "] * len(rows) for _ in range(height)]
     previous: int | None = None
     for x, row in enumerate(rows):

@@ -13,7 +13,7 @@ _MOST_ROWS = 100_000
 
 
 def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epoch: int) -> dict[str, int]:
-    """The sizes of the data sets as loaded, including rows that are too long and that the run skips.
+    """Count the rows and the distinct prompts of the data sets, including rows that the run skips because they are too long.
 
     Returns:
         ``examples``, ``prompts`` (number of distinct prompts), ``steps_per_epoch``, ``held_out_examples`` and
@@ -26,7 +26,7 @@ def data_size(rows: Sequence[Any], held_out: Sequence[Any] | None, steps_per_epo
 
 
 def _distinct_prompts(rows: Any) -> int | None:
-    """The number of distinct prompts.
+    """Return the number of distinct prompts.
 
     None if a prompt is missing, if there are too many rows, or if the type of the rows is unknown.
     """
@@ -44,6 +44,6 @@ def _distinct_prompts(rows: Any) -> int | None:
 
 
 def _asked(prompt: Any) -> Any:
-    """The prompt. For an SFT conversation, only the messages before the final answer."""
+    """Return the prompt. For an SFT conversation, return only the messages before the final answer."""
     ends = isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
     return prompt[:-1] if ends and prompt[-1].get("role") == "assistant" else prompt

@@ -1,7 +1,7 @@
-"""Shows the progress of a run: a live display on a terminal, elsewhere one log line per step.
+"""Shows the progress of a run: a live display on a terminal, or one log line per step elsewhere.
 
-A thread redraws the display, so that the clock of a phase advances during a step. Warnings scroll above the display.
-The end of the ``with`` block restores the cursor. If the process exits inside the block, an exit handler restores it.
+A thread redraws the display, so that the clock of the current phase advances during a step. Warnings scroll above the display.
+The end of the ``with`` block restores the cursor. If the process exits inside the block, an exit handler restores the cursor.
 :mod:`areno.observability.screen` lays out the lines.
 """
 
@@ -35,11 +35,11 @@ _MEMORY_EVERY_S = 5.0
 
 
 class ProgressDisplay:
-    """Reports the progress of a trainer. Use it in a ``with`` statement, so that the display always stops.
+    """Reports the progress of a trainer. The end of a ``with`` statement stops the display, even after an error.
 
     The ``stats`` of a step may contain ``reward_mean``, ``loss``, ``entropy``, ``grad_norm``, ``response_len``,
-    ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``.
-    Missing statistics are not shown.
+    ``truncated_ratio``, ``logp_abs_diff_mean``, ``staleness_mean``, ``staleness_max`` and ``tokens_per_second``. Missing
+    statistics are not shown.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class ProgressDisplay:
         self.total_steps = 0
 
     def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
-        """Start the display of a run of ``total_steps``; a resumed run has already completed ``done_steps``."""
+        """Start the display of a run of ``total_steps`` steps. A resumed run has already completed ``done_steps`` steps."""
         self.total_steps = total_steps
         self._pace = _Pace(done_steps)
 
     def phase(self, name: str) -> None:
-        """Enter a phase, such as ``rollout``, ``reward``, ``train`` or ``save``."""
+        """Show the start of a phase, such as ``rollout``, ``reward``, ``train`` or ``save``."""
 
     def step_done(
         self,
@@ -61,10 +61,10 @@ class ProgressDisplay:
         sample: ShownSample | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a finished step. Steps are numbered from 0 here, and from 1 in the log.
+        """Log a finished step. The argument ``step`` counts from 0, and the log counts from 1.
 
-        Step 2 is logged as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``. A live display shows
-        the ``stats``, the means of the reward's ``parts`` and a ``sample`` of the step.
+        Step 2 is logged as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``. A live display shows the
+        ``stats``, the means of the reward's ``parts`` and a ``sample`` of the step.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
@@ -79,7 +79,7 @@ class ProgressDisplay:
         _log.warning("%s", text)
 
     def stop(self) -> None:
-        """Stop the display; idempotent."""
+        """Stop the display. Further calls do nothing."""
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -100,11 +100,11 @@ def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
 
 
 class PlainProgress(ProgressDisplay):
-    """One log line per step; the trainer logs the phases."""
+    """Reports progress as one log line per step. The trainer logs the phases."""
 
 
 class LiveProgress(ProgressDisplay):
-    """A live display at the bottom of the terminal. It is never higher than the terminal."""
+    """Shows progress at the bottom of the terminal. The display is never higher than the terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class LiveProgress(ProgressDisplay):
         self._live: Live | None = None
 
     def start(self, total_steps: int, done_steps: int = 0, heading: RunHeading | None = None) -> None:
-        """Start drawing. The arguments are those of ``ProgressDisplay.start``."""
+        """Start drawing the display. The arguments are those of ``ProgressDisplay.start``."""
         super().start(total_steps, done_steps)
         self._state.heading = heading or RunHeading()
         self._began = time.monotonic()
@@ -135,7 +135,7 @@ class LiveProgress(ProgressDisplay):
         self._live.start(refresh=True)
 
     def phase(self, name: str) -> None:
-        """Show ``name`` and restart the phase clock."""
+        """Show the name of the phase, and restart the clock of the phase."""
         with self._lock:
             self._state.phase, self._phase_start = name, time.monotonic()
 
@@ -146,7 +146,7 @@ class LiveProgress(ProgressDisplay):
         sample: ShownSample | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Log the step, and show its numbers and sample."""
+        """Log the step, and show its statistics and its sample."""
         super().step_done(step, stats, sample, parts)
         with self._lock:
             state = self._state
@@ -160,7 +160,7 @@ class LiveProgress(ProgressDisplay):
                 state.parts.setdefault(part, Trend()).add(mean)
 
     def evaluated(self, text: str) -> None:
-        """Show the last evaluation."""
+        """Show ``text``, which describes the last evaluation."""
         with self._lock:
             self._state.evaluation = text
 
@@ -172,7 +172,7 @@ class LiveProgress(ProgressDisplay):
         super().warn(text)
 
     def stop(self) -> None:
-        """Keep the last frame on the screen and restore the cursor; idempotent."""
+        """Stop the display, keep its last frame on the screen, and restore the cursor. Further calls do nothing."""
         with self._lock:
             live, self._live = self._live, None
         if live is None:
@@ -185,7 +185,7 @@ class LiveProgress(ProgressDisplay):
             live.stop()
 
     def picture(self) -> Picture:
-        """The current frame, for this console's size."""
+        """Return the current frame in the size of the console."""
         with self._lock:
             state, pace, now = self._state, self._pace, time.monotonic()
             state.done, state.total = pace.done, self.total_steps
@@ -203,7 +203,7 @@ class LiveProgress(ProgressDisplay):
 
 
 class Picture:
-    """Lines of a frame, for rich; the texts are drawn without interpreting markup."""
+    """Lines of a frame, which rich can draw. Markup in the texts is not interpreted."""
 
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines
@@ -216,9 +216,9 @@ class Picture:
 
 
 def memory_use() -> MemoryUse:
-    """Memory use of the current GPU.
+    """Return the memory use of the current GPU.
 
-    Before CUDA is initialized: memory use of this process and its descendants, and free memory of the machine.
+    If CUDA is not initialized, return the memory use of this process and its descendants, and the free memory of the machine.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -247,19 +247,19 @@ class _Pace:
 
     @property
     def rate(self) -> str:
-        """Pace of the last steps, such as ``1.43 s/step`` or ``20.0 steps/s``. Empty before the first step is done."""
+        """Speed over the last steps, such as ``1.43 s/step`` or ``20.0 steps/s``; empty before the first step is completed."""
         mean = self._mean
         if mean is None:
             return ""
         return f"{mean:.2f} s/step" if mean >= 0.1 else f"{1 / max(mean, 1e-9):.1f} steps/s"
 
     def remaining(self, total_steps: int) -> str:
-        """Estimated time left, such as ``0:02:18``, or ``unknown``."""
+        """Return the estimated time left, such as ``0:02:18``; ``unknown`` before the first step is completed."""
         mean = self._mean
         return "unknown" if mean is None else _clock(mean * max(total_steps - self.done, 0))
 
     def describe(self, total_steps: int) -> str:
-        """Rate and time left, such as ``1.43 s/step ETA 0:02:18``."""
+        """Return the speed and the time left, such as ``1.43 s/step ETA 0:02:18``."""
         return f"{self.rate} ETA {self.remaining(total_steps)}".strip()
 
 

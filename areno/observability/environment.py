@@ -1,6 +1,6 @@
 """Describes the environment of a run for ``environment.json``: package versions, processor, memory and devices.
 
-Only cheap sources are read: package metadata, ``/proc``, and PyTorch if another module has imported it.
+Only sources that are fast to read are used: package metadata, ``/proc``, and PyTorch if another module has imported PyTorch.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine and the software of this process as JSON types. Sizes are in bytes."""
+    """Return a description of the machine and the software of this process, in JSON types. Sizes are in bytes."""
     return {
         "areno": __version__,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Name of the processor with its vector instructions, such as ``AMD EPYC (AVX2, AVX-512)``."""
+    """Return the name of the processor with its vector instructions, such as ``AMD EPYC (AVX2, AVX-512)``."""
     fields: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

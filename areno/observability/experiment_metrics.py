@@ -1,4 +1,4 @@
-"""Lists the statistics of experiments with their meaning. ``docs/statistics.md`` is generated from this table.
+"""Lists the statistics of experiments with their meanings. ``docs/statistics.md`` is generated from this list.
 
 The logger also exports some statistics under shorter names, which ``SHORT_NAMES`` and ``MEANS`` list.
 """
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Exported = Literal["avg, min, max", "number"]
-"""What a statistic exports: the numbers ``name/avg``, ``name/min`` and ``name/max``, or one number under its name."""
+"""What a statistic exports: the numbers ``name/avg``, ``name/min`` and ``name/max``, or one number named ``name``."""
 
 MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name in ("reward", "num_turns"))
-"""Statistics whose mean is also exported under the name without ``/avg``."""
+"""Statistics whose mean is also exported without the suffix ``/avg``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A documented statistic."""
+    """A documented statistic of ``areno run``."""
 
     name: str  # full name
     exported: Exported
@@ -37,7 +37,7 @@ SHORT_NAMES = {
     "ppo_actor/actor_clip_ratio": "ppo_actor/update/clip_ratio",
     "ppo_actor/actor_loss": "ppo_actor/update/actor_loss",
 }
-"""Maps shorter names to the recorded names."""
+"""Maps shorter names to the names under which statistics are recorded."""
 
 _Rows = tuple[tuple[str, str], ...]
 
@@ -50,13 +50,16 @@ _EPISODES: _Rows = (
     ("rejected", "number of prompts so far whose episodes failed, returned None or were filtered out"),
     ("failed", "number of rejected prompts whose workflow raised an error"),
     ("filtered", "number of rejected prompts whose trajectory was filtered out"),
-    ("stale", "number of prompts so far whose episodes became too stale before use"),
+    ("stale", "number of prompts so far whose episodes became too stale before training used them"),
 )
 _LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
 _EVALUATED: _Rows = (
     ("accepted", "number of prompts in this evaluation whose episodes finished, regardless of the reward"),
     ("rejected", "number of prompts in this evaluation whose episodes raised an error or returned None"),
-    ("n_prompts", "number of prompts that the means of this evaluation cover, equal to accepted"),
+    (
+        "n_prompts",
+        "number of prompts over which the means of this evaluation are computed; the value equals `accepted`",
+    ),
 )
 _EVALUATED_LENGTH: _Rows = (("seq_len", "length of each sequence (prompt and response), in tokens"),)
 _BATCH: _Rows = (
@@ -84,13 +87,16 @@ _BATCH_COUNTS: _Rows = (
     ("use_dual_clip", "1 with dual clipping, else 0"),
     ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are excluded from training, else 0"),
     ("rs_upper", "upper bound of rejection sampling (not reported without rejection sampling)"),
-    ("rs_lower", "lower bound of rejection sampling (not reported with action clamp or without a lower bound)"),
+    (
+        "rs_lower",
+        "lower bound of rejection sampling (not reported if the action is clamp, or if no lower bound is set)",
+    ),
 )
 _UPDATE: _Rows = (
     (
         "importance_weight",
-        "importance ratio of each token relative to the behavior policy (with a decoupled loss or "
-        "recompute_logprob: to the proximal policy); near 1",
+        "importance ratio of each token relative to the behavior policy, near 1. With a decoupled loss or recompute_logprob, "
+        "the ratio is relative to the proximal policy",
     ),
     (
         "approx_kl",
@@ -99,14 +105,14 @@ _UPDATE: _Rows = (
     ("new_logp", "log-prob of each trained token under the policy"),
     (
         "old_logp",
-        "log-prob of each trained token when sampled (with recompute_logprob and no decoupled loss: under the "
-        "proximal policy)",
+        "log-prob of each trained token, recorded during sampling. With recompute_logprob and without a decoupled loss, "
+        "log-prob under the proximal policy",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
     (
         "clip_ratio",
-        "fraction of clipped tokens among the tokens that rejection sampling and M2PO keep; mostly below 0.1",
+        "fraction of clipped tokens among the tokens that rejection sampling and M2PO keep; usually below 0.1",
     ),
     (
         "dual_clip_ratio",
@@ -114,17 +120,18 @@ _UPDATE: _Rows = (
     ),
     (
         "behave_imp_weight",
-        "importance weight of each kept token: ratio of the proximal to the behavior policy (clamped with "
-        "action clamp)",
+        "probability ratio of the proximal to the behavior policy, for each token that rejection sampling and M2PO keep. If "
+        "the action of rejection sampling is clamp, the ratio is clamped",
     ),
     (
         "behave_approx_kl",
-        "log-prob of each kept token under the proximal policy minus its log-prob under the behavior policy",
+        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that rejection sampling "
+        "and M2PO keep",
     ),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
-    ("vocab_min_logits", "minimum logit over the vocabulary at each trained token, before the temperature"),
-    ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before the temperature"),
+    ("vocab_min_logits", "minimum logit over the vocabulary at each trained token, before division by the temperature"),
+    ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before division by the temperature"),
     ("rkl_loss", "with distillation: k1 estimate of the reverse KL divergence to the teacher, per token"),
     ("sapo_soft_gate", "with SAPO: value of the soft gate, per token"),
     ("sapo_scaled_gate_pos", "with SAPO: scaled gate of tokens with an advantage above 0"),
@@ -258,7 +265,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),
 )
-"""Sections of statistics with title, scope, exported numbers and rows."""
+"""Sections of the list, each with title, scope, kind of exported numbers, and rows."""
 
 
 def documented() -> Iterator[tuple[str, Statistic]]:
@@ -269,7 +276,7 @@ def documented() -> Iterator[tuple[str, Statistic]]:
 
 
 def with_short_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Add copies of statistics under their shorter names (see :data:`SHORT_NAMES` and :data:`MEANS`)."""
+    """Return the numbers, with copies of some statistics under shorter names (see :data:`SHORT_NAMES` and :data:`MEANS`)."""
     aliases = {
         f"{short}{end}": numbers[f"{full}{end}"]
         for short, full in SHORT_NAMES.items()

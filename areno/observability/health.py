@@ -1,9 +1,9 @@
-"""Early warnings that a run cannot learn, each with its cause and a remedy.
+"""Warns early that a run cannot learn. Each warning names its cause and a remedy.
 
-If rewards are equal, the warning comes after ``window`` consecutive steps. Most other conditions cause a warning at
-once. An intermittent condition must not flood the log, so a warning is repeated only after ``window`` consecutive steps
-without its condition. Checkpoints store the state of the monitor as JSON, so that a resumed run issues the same
-warnings as an uninterrupted run.
+Equal rewards cause a warning only after ``window`` consecutive steps. Most other conditions cause a warning at once. An
+intermittent condition must not flood the log, so a warning is repeated only after ``window`` consecutive steps without its
+condition. Checkpoints store the state of the monitor as JSON, so that a resumed run issues the same warnings as an
+uninterrupted run.
 """
 
 import math
@@ -18,9 +18,9 @@ import numpy as np
 from areno.types import part_columns
 
 LOGPROB_GAP_LIMIT = 0.05
-"""Mean |rollout - train log-prob| above which a run warns."""
+"""A run warns if the mean |rollout - train log-prob| exceeds this limit."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
-"""Mean |rollout - train log-prob| above which a run warns if rollout and training compute in fp32."""
+"""The limit on the mean |rollout - train log-prob| if rollout and training compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
 """Number of steps over which reward parts are compared."""
@@ -32,8 +32,7 @@ _REWARD = ""  # key of the mean reward, next to the keys of its parts
 def gap_limit_of(*, fp32: bool, stale: bool) -> float:
     """Return the limit of a run's log-prob gap: the mean |rollout - train log-prob| above which the run warns.
 
-    With stale samples, the limit is infinite: an earlier policy sampled the tokens, so its log-probs are expected to
-    differ.
+    With stale samples, the limit is infinite: an earlier policy sampled the tokens, so a gap is expected.
     """
     if stale:
         return math.inf
@@ -41,7 +40,7 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
 
 
 def gap_remedy(limit: float) -> str:
-    """Return what to do about a log-prob gap above the limit of a run.
+    """Return the remedy for a log-prob gap above ``limit``.
 
     Fewer optimizer steps do not help, because the gap is measured only in the first optimizer step.
     """
@@ -55,7 +54,10 @@ def gap_remedy(limit: float) -> str:
 
 @dataclass(slots=True)
 class _History:
-    """Consecutive steps with a condition (``held``) and without it (``absent``), and whether a warning was issued."""
+    """The history of a condition, and whether a warning was issued.
+
+    ``held`` counts consecutive steps with the condition, and ``absent`` counts consecutive steps without the condition.
+    """
 
     held: int = 0
     absent: int = 0
@@ -66,12 +68,13 @@ class HealthMonitor:
     """Checks the statistics of each step and issues warnings.
 
     Args:
-        window: number of consecutive steps with equal rewards before a warning. Each kind of warning is repeated only
-            after ``window`` steps without its condition.
+        window: number of consecutive steps with equal rewards before a warning. Each kind of warning is repeated only after
+            ``window`` steps without its condition.
         logprob_gap_limit: mean absolute difference between rollout and train log-probs above which there is a warning.
-        grouped: whether advantages are relative to the group. If so, they sum to zero and the loss is near 0.
-        max_new_tokens: response length limit; None if unknown.
-        settings: maps ``areno train`` options in the warnings to the names of this run's settings.
+        grouped: whether advantages are relative to the mean of their group. Such advantages sum to zero, so the loss is near
+            0.
+        max_new_tokens: maximum length of a response, in tokens; None if unknown.
+        settings: maps options of ``areno train`` in the warnings to the corresponding settings of this run.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -109,14 +112,14 @@ class HealthMonitor:
         """Process a finished step and return the warnings to show, usually none.
 
         Args:
-            step: step index, for the messages.
-            stats: statistics of the step. Used are ``loss``, ``grad_norm``, ``update_skipped``, ``loss_scale``,
-                ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (number of samples dropped because the
-                reward function failed). Any of them may be missing.
-            rewards: one per sample. A reward with parts is a :class:`~areno.types.WeightedReward`. Empty if the step
-                has no rewards.
+            step: number of the step, which the warnings state.
+            stats: statistics of the step. The monitor uses ``loss``, ``grad_norm``, ``update_skipped``, ``loss_scale``,
+                ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (number of samples dropped because the reward
+                function failed). Each of these statistics may be missing.
+            rewards: reward of each sample; empty if the step has no rewards. A reward with parts is a
+                :class:`~areno.types.WeightedReward`.
             groups: prompt index of each sample, aligned with ``rewards``.
-            truncated: whether each response was truncated.
+            truncated: for each response, whether the response was truncated.
 
         Raises:
             ValueError: ``rewards`` and ``groups`` differ in length.
@@ -135,7 +138,7 @@ class HealthMonitor:
         return [f"step {step}: {text}" for text in warnings]
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
-        """Explain a loss near 0, once per run. Return "" if no explanation is due.
+        """Return an explanation of a loss near 0, once per run. Return "" if no explanation is due.
 
         The arguments are those of :meth:`observe`.
         """
@@ -147,11 +150,11 @@ class HealthMonitor:
         self._loss_explained = True
         return (
             f"step {step}: the loss is near 0, which is normal for group-normalized policy gradients: the advantages of a "
-            f"group sum to zero, so the loss cancels but the gradient does not (norm {grad_norm:.3g}). Watch the reward instead"
+            f"group sum to zero. The gradient is not zero (norm {grad_norm:.3g}). Watch the reward instead of the loss"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
+        """Return the state of the monitor as plain JSON values."""
         histories = {name: [e.held, e.absent, e.warned] for name, e in self._histories.items()}
         return {
             **{"episodes": histories, "loss_explained": self._loss_explained, "parts": [*self._parts]},
@@ -159,7 +162,7 @@ class HealthMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of ``state_dict``."""
+        """Restore a state that :meth:`state_dict` returned."""
         self._histories = {
             name: _History(int(held), int(absent), bool(warned))
             for name, (held, absent, warned) in state["episodes"].items()
@@ -172,7 +175,7 @@ class HealthMonitor:
     def _follow(self, name: str, holds: bool | None, message: str) -> list[str]:
         """Record whether a condition held in a step, and return its warning if a warning is due.
 
-        If ``holds`` is None, the step does not count.
+        If ``holds`` is None (unknown), the step is ignored.
         """
         if holds is None:
             return []
@@ -192,7 +195,7 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """Map the name of each condition to whether it holds, and to its warning.
+        """Map the name of each condition to two values: whether the condition holds, and its warning.
 
         None means that the condition is unknown. ``{n}`` in a warning stands for the number of steps.
         """
@@ -212,7 +215,7 @@ class HealthMonitor:
                 # Equal rewards explain a zero gradient, and have their own warning.
                 None if grad_norm is None or tied else grad_norm == 0,
                 "the gradient is exactly zero, so nothing can be learned from this step. Check that the loss mask selects "
-                "response tokens, that the advantages are not all zero, and that the loss is not clipped everywhere",
+                "response tokens, that some advantages are not zero, and that the loss does not clip every token",
             ),
             "non_finite": (
                 bool(bad) if checked else None,
@@ -232,15 +235,15 @@ class HealthMonitor:
             "opposed_parts": opposed,
             "reward_errors": (
                 None if dropped is None else dropped > 0,
-                f"the reward function failed on {dropped or 0:g} samples, which were dropped; see the log for each record",
+                f"the reward function failed on {dropped or 0:g} samples, which were dropped; see the log for the reasons",
             ),
         }
 
     @property
     def _moved(self) -> int:
-        """Compare the mean reward with the mean rewards of the first ``window`` steps.
+        """Compare the last mean reward with the mean rewards of the first ``window`` steps.
 
-        1 if it is above all of them, -1 if it is below all of them, else 0.
+        1 if the last mean is above all of the first means, -1 if it is below all of them, else 0.
         """
         if len(self._start) < self._window or _REWARD not in self._parts[-1]:
             return 0
@@ -250,64 +253,63 @@ class HealthMonitor:
     def _equal(self, rewards: Sequence[float], cut: bool, length: float | None) -> str:
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
-        seen = f"{equal} for {{n}} steps: nothing can be learned from them. "
+        seen = f"{equal} for {{n}} steps: nothing can be learned from equal rewards. "
         if self._opposed:
-            return f"{seen}The task is not solved: parts of the reward have moved in opposite directions (see that warning)"
+            return f"{seen}The task is not solved: as an earlier warning says, reward parts have moved in opposite directions"
         if self._moved < 0 and low == high:
             return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"
         if self._moved > 0 and cut:
             return (
-                f"{seen}The reward may simply grow with length or repetition: read samples from late in the run "
-                "(areno inspect RUN)"
+                f"{seen}The reward may simply grow with length or repetition: read recent samples (areno inspect RUN)"
             )
         if self._moved > 0:
             return (
-                f"{seen}Earlier rewards were lower: if samples from late in the run are right (areno inspect RUN), the task "
-                "is solved; stop, or use harder problems"
+                f"{seen}Earlier rewards were lower. Read recent samples (areno inspect RUN). If their answers are right, "
+                "the task is solved: stop the run, or use harder problems"
             )
         if cut:
-            return f"{seen}All responses are truncated, which may be why: first raise {self._limit(length)[1]}"
+            return f"{seen}All responses are truncated, which may be the cause: first raise {self._limit(length)[1]}"
         return (
-            f"{seen}Test the reward function on a correct answer. If it gives a higher reward, try easier problems, a better "
-            "starting model (SFT first), a higher --temperature or a larger --n-samples"
+            f"{seen}Test the reward function on a correct answer. If the correct answer gets a higher reward, try easier "
+            "problems, a better starting model (SFT first), a higher --temperature or a larger --n-samples"
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """The limit that truncated responses of this mean length, and the option that raises this limit."""
+        """Return the limit at which responses of this mean length were truncated, and the option that raises the limit."""
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
-            return "the context length", "--max-context-len (or use shorter prompts, --max-prompt-tokens)"
+            return "the context length", "--max-context-len (or lower --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"
 
     def _truncated(self, count: int, length: float | None) -> str:
         limit, remedy = self._limit(length)
-        seen = f"every response ({count}) was truncated at {limit}"
+        seen = f"all {count} responses were truncated at {limit}"
         if self._moved > 0:
             return (
-                f"{seen}, and the reward is higher than at the start: it may simply grow with length or repetition. Read "
-                "samples from late in the run (areno inspect RUN); responses would fill a higher limit, too"
+                f"{seen}, and the reward is higher than at the start: the reward may simply grow with length or repetition. "
+                "Read recent samples (areno inspect RUN). Do not raise the limit: responses would fill a higher limit, too"
             )
         if self._moved < 0:
             return (
-                f"{seen}, and the reward is lower than at the start: the policy has collapsed and no longer stops. Start again "
-                "from an earlier checkpoint with a lower --lr"
+                f"{seen}, and the reward is lower than at the start: the policy has collapsed and no longer ends its answers. "
+                "Start again from an earlier checkpoint with a lower --lr"
             )
         return (
-            f"{seen}, so most rewards are unreliable. Raise {remedy}; if the model never stops, check its EOS token and chat "
-            "template, or first use SFT to teach it to stop"
+            f"{seen}, so most rewards are unreliable. Raise {remedy}. If the model never ends its answers, check its EOS token "
+            "and chat template, or first teach the model to stop with SFT"
         )
 
 
 def overflowed(stats: Mapping[str, float]) -> bool:
-    """Whether an update was skipped because a gradient overflowed in fp16.
+    """Return whether an update was skipped because a gradient overflowed in fp16.
 
-    An occasional overflow is normal: the loss scale is lowered until gradients fit. If updates overflow at the minimum
-    scale as well, the engine stops the run.
+    An occasional overflow is normal: the loss scale is lowered until gradients do not overflow. If updates overflow even at
+    the minimum scale, the engine stops the run.
     """
     return "loss_scale" in stats and stats.get("update_skipped", 0.0) > 0 and math.isfinite(stats.get("loss", 0.0))
 
 
 def unusable(stats: Mapping[str, float]) -> bool:
-    """Whether an update was skipped, or its loss or gradient is not finite. An overflow in fp16 does not count."""
+    """Return whether an update was skipped, or its loss or gradient is not finite. An overflow in fp16 does not count."""
     if overflowed(stats):
         return False
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
@@ -315,10 +317,10 @@ def unusable(stats: Mapping[str, float]) -> bool:
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Whether parts of the reward move in opposite directions while the reward rises, and the warning.
+    """Return whether two parts of the reward move in opposite directions while the reward rises, and the warning.
 
-    Compared are the part that rises most steadily and the part that falls most steadily. They must be anticorrelated.
-    None if the history is too short or has fewer than two parts.
+    The two parts are the part that rises most steadily and the part that falls most steadily. These two parts must be
+    anticorrelated. The first result is None if the history is too short or has fewer than two parts.
     """
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:
@@ -334,17 +336,17 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
     rising, falling = names[up], names[down]
     rise, fall = ("{:.3g} to {:.3g}".format(*halves[part]) for part in (up, down))
     return True, (
-        f"reward parts move in opposite directions: over {PARTS_WINDOW} steps `{rising}` rose ({rise}, means of the two "
+        f"reward parts move in opposite directions: over {PARTS_WINDOW} steps, `{rising}` rose ({rise}, means of the two "
         f"halves) and `{falling}` fell ({fall}; correlation {correlation[up, down]:.2f}), while the total reward rose. The "
-        f"policy may be exploiting `{rising}`: with areno inspect RUN, read late samples in which `{rising}` is high and "
-        f"`{falling}` is low, then fix the loophole or lower its weight (--reward-weights {rising}=...)"
+        f"policy may be exploiting `{rising}`: with areno inspect RUN, read recent samples in which `{rising}` is high and "
+        f"`{falling}` is low. Then fix the loophole, or lower the weight of `{rising}` (--reward-weights {rising}=...)"
     )
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
-    """Whether rewards are equal within every group; None if unknown.
+    """Return whether rewards are equal within every group; None for fewer than two rewards.
 
-    If each group has only one sample, whether rewards are equal in the whole batch.
+    If each group has only one sample, return whether the rewards of the whole batch are equal.
     """
     if len(rewards) != len(groups):
         raise ValueError(f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}")

@@ -1,7 +1,7 @@
-"""The documented log lines of trainers and engine.
+"""Defines the documented log lines of the trainers and the engine.
 
-The lines are a public contract: users grep them and tools parse them. So this module defines all of them, and tests
-check their text. Each function takes the caller's logger and the values of the line.
+Users search for the documented lines, and tools parse the lines. So this module defines all of them, and tests check their
+text. Each function takes the caller's logger and the values of the line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ def _line(form: str) -> Callable[..., None]:
 def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
     """Return a function that logs ``epoch=0 step=0 role=policy stage=...``.
 
-    The line ends with ``rows=8`` or ``pairs=4`` if that number is passed.
+    If ``rows`` or ``pairs`` is passed, the line ends with the number, such as ``rows=8``.
     """
 
     def write(
@@ -91,7 +91,7 @@ def agentic_filtered(
 ) -> None:
     """Log ``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
 
-    ``lengths`` has the token count of each filtered trajectory and must not be empty. ``top`` describes the longest
+    ``lengths`` has the token count of each filtered trajectory and must not be empty. ``top`` describes the longest filtered
     trajectories.
     """
     ordered = sorted(lengths)

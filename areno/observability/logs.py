@@ -1,9 +1,9 @@
-"""Logging setup of the command line.
+"""Sets up logging for the command line.
 
-Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Programs that use areno
-as a library keep their own logging setup. The log file of a run gets every record. The console gets the records of
-level ``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, other output would corrupt it, so the
-display prints the console lines (``route_console``).
+Only the command line and the trainers of experiments attach handlers to the logger ``areno``. Programs that use areno as a
+library keep their own logging setup. The log file of a run gets every record. The console gets the records of level
+``ARENO_LOG_LEVEL`` and above. While a live display uses the terminal, other output would corrupt the display, so the display
+itself prints the console lines (``route_console``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the stream.
+    """Writes log records to the console.
 
-    While a live display is active, records of ``live_level`` and above go to the display. Other records are dropped.
+    While a live display is active, records of ``live_level`` and above go to the display, and other records are dropped.
     """
 
     writer: ClassVar[Callable[[str], None] | None] = None
@@ -36,7 +36,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         self.live_level = live_level
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record. Raises nothing: ``logging`` handles a failure of the stream."""
+        """Write one record. The method does not raise: ``logging`` handles a failure of the stream."""
         writer = ConsoleHandler.writer
         if writer is None:
             super().emit(record)
@@ -50,7 +50,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 class LoggingSetup:
     """The handlers that ``setup_logging`` has installed on the logger ``areno``. At most one setup is active.
 
-    ``shows_lines``: whether the console shows log lines of each step instead of a live display.
+    ``shows_lines`` says whether the console shows log lines of each step instead of a live display.
     """
 
     active: ClassVar[LoggingSetup | None] = None
@@ -73,7 +73,7 @@ class LoggingSetup:
         LoggingSetup.active = self
 
     def close(self) -> None:
-        """Remove and close the handlers. Does nothing if they are closed already or a later setup has replaced them."""
+        """Remove and close the handlers. Does nothing if they are closed already, or if a later setup has replaced them."""
         if LoggingSetup.active is not self:
             return
         LoggingSetup.active = None
@@ -93,25 +93,25 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Return the console level by its name in upper or lower case. None means ``ARENO_LOG_LEVEL`` (default INFO).
+    """Return the number of a log level by its name in upper or lower case. None means ``ARENO_LOG_LEVEL`` (default INFO).
 
     Raises UsageError if the level is unknown.
     """
     name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"
     if name.upper() not in LEVELS:
-        source = "log level" if value is not None else "environment variable ARENO_LOG_LEVEL"
-        raise UsageError(f"{source}: unknown level {name!r}; use one of {', '.join(LEVELS)}")
+        source = "" if value is not None else " of the environment variable ARENO_LOG_LEVEL"
+        raise UsageError(f"log level {name!r}{source} is unknown; use one of {', '.join(LEVELS)}")
     return int(getattr(logging, name.upper()))
 
 
 def setup_logging(
     run_dir: RunDirectory | None, *, level: str | None = None, stream: TextIO | None = None
 ) -> LoggingSetup:
-    """Install the command line's handlers on the logger ``areno``, replacing those of an earlier setup.
+    """Install the command line's handlers on the logger ``areno``, and remove the handlers of an earlier setup.
 
-    With a run directory, the log file gets every record, and a live display shows only warnings and errors. If
-    ``level`` or ``ARENO_LOG_LEVEL`` is set, the display shows records of that level and above instead. Raises
-    UsageError if the level is unknown. Also raises UsageError if the run directory or its log file cannot be created.
+    With a run directory, the log file gets every record, and a live display shows only warnings and errors. If ``level`` or
+    ``ARENO_LOG_LEVEL`` is set, the display shows records of this level and above instead. Raises UsageError if the level is
+    unknown, or if the run directory or its log file cannot be created.
     """
     console_level = log_level(level)
     explicit = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
@@ -125,7 +125,7 @@ def setup_logging(
             handlers.append(logging.FileHandler(path, encoding="utf-8"))
         except OSError as error:
             raise UsageError(
-                f"log file {path} cannot be written: {error.strerror or error}; make it a writable file, or choose another run "
+                f"log file {path} cannot be written: {error.strerror or error}; make the file writable, or choose another run "
                 "directory"
             ) from error
     shows_lines = explicit and console_level <= logging.INFO
@@ -133,10 +133,10 @@ def setup_logging(
 
 
 def shows_lines() -> bool:
-    """Whether the console shows a line per step instead of a live display: its level was set to INFO or lower."""
+    """Return whether the console shows log lines instead of a live display, because its level was set to INFO or lower."""
     return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:
-    """Send console lines to ``writer`` (a live display). If ``writer`` is None, send them to the stream again."""
+    """Send console lines to ``writer`` (a live display). If ``writer`` is None, send console lines to the stream again."""
     ConsoleHandler.writer = writer

@@ -1,8 +1,8 @@
-"""Takes CUDA memory snapshots: every allocation of selected steps on each rank, with its stack trace.
+"""Takes CUDA memory snapshots, which contain every allocation of selected steps on each rank with its stack trace.
 
     {logs}/memory_snapshots/step_{n}/r{rank}.pickle     open with https://docs.pytorch.org/memory_viz
 
-Only the CUDA allocator records this history. Profiling on a CPU is an error.
+Only the CUDA allocator records its allocations, so memory profiling on a CPU is an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +14,10 @@ from areno.errors import EngineError, UsageError
 
 
 class MemoryProfiler:
-    """Records selected steps on each rank of the actor's engine.
+    """Records the memory allocations of selected steps on each rank of the actor's engine.
 
-    Steps are numbered from 0. A snapshot holds at most ``max_entries`` events. Raises UsageError if a step is selected,
-    but the ranks have no GPU (``gpu`` is False).
+    Steps are numbered from 0. A snapshot has at most ``max_entries`` events. Raises UsageError if a step is selected, but the
+    ranks have no GPU (``gpu`` is False).
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class MemoryProfiler:
         self._max_entries = max_entries
         if self._steps and not gpu:
             raise UsageError(
-                f"memory_profiler.profile_steps={sorted(self._steps)} requires a CUDA device; on the CPU, remove the "
-                "memory_profiler section"
+                f"memory_profiler.profile_steps={sorted(self._steps)} requires a CUDA device, but the run uses "
+                "the CPU; remove the memory_profiler section"
             )
 
     @contextmanager
     def step(self, global_step: int, on_all_ranks: Callable[..., object]) -> Iterator[None]:
-        """If the step is selected, record the memory of the block and write the snapshots.
+        """Record the memory allocations of the block and write the snapshots, if the step is selected.
 
-        Snapshots are also written if the block raises, for example out of memory. ``on_all_ranks`` is
+        Snapshots are also written if the block raises, for example because memory runs out. ``on_all_ranks`` is
         :meth:`Backend.run_on_all_ranks`.
         """
         if global_step not in self._steps:

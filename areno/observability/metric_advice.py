@@ -1,8 +1,8 @@
-"""Normal values of metrics, and remedies for abnormal values.
+"""Lists normal values of metrics, and remedies for abnormal values.
 
-``areno explain`` and ``docs/run-directory.md`` show them. Ranges are guidance, not limits: a value outside its range is
-a reason to look closer. The texts mention options of ``areno train``; :func:`advice_for` replaces them by the settings
-of an experiment.
+``areno explain`` and ``docs/run-directory.md`` show the normal values and the remedies. A value outside its normal range is
+not an error, but a reason to look closer. The texts name options of ``areno train``; :func:`advice_for` replaces the options
+by the settings of an experiment.
 """
 
 import math
@@ -18,9 +18,9 @@ ABOVE_ZERO = 5e-324
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The normal values of a metric, and a remedy.
+    """The normal values of a metric, and a remedy for other values.
 
-    ``low`` and ``high`` are the bounds of the normal range. A bound may be missing.
+    ``low`` and ``high`` are the bounds of the normal range; None means that the range has no such bound.
     """
 
     normal: str
@@ -30,7 +30,7 @@ class Advice:
 
     @property
     def range(self) -> str:
-        """The normal range, such as ``0 to 0.2`` or ``at least 0``. Empty if no range is set."""
+        """The normal range, such as ``0 to 0.2`` or ``at least 0``; empty if there are no bounds."""
         if self.low == ABOVE_ZERO:
             return "above 0"
         if self.low is None or self.high is None:
@@ -40,11 +40,11 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """Range and description."""
+        """The normal range and the description of normal values."""
         return "; ".join(filter(None, (self.range, self.normal)))
 
     def accepts(self, value: float) -> bool | None:
-        """Whether a value is in the normal range; None if no range is set."""
+        """Return whether a value is in the normal range; None if there are no bounds."""
         if self.low is None and self.high is None:
             return None
         above = self.low is None or value >= self.low
@@ -201,8 +201,8 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
-        "0 without --top-k, --top-p and grammars. With --top-p alone, the value is below 1 - top_p",
-        "Training assumes the full distribution: raise --top-p, or omit it",
+        "0 if neither --top-k nor --top-p nor a grammar is used. With --top-p alone, the value is below 1 - top_p",
+        "Training assumes the full distribution: raise or omit --top-p",
         0,
         0.2,
     ),
@@ -214,7 +214,7 @@ ADVICE: dict[str, Advice] = {
         "each request extends the conversation", "docs/agentic.md explains when a conversation forks", 0, 0
     ),
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
-    "train/tokens_per_second": Advice("steady. The speed falls when answers grow", _SLOWER),
+    "train/tokens_per_second": Advice("steady. The speed falls when answers become longer", _SLOWER),
     "train/step_wall_time_s": Advice(
         "more than the sum of the stages (time/*), because a step also writes samples and transfers weights",
         _SLOWER,
@@ -275,8 +275,8 @@ ADVICE: dict[str, Advice] = {
         1,
     ),
     "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
-    "time/rollout": Advice("half of a step or more", f"{_SLOWER}. Truncated answers take the most time"),
-    "time/reward": Advice("a small part of a step", "Raise --reward-workers, or make the reward function faster"),
+    "time/rollout": Advice("at least half of the step", f"{_SLOWER}. Truncated answers take the most time"),
+    "time/reward": Advice("a small part of the step", "Raise --reward-workers, or make the reward function faster"),
     "memory/peak_resident_gib": Advice(
         "rises in the first steps, then stays constant",
         "If the peak keeps rising, there is a memory leak: check the reward function, the agent and the data loader "
@@ -291,7 +291,7 @@ ADVICE: dict[str, Advice] = {
         f"If the peak is near the size of the GPU's memory, a step may fail. {_PLAN}",
     ),
 }
-"""The advice, by the name of the metric in ``areno train``."""
+"""Maps each metric of ``areno train`` to its advice."""
 _LIKE = {
     "train/clip_fraction": ("train/clip_fraction_high", "train/clip_fraction_low", "ppo_actor/update/clip_ratio"),
     "train/dpo_loss": ("dpo/loss",),
@@ -316,12 +316,12 @@ _LIKE = {
     "time/reward": ("train/reward_score_time_s",),
     "train/weight_update_time_s": ("timeperf/update_weights", "train/rollout_pause_time_s", "timeperf/rollout_pause"),
 }
-"""Maps a metric to other metrics with the same advice."""
+"""Maps a metric to other metrics that have the same advice."""
 _LIKE_OF = {name: source for source, names in _LIKE.items() for name in names}
 
 
 def advice_for(name: str, *, experiment: bool = False) -> Advice | None:
-    """The advice for a metric with this full name; None if there is none.
+    """Return the advice for the metric with this full name; None if there is no advice.
 
     With ``experiment``, the texts mention settings of experiments instead of options of ``areno train``.
     """

@@ -1,11 +1,11 @@
-"""Performance traces as Chrome trace events, with one file per role and rank. Perfetto opens the converted files.
+"""Records performance traces as Chrome trace events, in one file per role and rank. Perfetto opens the converted files.
 
     {logs}/perf_tracer/{role}/traces-r{rank}.jsonl     one event per line
     python -m areno.tools.perf_trace_converter ... out.json
 
-All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards.
-Scopes of asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task inside a scope
-gets its own track. When the outermost scope of the task ends, another task can use the track.
+All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards. Scopes of
+different asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task inside a scope gets its
+own track. When the outermost scope of the task ends, another task can use the track.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from typing import Any
 from areno.errors import ArenoError
 
 _FIRST_TASK_TRACK = 1_000_000_000
-"""Tracks of asyncio tasks have numbers above this number. Thread ids of the operating system are smaller."""
+"""Tracks of asyncio tasks have numbers above this limit. Thread ids of the operating system are below the limit."""
 
 _MARKER = "areno: profile begins"
-"""Name of a profiler event that marks a known time of areno's clock. It gives the offset of the profiler's clock."""
+"""Name of a profiler event at a known time of areno's clock. The event gives the offset between the two clocks."""
 
 
 class Category(StrEnum):
@@ -40,11 +40,11 @@ class Category(StrEnum):
 
 
 Args = Mapping[str, Any] | None
-"""Arguments shown with an event."""
+"""Arguments that a trace viewer shows with an event."""
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
-    """Append records as JSON lines. An empty list creates no file. Raises ArenoError if the file cannot be written."""
+    """Append records to a file as JSON lines. Without records, no file is created. Raises ArenoError if writing fails."""
     if not records:
         return
     try:
@@ -61,8 +61,8 @@ def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str)
 class PerfTracer:
     """Collects events and appends them to a file. A disabled tracer does nothing.
 
-    ``save_interval``: number of steps after which events are written; values below 1 mean 1. ``profile_steps``: global
-    steps in which the torch profiler runs.
+    ``save_interval`` is the number of steps after which events are written; values below 1 mean 1. ``profile_steps`` are the
+    global steps in which the torch profiler runs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PerfTracer:
 
     @contextmanager
     def trace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> Iterator[None]:
-        """Record the block as an event."""
+        """Record the block as an event with a duration."""
         if not self.enabled:
             yield
             return
@@ -107,7 +107,7 @@ class PerfTracer:
 
     @asynccontextmanager
     async def atrace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> AsyncIterator[None]:
-        """:meth:`trace_scope` for asynchronous blocks."""
+        """Record an asynchronous block in the same way as :meth:`trace_scope`."""
         if not self.enabled:
             yield
             return
@@ -127,14 +127,14 @@ class PerfTracer:
                 heapq.heappush(self._free_task_tracks, track)
 
     def instant(self, name: str, category: str = Category.MISC, args: Args = None) -> None:
-        """Record an instant event."""
+        """Record an event without a duration."""
         if self.enabled:
             event = {"name": name, "ph": "i", "s": "t", "ts": self._us(time.perf_counter_ns()), "cat": str(category)}
             self._add({**event, "pid": self._pid, "tid": self._track(), "args": {**self._common, **(args or {})}})
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Tag the events of the block with ``global_step``. If the step is selected, run the torch profiler."""
+        """Add ``global_step`` to the arguments of the block's events. If the step is selected, run the torch profiler."""
         if not self.enabled:
             yield
             return
@@ -151,9 +151,10 @@ class PerfTracer:
                 self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
 
     def save(self, step: int | None = None, force: bool = False) -> None:
-        """Append the collected events to the file. Raises ArenoError on failure.
+        """Append the collected events to the file. Raises ArenoError if the file cannot be written.
 
-        With ``step``, the file is written only every ``save_interval`` steps. ``force`` writes it in any case.
+        With ``step``, the events are written only every ``save_interval`` steps. With ``force``, the events are written in any
+        case.
         """
         if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
             return
@@ -197,7 +198,7 @@ class PerfTracer:
 def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int) -> Iterator[None]:
     """Profile the block on CPU and GPU with torch, and append the profiler's events to ``events``.
 
-    Their times are converted to the clock of ``now_us``, in microseconds.
+    The times of the events are converted to the clock of ``now_us``, in microseconds.
     """
     from torch import profiler
 

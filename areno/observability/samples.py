@@ -1,7 +1,7 @@
-"""Selects samples of each step for ``samples.jsonl``, and logs completions for ``ARENO_LOG_COMPLETIONS``.
+"""Selects samples of each step for ``samples.jsonl``, and logs samples if ``ARENO_LOG_COMPLETIONS`` is set.
 
-For each of the first eight prompts of a step, the best, the worst and the first sample are selected. So a step adds at
-most 24 records. Prompts and completions are shortened to at most 8,000 characters.
+For each of the first eight prompts of a step, the best, the worst and the first sample are selected. So a step adds at most 24
+records. Prompts and completions are shortened to at most 8,000 characters.
 """
 
 import itertools
@@ -25,19 +25,19 @@ _DATA_CHARS, _DATA_FIELDS = 500, 8
 _TEXT = reprlib.Repr()  # bounds nested values without formatting all of them
 _TEXT.maxstring = _TEXT.maxother = _DATA_CHARS
 PICKED_PROMPTS = 8
-"""Number of prompts of a step whose samples are recorded."""
+"""Maximum number of prompts per step whose samples are recorded."""
 EVAL_PROMPTS = 8
-"""Number of evaluation prompts whose first answer is recorded, to compare the answers over the run."""
+"""Maximum number of prompts whose first answer is recorded in each evaluation, to compare answers over the run."""
 MAX_TOKENS = 8192
-"""Maximum number of tokens per step for which token details are recorded."""
+"""Maximum number of tokens per step that are recorded individually, for example with their log-probs."""
 
 Texts = Callable[[int], tuple[str, list[int]]]
-"""Returns the text and the bytes of a token."""
+"""Function that returns the text and the bytes of a token."""
 Decode = Callable[[Sequence[int]], str]
-"""Decodes token ids, including special tokens."""
+"""Function that decodes token ids, including special tokens."""
 Segments = list[dict[str, Any]]
 Trajectory = Callable[[], Sequence[Segments]]
-"""Returns the training rows of a sample, as segments of tokens with equal attributes."""
+"""Function that returns the training rows of a sample. Each row is a list of segments: tokens with equal attributes."""
 
 
 def sample_records(
@@ -51,22 +51,25 @@ def sample_records(
     """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
 
     Args:
-        records: all samples of the step. ``metadata`` has the prompt index, the sample index and the finish reason.
-        trajectories: for each sample, a function that returns its training rows. Only the functions of selected samples
-            are called. At most `MAX_TOKENS` tokens are recorded per step.
+        records: all samples of the step. Their ``metadata`` has the prompt index, the sample index and the finish reason.
+        trajectories: for each sample, a function that returns its training rows. Only the functions of selected samples are
+            called. At most `MAX_TOKENS` tokens are recorded per step.
 
     Returns:
-        One dictionary per selected sample, in the order of ``records``. All have ``step, prompt_index, sample_index``,
-        ``picked`` (the reasons: ``first``, ``best``, ``worst``), ``reward``, ``advantage``, ``finish_reason``,
-        ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt`` and
-        ``completion``. Optional entries are ``reward_parts``, ``data`` (other fields of the data row as text),
-        ``messages`` (of agents) and ``rows`` (within the token limit).
+        One dictionary per selected sample, in the order of ``records``. Each dictionary has ``step, prompt_index,
+        sample_index``, ``picked`` (the reasons for the selection: ``first``, ``best``, ``worst``), ``reward``, ``advantage``,
+        ``finish_reason``, ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt``
+        and ``completion``. Optional entries are ``reward_parts``, ``data`` (other fields of the data row as text),
+        ``messages`` (only for agents) and ``rows`` (until the token limit is reached).
 
     Raises:
         ValueError: the sequences differ in length.
     """
     if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
-        raise ValueError(f"{len(records)} samples require as many rewards and advantages, got {len(rewards)} rewards")
+        raise ValueError(
+            f"got {len(records)} samples, {len(rewards)} rewards and {len(advantages or ())} advantages; pass one reward and, "
+            "if advantages are passed, one advantage per sample"
+        )
     picked = pick([record.metadata.get("prompt_index", 0) for record in records], rewards)
     samples = [
         {
@@ -86,14 +89,14 @@ def sample_records(
 
 
 def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str]]:
-    """Pick the first, best and worst sample of each of the first prompts.
+    """Select the first, the best and the worst sample of each of the first prompts.
 
     Args:
         prompts: the prompt index of each sample.
         rewards: the reward of each sample.
 
     Returns:
-        Maps the position of each picked sample in ``prompts`` to the reasons for picking it.
+        A dictionary from the position of each selected sample in ``prompts`` to the reasons for its selection.
     """
     groups: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -107,12 +110,12 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Number the rows whose tokens will be recorded. For these rows, the engine keeps values that training computes.
+    """Number the training rows whose tokens will be recorded. For numbered rows, the engine keeps the values of training.
 
     Args:
         prompts: the prompt index of each sample.
         rewards: the reward of each sample.
-        rows: the training rows of each sample. The number is written to ``observed`` of a row.
+        rows: the training rows of each sample. The attribute ``observed`` of a row is set to its number.
     """
     picked = [rows[i] for i in sorted(pick(prompts, rewards))]
     sizes = (sum(len(row.tokens) for row in sample_rows) for sample_rows in picked)
@@ -130,12 +133,12 @@ def row_records(
     computed: Mapping[int, TokenRecord],
     data: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Build the records of :func:`sample_records` from training rows, where each row is one sample.
+    """Build the records of :func:`sample_records` from training rows. Each row is one sample.
 
     Args:
-        prompts: prompt indices of the groups.
-        computed: maps the number of an observed row to the values that training computed for its tokens.
-        data: data rows of the groups, if they are known.
+        prompts: prompt index of each group of rows.
+        computed: maps the number of a row (see :func:`observe`) to the values that training computed for its tokens.
+        data: data row of each group; empty if the data rows are unknown.
     """
     advantages = []
     for row in rows:
@@ -151,7 +154,7 @@ def row_records(
 def reward_records(
     prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, data: Sequence[Mapping[str, Any]] = ()
 ) -> list[RewardRecord]:
-    """Describe training rows as samples. ``prompts`` are the groups' prompt indices, and ``data`` the groups' data rows."""
+    """Convert training rows to samples. ``prompts`` and ``data`` have the prompt index and the data row of each group."""
     counts: Counter[int] = Counter()
     records = []
     for row in rows:
@@ -181,17 +184,17 @@ def row_segments(
     turns: Sequence[int] | None = None,
     computed: TokenRecord | None = None,
 ) -> Segments:
-    """Split a row into segments of consecutive tokens with equal attributes, as in the ``rows`` of a sample.
+    """Split a training row into segments of consecutive tokens with equal attributes, as in the ``rows`` of a sample.
 
     Args:
         roles: role of each token. None means ``text`` for sampled tokens and ``given`` for other tokens.
-        turns: turn of each token; None numbers the sampled spans.
-        computed: values that training computed for the row.
+        turns: turn number of each token; None numbers the spans of sampled tokens.
+        computed: values that training computed for the tokens of the row.
 
     Returns:
-        Segments with the shared attributes ``role, turn, trained, version`` and the lists ``tokens, texts, logprobs,
-        advantages``. With ``computed``, segments also have the list ``train_logprobs``, and the list ``clipped`` if the
-        loss clips. In both lists, tokens that are not trained have None.
+        Segments, each with the attributes ``role, turn, trained, version`` of its tokens and the lists ``tokens, texts,
+        logprobs, advantages``. With ``computed``, each segment also has the list ``train_logprobs``, and the list ``clipped``
+        if the loss clips. The entries of these two lists are None for tokens that are not trained.
     """
     versions, advantages = row.versions or [-1] * len(row.tokens), row.advantages or [0.0] * len(row.tokens)
     sampled = [version >= 0 for version in versions]
@@ -243,7 +246,7 @@ class EvalSamples:
             self._samples[index] = {"prompt_index": index, **_rewarded(record, reward)}
 
     def records(self, step: int) -> list[dict[str, Any]]:
-        """The records of an evaluation after ``step`` completed steps."""
+        """Return the records of the collected answers, for an evaluation after ``step`` completed steps."""
         return [{"step": step, **sample} for sample in self._samples.values()]
 
 
@@ -258,15 +261,15 @@ def _add_rows(samples: Sequence[dict[str, Any]], trajectories: Sequence[Trajecto
 
 
 def completions_to_log() -> int:
-    """Return the number of samples to log per step: ``ARENO_LOG_COMPLETIONS``, by default 0.
+    """Return the number of samples to log per step: the value of ``ARENO_LOG_COMPLETIONS``, by default 0.
 
     Raises UsageError if the value is invalid.
     """
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(
-            f"environment variable ARENO_LOG_COMPLETIONS: {value!r} is not a non-negative integer; "
-            "set the number of samples to log per step, or 0 for none"
+            f"environment variable ARENO_LOG_COMPLETIONS must be an integer of at least 0, but is {value!r}; "
+            "set the variable to the number of samples to log per step"
         )
     return int(value)
 
@@ -278,7 +281,7 @@ def log_completions(
     prompt_tokens: Sequence[Sequence[int]],
     decode: Decode,
 ) -> None:
-    """Log samples, one per line."""
+    """Log each sample on one line."""
     for record, tokens in zip(records, prompt_tokens, strict=True):
         logger.info(
             "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r completion=%r "
@@ -294,7 +297,7 @@ def log_completions(
 
 
 class LoggedRow(Protocol):
-    """The logged attributes of a row of an agent's sample."""
+    """The attributes of an agent's training row that are logged."""
 
     tokens: list[int]
     sampled: list[bool]
@@ -333,7 +336,7 @@ def _logprob_mean(record: RewardRecord) -> float | None:
 
 
 def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
-    """The entries of a sample that describe its answer and its reward."""
+    """Return the entries of a sample's record that describe its answer and its reward."""
     parts = parts_of(reward)
     return {
         "reward": reward,
@@ -347,7 +350,7 @@ def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:
-    """The entry ``data`` of a sample: the first fields of its data row, shortened and without the prompt."""
+    """Return the entry ``data`` of a sample's record: the first fields of its data row, shortened and without the prompt."""
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()
@@ -357,9 +360,9 @@ def _data(record: RewardRecord) -> dict[str, Any]:
 
 
 def bounded(text: Any, limit: int = MAX_CHARS - _MARK_CHARS) -> str:
-    """Shorten a long text to its beginning and end, with a mark in between.
+    """Shorten a text of more than ``limit`` characters to its beginning and its end, with a mark in between.
 
-    The two parts have ``limit`` characters in total, and the mark has at most 40.
+    The beginning and the end have ``limit`` characters together, and the mark has at most 40 characters.
     """
     text, half = "" if text is None else str(text), limit // 2
     if len(text) <= limit:

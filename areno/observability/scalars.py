@@ -1,13 +1,13 @@
-"""The scalars of a step under their documented names: ``rollout/*``, ``train/*`` and ``time/*``.
+"""Collects the scalars of a step under their documented names: ``rollout/*``, ``train/*`` and ``time/*``.
 
-This module computes ``rollout/*``. ``train/*`` are the statistics of the step, passed as ``train_stats``. They come
-from the loss (``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK
-(``areno/api/trainer.py``) and the trainer (``areno/api/trainers``). ``time/*`` are the trainer's timings.
-docs/run-directory.md lists all scalars.
+This module computes ``rollout/*``. The scalars ``train/*`` are statistics that callers pass as ``train_stats``. Their sources
+are the loss (``areno/loss_fns``), the optimizer step (``areno/engine/train/step.py``), the SDK (``areno/api/trainer.py``) and
+the trainer (``areno/api/trainers``). The scalars ``time/*`` are the trainer's timings. docs/run-directory.md lists all
+scalars.
 
-Statistics of advantages and log-probs cover only the *trainable* response tokens (``TrainSequence.trainable``), which
-the loss mask selects. Scalars that do not apply are absent: for example, SFT rows have no reward. Lists are flattened
-with ``array`` and ``numpy`` for speed: 512 rows of 200 tokens take about 13 ms.
+Statistics of advantages and log-probs cover only the *trainable* response tokens (``TrainSequence.trainable``), which the loss
+mask selects. Scalars that do not apply are absent: for example, SFT rows have no reward. Lists are flattened with ``array``
+and ``numpy`` for speed: 512 rows of 200 tokens take about 13 ms.
 """
 
 from array import array
@@ -29,14 +29,14 @@ def step_scalars(
     total_skipped_long: int = 0,
     rewards: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """All scalars of a step by name.
+    """Return all scalars of a step by name.
 
     Args:
-        train_stats: statistics named without ``train/``. Entries that are not scalars are ignored.
+        train_stats: statistics of the step by name, without the prefix ``train/``. Entries that are not scalars are ignored.
         timings: seconds per stage (``rollout``, ``reward``, ``advantage``, ``train``).
         skipped_long: number of prompts that this step skipped because they are too long.
         total_skipped_long: number of prompts that the run has skipped so far because they are too long.
-        rewards: one per sample; None for an algorithm without rewards.
+        rewards: reward of each sample; None for an algorithm without rewards.
     """
     scalars = {
         **_length_scalars(rows),
@@ -83,7 +83,7 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
 
 
 def summary_statistics(name: str, values: ArrayLike) -> dict[str, float]:
-    """Return ``<name>_mean``, ``_std`` (population), ``_max`` and ``_min`` of at least one value."""
+    """Return ``<name>_mean``, ``<name>_std`` (population), ``<name>_max`` and ``<name>_min`` of at least one value."""
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "max", "min")}
 
@@ -103,7 +103,7 @@ def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _masked(pairs: Sequence[tuple[list[float], bytes]]) -> NDArray[np.float64]:
-    """Return the values of all tokens whose mask is set, as a flat array. A mask has one byte per token."""
+    """Return the values of all tokens whose mask is set, as a flat array. Each mask has one byte per token."""
     if not pairs:
         return np.empty(0)
     flat = array("d")

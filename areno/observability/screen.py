@@ -1,9 +1,9 @@
 """Lays out the contents of the live display as lines of styled text for any terminal size.
 
-:func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines
-are omitted. If a line is too long, its last pieces are omitted. If its first piece alone is too long, this piece is
-shortened. All texts of a run (answers, prompts, names and warnings) are reduced to printable characters, so that no
-text can control the terminal.
+:func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines are
+omitted. If a line is too long, its last pieces are omitted, and its first piece is shortened if necessary. All texts of a run
+(answers, prompts, names and warnings) are reduced to printable characters, so no text can contain a control sequence for the
+terminal.
 """
 
 import math
@@ -17,11 +17,11 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from areno.observability.chart import one_line, sparkline
 
 Piece = tuple[str, str]
-"""A text and its style."""
+"""A piece of a line: its text and its style."""
 Line = list[Piece]
 
 WARNINGS = 3
-"""Number of warnings that are shown."""
+"""Maximum number of warnings that the display shows."""
 _LABEL_WIDTH = 10
 _TREND_WIDTH = 24
 _TREND_POINTS = 120
@@ -34,7 +34,7 @@ _GIB = 2**30
 
 
 class Trend:
-    """A series of at most 240 points, which keeps drawing cheap. Each point is the mean of the same number of steps."""
+    """A series of values, reduced to at most 240 points to keep drawing fast. All points are means over equally many steps."""
 
     def __init__(self) -> None:
         self.last = math.nan
@@ -55,18 +55,18 @@ class Trend:
             self._each *= 2
 
     def bounds(self) -> tuple[float, float] | None:
-        """Smallest and largest finite point; None without finite points."""
+        """Return the smallest and the largest finite point; None if no point is finite."""
         finite = [point for point in self.points if math.isfinite(point)]
         return (min(finite), max(finite)) if finite else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeading:
-    """Description of the run, shown in the first line.
+    """Description of a run, which the first line of the display shows.
 
     Attributes:
-        gap_limit: difference between rollout and train log-probs above which a run warns. Infinite if the run never
-            warns.
+        gap_limit: mean absolute difference between rollout and train log-probs above which the run warns; infinite if the run
+            never warns about this difference.
     """
 
     algorithm: str = ""
@@ -77,7 +77,7 @@ class RunHeading:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A sample of the last step."""
+    """A sample of the last step, which the display shows."""
 
     prompt: str
     completion: str
@@ -86,9 +86,9 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of memory: used by the run, and free and total on the machine or GPU.
+    """Memory in bytes: ``used`` by the run, and ``free`` and ``total`` on the machine or GPU.
 
-    ``what`` describes what ``used`` counts.
+    ``what`` is the text that the display shows after ``used``.
     """
 
     used: int
@@ -101,7 +101,7 @@ class MemoryUse:
 class ScreenState:
     """The contents of the display.
 
-    ``trends`` has the keys ``reward`` and ``loss``. ``parts`` maps the parts of the reward to their trends.
+    ``trends`` has the keys ``reward`` and ``loss``. ``parts`` maps the name of each reward part to its trend.
     """
 
     heading: RunHeading = field(default_factory=RunHeading)
@@ -136,7 +136,7 @@ class _Block:
 
 
 def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) -> list[Line]:
-    """Lay out at most ``height`` lines of at most ``width`` cells. Without ``unicode``, the lines are ASCII."""
+    """Lay out at most ``height`` lines of at most ``width`` terminal cells. Without ``unicode``, the lines are ASCII."""
     blocks = list(_Layout(state, width, unicode).blocks())
     if sum(len(block.lines) for block in blocks) > height:
         blocks = list(_Layout(state, width, unicode, is_tight=True).blocks())
@@ -155,7 +155,7 @@ def frame(state: ScreenState, width: int, height: int, *, unicode: bool = True) 
 
 
 class _Layout:
-    """Creates the blocks of a frame in display order. A tight layout shortens warnings."""
+    """Creates the blocks of a frame in display order. With ``is_tight``, warnings are shortened."""
 
     def __init__(self, state: ScreenState, width: int, unicode: bool, *, is_tight: bool = False) -> None:
         self.state, self.width, self.unicode, self.is_tight = state, width, unicode, is_tight
@@ -248,7 +248,7 @@ class _Layout:
         return self._line("update", *((piece, "") for piece in pieces)) if pieces else None
 
     def _gap(self, gap: float) -> Line:
-        """The log-prob gap between rollout and training, and whether it exceeds the limit of the health warnings."""
+        """Lay out the log-prob gap between rollout and training. If the run has a limit, compare the gap with the limit."""
         limit = self.state.heading.gap_limit
         if math.isinf(limit):
             return self._line("log-probs", (f"gap {gap:.1e}", ""))
@@ -273,7 +273,7 @@ class _Layout:
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:
-        """Lay out a warning: first its first sentence (the problem), then the other sentences (the remedy)."""
+        """Lay out the first sentence of a warning (the problem), then its other sentences (the remedy)."""
         problem, *remedy = _SENTENCE_END.split(self._clean(text), maxsplit=1)
         first, second = (1 if remedy else 2, 2) if self.is_tight else (4, 8)
         lines = [(line, "yellow") for line in self._wrap(problem, first)]
@@ -290,7 +290,7 @@ class _Layout:
         return lines + [self._line("", (part, "")) for part in answer]
 
     def _line(self, label: str, *pieces: Piece) -> Line:
-        """A label and the pieces that fit on the line. A first piece that is too long is shortened."""
+        """Lay out a label and the pieces that fit on the line. The first piece is shortened if necessary."""
         line: Line = [self._label(label)]
         room = self.width - cell_len(line[0][0])
         for position, (text, style) in enumerate(piece for piece in pieces if piece[0]):
@@ -313,7 +313,7 @@ class _Layout:
         return set_cell_size(text, max(width - len(self.more), 0)).rstrip() + self.more[: max(width, 0)]
 
     def _end(self, text: str, width: int) -> str:
-        """The end of a text on one line of at most ``width`` cells. A mark shows that the beginning was omitted."""
+        """Return the end of a text as one line of at most ``width`` cells. A mark shows that the beginning is omitted."""
         tail = self._clean(text.rstrip()[-max(width, 1) :])
         if len(text.rstrip()) <= width and cell_len(tail) <= width:
             return tail
@@ -329,7 +329,7 @@ class _Layout:
         return [*lines[: limit - 1], self._shorten(set_cell_size(lines[limit - 1], room + 1), room)]
 
     def _wrap(self, text: str, limit: int) -> list[str]:
-        """Wrap a text into at most ``limit`` lines next to the labels. Words longer than a line are broken."""
+        """Wrap a text into at most ``limit`` lines to the right of the labels. Words that are longer than a line are broken."""
         width, lines, line = self.width - _LABEL_WIDTH, [], ""
         for word in text.split(" "):
             for part in chop_cells(word, max(width, 2)) or [""]:

@@ -1,9 +1,9 @@
-"""Traces rollout sessions from submission to outcome, with the time of generation, tool calls and reward.
+"""Records rollout sessions from submission to outcome, with the durations of generation, tool calls and reward.
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after the session ends
 
-A task (a prompt group) may have several sessions. A context variable holds the current session. So code in a session
-and in its child tasks can access the session without a parameter.
+A task (a prompt group) may have several sessions. A context variable holds the current session, so code in the session and in
+its child tasks can access the session without a parameter.
 """
 
 import itertools
@@ -20,12 +20,12 @@ from areno.observability.perf_tracer import append_lines
 
 Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
 PHASES = ("generate", "reward", "toolcall")
-"""Phases whose durations in seconds are reported as ``{phase}_s``. Other phases may be recorded as well."""
+"""Phases whose total durations in seconds are recorded as ``{phase}_s``. Of other phases, only start and end are recorded."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """A session of a task. Times are Unix seconds."""
+    """A rollout session of a task. Times are Unix seconds."""
 
     task_id: int
     session_id: int
@@ -46,19 +46,19 @@ class _Session:
 
 
 SessionHandle = tuple[Any, _Session] | None
-"""The current session with its tracer, to be used in another context; None outside a session."""
+"""A tracer and its current session, to continue the session in another context; None outside a session."""
 
 _current: ContextVar[SessionHandle] = ContextVar("rollout session", default=None)
 
 
 def current_session() -> SessionHandle:
-    """The current session."""
+    """Return the current session with its tracer; None outside a session."""
     return _current.get()
 
 
 @contextmanager
 def in_session(handle: SessionHandle) -> Iterator[None]:
-    """Run the block in a session that was opened elsewhere."""
+    """Make ``handle`` the current session during the block."""
     token = _current.set(handle)
     try:
         yield
@@ -69,7 +69,7 @@ def in_session(handle: SessionHandle) -> Iterator[None]:
 class SessionTracer:
     """Collects sessions, and appends finished sessions to a file in batches.
 
-    ``flush_threshold`` is the number of finished sessions that are written together. Values below 1 mean 1.
+    ``flush_threshold`` is the number of finished sessions that are written together; values below 1 mean 1.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class SessionTracer:
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
-        """Open a session of a task, for the block and for the asyncio tasks started in the block.
+        """Open a session of a task. The block, and the asyncio tasks started in the block, run in this session.
 
-        If the block raises, the session has failed, whatever the outcome of its task is.
+        If the block raises, the session gets the status ``failed``, regardless of the outcome of its task.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:
@@ -113,7 +113,7 @@ class SessionTracer:
 
     @contextmanager
     def trace_session_phase(self, phase: str) -> Iterator[None]:
-        """Record the block as a phase of the current session. Without a current session, only run the block."""
+        """Record the block as a phase of the current session. If there is no current session, only run the block."""
         session = self._session()
         if session is None:
             yield
@@ -126,7 +126,7 @@ class SessionTracer:
                 session.phases.setdefault(phase, []).append({"start_ts": start, "end_ts": self._now()})
 
     def trace_session_event(self, name: str, count: int = 1) -> None:
-        """Increment a counter of the current session, if any."""
+        """Add ``count`` to a counter of the current session. If there is no current session, do nothing."""
         session = self._session()
         if session is not None:
             with self._lock:
@@ -135,11 +135,11 @@ class SessionTracer:
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
         """Set the outcome of the sessions of a task, and write finished sessions if a batch is full.
 
-        A session whose block raised keeps the outcome ``failed``. Unknown tasks are ignored. Raises ValueError if the
-        status is unknown, and ArenoError if the file cannot be written.
+        A session whose block raised keeps the status ``failed``. Unknown tasks are ignored. Raises ValueError if the status is
+        unknown, and ArenoError if the file cannot be written.
         """
         if status not in get_args(Status):
-            raise ValueError(f"unknown status {status!r}; use one of {', '.join(get_args(Status))}")
+            raise ValueError(f"session status {status!r} is unknown; use one of {', '.join(get_args(Status))}")
         with self._lock:
             sessions = self._open.pop(task_id, [])
             for session in sessions:
@@ -149,7 +149,7 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write the finished sessions if there are ``flush_threshold`` of them. With ``force``, write any number.
+        """Write the finished sessions if there are at least ``flush_threshold``. With ``force``, write any number of sessions.
 
         Raises ArenoError if the file cannot be written.
         """
@@ -161,7 +161,7 @@ class SessionTracer:
         append_lines(self.path, records, "perf_tracer.session_tracer.enabled")
 
     def close(self) -> None:
-        """Write all sessions. Sessions without an outcome have the status ``pending``."""
+        """Write all sessions. Sessions without an outcome are written with the status ``pending``."""
         with self._lock:
             self._ended += [session for sessions in self._open.values() for session in sessions]
             self._open.clear()

@@ -1,8 +1,8 @@
-"""Collects the statistics of a step and aggregates them exactly across calls and processes.
+"""Collects the statistics of a step, and merges the statistics of several calls and processes exactly.
 
-A tensor is reduced to its sum, count, minimum and maximum in float64. So a step may record a statistic any number of
-times. Statistics of several processes merge exactly, with equal weight for every value. A scope applies only to the
-thread or asyncio task that opened it, and to tasks started inside it. Importing this module does not import torch.
+Each recorded tensor is reduced to sum, count, minimum and maximum in float64, so a step may record a statistic any number of
+times. When the statistics of several processes are merged, every value has equal weight. A scope applies only to the thread or
+asyncio task that opened the scope, and to tasks started inside the scope. Importing this module does not import torch.
 """
 
 import math
@@ -16,28 +16,28 @@ from enum import StrEnum
 from typing import Any
 
 COUNT_SUFFIX = "__count"
-"""Suffix of the name under which the count of a scalar is exported."""
+"""Suffix of exported names: ``name__count`` is the number of values of the scalar ``name``."""
 
 
 class ReduceType(StrEnum):
-    """How to reduce a statistic. All types but ``AVG_MIN_MAX`` export one number under the statistic's name."""
+    """How the values of a statistic are reduced. All types but ``AVG_MIN_MAX`` export a number under the statistic's name."""
 
     AVG_MIN_MAX = "avg_min_max"
-    """``name/avg``, ``name/min`` and ``name/max``."""
+    """Mean, minimum and maximum, exported as ``name/avg``, ``name/min`` and ``name/max``."""
     AVG = "avg"
     SUM = "sum"
     MIN = "min"
     MAX = "max"
     SCALAR = "scalar"
-    """Mean of plain numbers; their count is also exported, under ``name__count``."""
+    """Mean of plain numbers. The count of the numbers is exported as ``name__count``."""
     TIMING = "timing"
-    """Seconds. They are summed within a process; across processes, the largest of these sums counts."""
+    """Sum of seconds within a process. Over several processes, the largest of these sums."""
 
 
 Part = tuple[str, float, float, float, float]
-"""One process's part of a statistic: reduce type, sum, count, minimum and maximum."""
+"""The contribution of a process to a statistic: reduce type, sum, count, minimum and maximum."""
 Parts = dict[str, Part]
-"""All statistics of a process by name. Plain data that can be sent as JSON."""
+"""Maps the name of each statistic of a process to its part. The values can be sent as JSON."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class _Accumulator:
 class StatsTracker:
     """Collects the statistics of one step.
 
-    ``name`` is the prefix of all statistics, such as ``rollout`` in ``rollout/reward``.
+    ``name`` is the prefix of the names of all statistics, such as ``rollout`` in ``rollout/reward``.
     """
 
     def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +76,7 @@ class StatsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix the names of the block's statistics with ``name/``; scopes nest."""
+        """Prefix the names of the statistics that the block records with ``name/``. Scopes can be nested."""
         token = self._scopes.set((*self._scopes.get(), name))
         try:
             yield
@@ -84,14 +84,15 @@ class StatsTracker:
             self._scopes.reset(token)
 
     def scalar(self, **values: float) -> None:
-        """Record numbers; numbers of the same name are averaged."""
+        """Record one number per name. The mean of all numbers with the same name is exported."""
         with self._lock:
             for key, value in values.items():
                 number = float(value)
                 self._accumulator(self._full_name(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record bool masks, which select elements in :meth:`stat`. The number of True elements becomes a statistic.
+        """Record bool masks, by which :meth:`stat` selects elements. The number of True elements of a mask becomes a
+        statistic.
 
         Raises TypeError if a mask is not bool.
         """
@@ -100,23 +101,24 @@ class StatsTracker:
         for key, mask in masks.items():
             tensor = torch.as_tensor(mask)
             if tensor.dtype != torch.bool:
-                raise TypeError(f"denominator {key!r} must be a bool tensor, got {tensor.dtype}; use mask.bool()")
+                raise TypeError(f"denominator {key!r} must be a bool tensor, but is {tensor.dtype}; pass mask.bool()")
             with self._lock:
                 self._masks[self._full_name(key)] = tensor.detach()
                 self._add(self._accumulator(self._full_name(key), ReduceType.SUM), tensor.double(), tensor)
 
     def stat(self, denominator: str, reduce_type: ReduceType | str | None = None, **tensors: Any) -> None:
-        """Record the elements of tensors that a denominator (a mask) selects.
+        """Record the elements of tensors that a mask selects.
 
         Args:
-            denominator: name of a mask recorded by :meth:`denominator` in this scope or an enclosing scope. If several
-                masks have this name, the innermost scope counts, and there the latest mask.
-            reduce_type: None means ``AVG_MIN_MAX``.
-            tensors: values by name, each with the shape of the mask.
+            denominator: name of a mask that :meth:`denominator` recorded in the current scope or in an enclosing scope. If
+                several scopes have a mask of this name, the mask of the innermost scope is used. If a scope recorded several
+                masks of this name, the latest is used.
+            reduce_type: how to reduce the selected elements; None means ``AVG_MIN_MAX``.
+            tensors: tensors of values by the name of their statistic, each with the shape of the mask.
 
         Raises:
-            ValueError: the denominator is unknown, a shape is wrong, or a name was recorded with a different reduce
-                type.
+            ValueError: the denominator is unknown, a tensor does not have the shape of the mask, or a name was recorded with a
+                different reduce type.
         """
         import torch
 
@@ -126,15 +128,15 @@ class StatsTracker:
             tensor = torch.as_tensor(values).detach()
             if tensor.shape != mask.shape:
                 raise ValueError(
-                    f"statistic {key!r} has shape {tuple(tensor.shape)}, but its denominator {denominator!r} has shape "
-                    f"{tuple(mask.shape)}"
+                    f"the values of statistic {key!r} have shape {tuple(tensor.shape)}, but denominator {denominator!r} has "
+                    f"shape {tuple(mask.shape)}; pass values and a mask of the same shape"
                 )
             with self._lock:
                 self._add(self._accumulator(self._full_name(key), kind), tensor.double(), mask.to(tensor.device))
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Add the block's duration in seconds to ``timeperf/{key}``, ignoring scopes."""
+        """Add the duration of the block, in seconds, to ``timeperf/{key}``. Scopes do not change this name."""
         start = self._clock()
         try:
             yield
@@ -145,10 +147,10 @@ class StatsTracker:
                 self._accumulator(name, ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
 
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
-        """Return this process's parts of the statistics, for :func:`merge`.
+        """Return the contributions of this process to statistics, as input for :func:`merge`.
 
-        ``key`` is the full name of a statistic or of a scope; None selects all. With ``reset``, the returned statistics
-        are cleared.
+        ``key`` is the full name of a statistic or of a scope; None selects all statistics. With ``reset``, the returned
+        statistics are cleared.
         """
         with self._lock:
             names = [name for name in self._accumulators if key is None or name == key or name.startswith(f"{key}/")]
@@ -160,11 +162,11 @@ class StatsTracker:
         return parts
 
     def export(self, key: str | None = None, reset: bool = True) -> dict[str, float]:
-        """The statistics of this process by full name. The arguments are those of :meth:`parts`."""
+        """Return the statistics of this process by full name. The arguments are those of :meth:`parts`."""
         return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
-        """The statistics over all ranks; ``gather`` is the all-gather of the ranks' parts."""
+        """Return the statistics over all ranks. ``gather`` collects the parts of all ranks (all-gather)."""
         return reduced(merge(gather(self.parts(reset=reset))))
 
     def _full_name(self, key: str) -> str:
@@ -174,7 +176,8 @@ class StatsTracker:
         accumulator = self._accumulators.setdefault(name, _Accumulator(kind))
         if accumulator.reduce_type is not kind:
             raise ValueError(
-                f"statistic {name!r} was recorded as {accumulator.reduce_type}, but now as {kind}; use two names"
+                f"statistic {name!r} was first recorded with reduce type {accumulator.reduce_type}, but now with {kind}; "
+                "use a different name for each reduce type"
             )
         return accumulator
 
@@ -187,7 +190,7 @@ class StatsTracker:
                     return mask
         raise ValueError(
             f"denominator {denominator!r} is unknown in scope {'/'.join(scopes) or '(none)'!r}; "
-            f"record it first with denominator({denominator}=mask)"
+            f"first record the mask with denominator({denominator}=mask)"
         )
 
     @staticmethod
@@ -212,7 +215,10 @@ def merge(gathered: Iterable[Parts]) -> Parts:
 
 def _merged(name: str, one: Part, other: Part) -> Part:
     if one[0] != other[0]:
-        raise ValueError(f"statistic {name!r} is {one[0]} in one process and {other[0]} in another; use two names")
+        raise ValueError(
+            f"statistic {name!r} has reduce type {one[0]} in one process, but {other[0]} in another process; use a different "
+            "name for each reduce type"
+        )
     if one[0] == ReduceType.TIMING:
         return max(one, other, key=lambda part: part[1])
     return (
@@ -225,7 +231,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """The numbers of merged parts by name; means and extremes of statistics without values are omitted."""
+    """Return the exported numbers of merged parts by name. Of statistics without values, only sums and timings are exported."""
     numbers: dict[str, float] = {}
     for name, (kind, total, count, minimum, maximum) in parts.items():
         if kind in (ReduceType.SUM, ReduceType.TIMING):
@@ -242,7 +248,7 @@ def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Remove the counts of scalars, which are needed only for further averaging."""
+    """Return the numbers without the counts of scalars, which are needed only to average further."""
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 
@@ -259,13 +265,13 @@ _trackers_lock = threading.Lock()
 
 
 def get(name: str = "") -> StatsTracker:
-    """The process's tracker of that name, created on first use; ``rollout`` and ``eval-rollout`` are common names."""
+    """Return the process's tracker of this name, such as ``rollout`` or ``eval-rollout``. It is created if necessary."""
     with _trackers_lock:
         return _trackers.setdefault(name, StatsTracker(name))
 
 
 def export_all(gather: Callable[[Parts], Iterable[Parts]] | None = None, reset: bool = True) -> dict[str, float]:
-    """The statistics of all named trackers; with ``gather``, over all processes."""
+    """Return the statistics of all trackers of this process. With ``gather``, return the statistics over all processes."""
     with _trackers_lock:
         trackers = list(_trackers.values())
     parts = {name: part for tracker in trackers for name, part in tracker.parts(reset=reset).items()}

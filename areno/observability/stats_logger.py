@@ -1,9 +1,8 @@
 """Writes the statistics of each step of ``areno run`` to ``metrics.jsonl``, tracking services and the log.
 
-The log has a table per step. The heading of the table (``Epoch 1/5 step 6/19 global step 6``) counts steps from 1;
-files count them from 0. The heading also has the duration of the step and the time since the start of the run. This
-time includes the time before a recovery. A service that fails is disabled, because training must not depend on an
-external server.
+The log has a table per step. The heading of the table (``Epoch 1/5 step 6/19 global step 6``) counts steps from 1, whereas
+files count steps from 0. The heading also has the duration of the step and the time since the start of the run, including the
+time before a recovery. A service that fails is disabled, because training must not depend on an external server.
 """
 
 import logging
@@ -22,7 +21,7 @@ _MIN_WIDTH = 36
 
 
 class StatsLogger:
-    """Reports the statistics of an experiment; closes ``services`` at the end. ``clock`` returns seconds."""
+    """Reports the statistics of an experiment. :meth:`close` also closes ``services``. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -43,17 +42,18 @@ class StatsLogger:
         self._unsent: dict[str, float] = {}
 
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
-        """Report statistics measured before a step, usually the first, as a line of this step in ``metrics.jsonl``.
+        """Report statistics that were measured before a step, usually before the first step.
 
-        Services receive these statistics together with the statistics of the step. If no step follows, they receive these
-        statistics when the logger is closed. Raises ArenoError if the file cannot be written.
+        The statistics become a line of this step in ``metrics.jsonl``. Services receive them together with the statistics of
+        the step. If no step follows, services receive them when the logger is closed. Raises ArenoError if the file cannot be
+        written.
         """
         self._unsent = without_counts(stats)
-        _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
+        _log.info("statistics before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
         self._run_dir.append_metrics(step, self._unsent)
 
     def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
-        """Report a finished step, without counts (``...__count``). Raises ArenoError if the file cannot be written."""
+        """Report the statistics of a finished step without counts (``...__count``). Raises ArenoError if writing fails."""
         numbers = with_short_names(without_counts(stats))
         now = self._clock()
         _log.info(
@@ -70,32 +70,38 @@ class StatsLogger:
         self._services.log(self._x, numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to restore in a recovered run."""
+        """Return the state that a recovered run restores."""
         return {"global_step": self._global_step, "x": self._x, "elapsed_s": self._clock() - self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the last step of ``state``, dropping later lines of the files. Raises ArenoError on failure."""
+        """Continue after the last step of ``state``, and remove later lines from the files. Raises ArenoError on failure."""
         self._global_step, self._x = state["global_step"], state["x"]
         self._previous = self._clock()
         self._start = self._previous - state["elapsed_s"]
         dropped = self._run_dir.truncate_after(self._global_step)
         if dropped:
             step = self._global_step + 1
-            _log.info("dropped %d lines of steps after global step %d; these steps are repeated", dropped, step)
+            _log.info(
+                "removed %d lines of steps after global step %d from the run's files; the run repeats these steps",
+                dropped,
+                step,
+            )
 
     def reset(self) -> None:
-        """Drop the lines of an attempt that ended before its first checkpoint. Raises ArenoError on failure."""
+        """Remove the lines of an attempt that ended before its first checkpoint. Raises ArenoError on failure."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
-            _log.info("dropped %d lines of an attempt that ended before its first checkpoint", dropped)
+            _log.info(
+                "removed %d lines of an attempt that ended before its first checkpoint from the run's files", dropped
+            )
 
     def close(self) -> None:
-        """Send what no step followed, and close the services; idempotent."""
+        """Send the statistics that no step followed, and close the services. Further calls send nothing."""
         if self._unsent:
             self._services.log(max(self._x, 0), self._unsent)
             self._unsent = {}
         self._services.close()
-        _log.info("%d steps in %.1f s", self._global_step + 1, self._clock() - self._start)
+        _log.info("the run has completed %d steps in %.1f s", self._global_step + 1, self._clock() - self._start)
 
 
 def table(numbers: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Records with each step how much memory the run uses and how much its machine has left."""
+"""Measures after each step how much memory the run uses, and how much memory of its machine is available."""
 
 import os
 import time
@@ -14,14 +14,14 @@ _SHARE = 0.01  # fraction of the time that readings may take: finding all descen
 
 
 class StepMemory:
-    """Reads the memory figures of a run.
+    """Measures the memory use of a run.
 
-    A reading takes time, so readings take at most 1 % of the time. If steps are short, most steps repeat the last
-    figures. The kernel and PyTorch record peaks, so a peak between two readings is not missed. Only the peak of a
-    process that has exited between readings can be lost.
+    Measurements take at most 1 % of the run's time. If steps are short, most steps repeat the values of the last measurement.
+    The kernel and PyTorch record peaks, so a peak between two measurements is not missed. The only exception is the peak of a
+    process that exits between two measurements.
 
     Args:
-        gpu_bytes: returns the peak number of bytes of tensors on a GPU; 0 without a GPU.
+        gpu_bytes: function that returns the peak size of the tensors on a GPU, in bytes; 0 without a GPU.
     """
 
     def __init__(self, gpu_bytes: Callable[[], int]) -> None:
@@ -31,7 +31,7 @@ class StepMemory:
         self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:
-        """The figures after a step by metric name, in GiB."""
+        """Return the memory metrics after a step by name, in GiB."""
         start = time.monotonic()
         if start >= self._due:
             self._peak = max(self._peak, resident_bytes(os.getpid(), peak=True))

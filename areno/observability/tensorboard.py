@@ -1,10 +1,10 @@
 """Writes TensorBoard event files in a background thread.
 
-Importing ``tensorboard`` takes half a second, so the thread imports the package at the first write, and the training
-loop only fills a queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon:
-when the main thread ends, it still writes the queue, so no event is lost if ``close`` is not called. PyTorch's
-``SummaryWriter`` is not used, because it starts another thread. From Python 3.12 on, no thread can start once the main
-thread has ended.
+Importing ``tensorboard`` takes half a second, so the thread imports the package at the first write, and the training loop only
+fills a queue. Events are flushed after each step, because a run may be killed. The thread is not a daemon: after the main
+thread has ended, the thread still writes the queued events. So no event is lost if ``close`` is not called. PyTorch's
+``SummaryWriter`` is not used, because it starts another thread. From Python 3.12 on, no thread can start once the main thread
+has ended.
 """
 
 import concurrent.futures.thread  # noqa: F401  imported here because its exit handler cannot be registered at exit
@@ -33,7 +33,7 @@ class EventWriter:
     """Writes the scalars of a run as TensorBoard events.
 
     ``purge_step`` is the first step of a resumed run. TensorBoard hides older events of this step and of later steps.
-    Error messages name ``option``, which sets the folder.
+    ``option`` is the option that sets the folder; error messages name this option.
     """
 
     name = "TensorBoard"
@@ -50,10 +50,12 @@ class EventWriter:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue the scalars of one step.
 
-        Raises ArenoError if an earlier write failed, no thread can start, or the writer is closed.
+        Raises ArenoError if an earlier write failed, if no thread can start, or if the writer is closed.
         """
         if self._closed:
-            raise ArenoError(f"the event writer of {self._log_dir} is closed; create a new one to record step {step}")
+            raise ArenoError(
+                f"the event writer of {self._log_dir} is closed; create a new writer to record step {step}"
+            )
         self._raise_failure()
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="areno-tensorboard")
@@ -119,7 +121,9 @@ class EventWriter:
             self._failure = error
             if not threading.main_thread().is_alive():
                 _log.error(
-                    "TensorBoard events in %s are incomplete, because close() was not called: %s", self._log_dir, error
+                    "TensorBoard events in %s are incomplete, because writing failed after the end of the main thread: %s",
+                    self._log_dir,
+                    error,
                 )
 
     def _new_path(self) -> Path:
@@ -133,9 +137,9 @@ class EventWriter:
         return self._log_dir / f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}"
 
     def _next(self) -> tuple[int, dict[str, float], float] | None:
-        """Wait for the next step to write.
+        """Wait for the next step to write, and return the step.
 
-        None after ``close``. Also None if the queue is empty after the main thread has ended.
+        None after ``close``, or if the queue is empty after the main thread has ended.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The global tracers of the process.
+"""Holds the performance tracer and the session tracer of the process.
 
 Both tracers are disabled until ``configure`` replaces them.
 """
@@ -19,12 +19,12 @@ _sessions = SessionTracer(".", enabled=False)
 
 
 def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, session: Args = None) -> None:
-    """Flush the tracers of the process, and replace them.
+    """Write the events of the current tracers of the process, and replace the tracers.
 
     Args:
         perf: ``enabled``, ``save_interval`` and ``profile_steps`` of the ``perf_tracer`` section; None disables the
-            tracer.
-        session: ``enabled`` and ``flush_threshold`` of ``perf_tracer.session_tracer``; None disables the tracer.
+            performance tracer.
+        session: ``enabled`` and ``flush_threshold`` of ``perf_tracer.session_tracer``; None disables the session tracer.
     """
     global _perf, _sessions
     _perf.save(force=True)
@@ -34,31 +34,31 @@ def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, 
 
 
 def perf_tracer() -> PerfTracer:
-    """The process's perf tracer."""
+    """Return the performance tracer of the process."""
     return _perf
 
 
 def session_tracer() -> SessionTracer:
-    """The process's session tracer."""
+    """Return the session tracer of the process."""
     return _sessions
 
 
 @contextmanager
 def trace_scope(name: str, category: str = Category.MISC, args: Args = None) -> Iterator[None]:
-    """:meth:`PerfTracer.trace_scope` of the process's tracer."""
+    """Call :meth:`PerfTracer.trace_scope` of the process's tracer."""
     with _perf.trace_scope(name, category, args):
         yield
 
 
 @asynccontextmanager
 async def atrace_scope(name: str, category: str = Category.MISC, args: Args = None) -> AsyncIterator[None]:
-    """:meth:`PerfTracer.atrace_scope` of the process's tracer."""
+    """Call :meth:`PerfTracer.atrace_scope` of the process's tracer."""
     async with _perf.atrace_scope(name, category, args):
         yield
 
 
 def trace_perf(name: str | None = None, category: str = Category.MISC) -> Callable[[Function], Function]:
-    """Decorator that records each call with the process's tracer at the time of the call."""
+    """Return a decorator that records each call of a function. The tracer is the process's tracer at the time of the call."""
 
     def decorate(function: Function) -> Function:
         scope: Any = atrace_scope if inspect.iscoroutinefunction(function) else trace_scope
@@ -69,17 +69,17 @@ def trace_perf(name: str | None = None, category: str = Category.MISC) -> Callab
 
 
 def instant(name: str, category: str = Category.MISC, args: Args = None) -> None:
-    """:meth:`PerfTracer.instant` of the process's tracer."""
+    """Call :meth:`PerfTracer.instant` of the process's tracer."""
     _perf.instant(name, category, args)
 
 
 def session_context(task_id: int) -> AbstractContextManager[int]:
-    """:meth:`SessionTracer.session_context` of the process's tracer."""
+    """Call :meth:`SessionTracer.session_context` of the process's tracer."""
     return _sessions.session_context(task_id)
 
 
 def trace_session(phase: str) -> Callable[[Function], Function]:
-    """Decorator that records each call as a phase of the current session."""
+    """Return a decorator that records each call of a function as a phase of the current session."""
 
     def decorate(function: Function) -> Function:
         scope: Any = atrace_session_phase if inspect.iscoroutinefunction(function) else trace_session_phase
@@ -91,24 +91,24 @@ def trace_session(phase: str) -> Callable[[Function], Function]:
 
 @contextmanager
 def trace_session_phase(phase: str) -> Iterator[None]:
-    """:meth:`SessionTracer.trace_session_phase` of the process's tracer."""
+    """Call :meth:`SessionTracer.trace_session_phase` of the process's tracer."""
     with _sessions.trace_session_phase(phase):
         yield
 
 
 @asynccontextmanager
 async def atrace_session_phase(phase: str) -> AsyncIterator[None]:
-    """:func:`trace_session_phase` for asynchronous blocks."""
+    """Record an asynchronous block in the same way as :func:`trace_session_phase`."""
     with _sessions.trace_session_phase(phase):
         yield
 
 
 def trace_session_event(name: str, count: int = 1) -> None:
-    """:meth:`SessionTracer.trace_session_event` of the process's tracer."""
+    """Call :meth:`SessionTracer.trace_session_event` of the process's tracer."""
     _sessions.trace_session_event(name, count)
 
 
 def save(step: int | None = None, force: bool = False) -> None:
-    """Write the events of each tracer if its write is due. With ``force``, write them in any case."""
+    """Write the events of each tracer whose next write is due. With ``force``, write the events of both tracers."""
     _perf.save(step, force)
     _sessions.flush(force)

@@ -1,8 +1,8 @@
-"""Experiment tracking services behind one interface: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
+"""Sends metrics to experiment tracking services: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
-The package of a service is imported only if a run uses the service. If the package is missing, an error shows the
-install command. A resumed run continues its history if the service supports resuming. These services cannot delete
-points, so steps that a resumed run repeats are appended. MLflow keeps several values of a step.
+The package of a service is imported only if a run uses the service. If the package is missing, an error shows the install
+command. A resumed run continues its history if the service supports resuming. The services cannot delete values, so the values
+of steps that a resumed run repeats are appended. MLflow keeps several values of a step.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ _SHARED_STEP = "step"
 
 
 class TrackingService(Protocol):
-    """A destination of statistics."""
+    """Interface of a service that receives the statistics of a run."""
 
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send numbers of a step; consecutive calls may add to the same step. A service that already has later steps may
-        append the numbers after them.
+        """Send numbers of a step. Consecutive calls may send further numbers of the same step.
+
+        If the service already has later steps, the numbers may be appended after these steps.
         """
 
     def close(self) -> None:
-        """Flush and close."""
+        """Send the queued numbers, and close the service."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunName:
-    """Names and configuration of a run, for services."""
+    """Names and configuration of a run, as tracking services receive them."""
 
     experiment: str
     trial: str
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved configuration as plain data, without secrets
 
     def run_id(self, suffix: str | None) -> str:
-        """``{experiment}_{trial}_{suffix}`` in characters that services accept; a restart does not change the ID."""
+        """Return ``{experiment}_{trial}_{suffix}`` in characters that services accept. A restarted run has the same ID."""
         parts = [self.experiment, self.trial, *([suffix] if suffix else [])]
         return plain("_".join(parts))
 
 
 def plain(name: str) -> str:
-    """Replace characters that a service may not accept."""
+    """Replace each character that a service may not accept with a hyphen."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
@@ -112,7 +113,7 @@ def open_services(
 class ServiceGroup:
     """Sends the same numbers to several services.
 
-    A service that fails gets no more numbers. The file ``metrics_path`` has all values.
+    After a service has failed, no more numbers are sent to this service. The file ``metrics_path`` has all numbers.
     """
 
     def __init__(self, services: Iterable[TrackingService], metrics_path: Path) -> None:
@@ -125,16 +126,18 @@ class ServiceGroup:
                 service.log(step, numbers)
             except Exception as error:  # services raise arbitrary types
                 self._services.remove(service)
-                _log.error("%s failed and is disabled: %s; %s has all values", service.name, error, self._metrics_path)
+                _log.error(
+                    "%s failed and is disabled: %s; all values are in %s", service.name, error, self._metrics_path
+                )
 
     def close(self) -> None:
-        """Close all services; idempotent."""
+        """Close all services. Further calls do nothing."""
         services, self._services = self._services, []
         for service in services:
             try:
                 service.close()
             except Exception as error:  # services raise arbitrary types
-                _log.error("closing %s failed: %s; %s has all values", service.name, error, self._metrics_path)
+                _log.error("closing %s failed: %s; all values are in %s", service.name, error, self._metrics_path)
 
 
 def _package(section: str, package: str, pip_name: str) -> Any:
@@ -143,23 +146,23 @@ def _package(section: str, package: str, pip_name: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"stats_logger.{section}.mode requires the package {package}, which cannot be imported ({error}); "
-            f"pip install {pip_name!r}, or set stats_logger.{section}.mode=disabled (areno train: change --track)"
+            f"run pip install {pip_name!r}, or set stats_logger.{section}.mode=disabled (areno train: change --track)"
         ) from error
 
 
 def _opened(section: str, opening: Callable[[], Any]) -> Any:
-    """Call a function that opens a service or logs in. Raises UsageError if the function fails."""
+    """Call a function that opens a service or logs in to a service. Raises UsageError if the function fails."""
     try:
         return opening()
     except Exception as error:
         raise UsageError(
-            f"{section} failed to start: {error}; check its login and address, or set stats_logger.{section}.mode=disabled "
-            "(areno train: change --track)"
+            f"{section} failed to start: {error}; check the login and the address of the service, or set "
+            f"stats_logger.{section}.mode=disabled (areno train: change --track)"
         ) from error
 
 
 class _TrackedRun:
-    """A run of a service's client library.
+    """Sends numbers to a run of a service's client library.
 
     ``next_step`` maps the last step that was sent (-1 before the first) to the smallest step that the service accepts.
     """
@@ -186,7 +189,7 @@ class _TrackedRun:
 
 
 class _SharedRun:
-    """A W&B run that several processes write to. W&B ignores the steps of such a run, so the step is a metric of its own."""
+    """Sends numbers to a W&B run that several processes write to. W&B ignores its steps, so the step is sent as a metric."""
 
     name = "W&B"
 
@@ -201,9 +204,9 @@ class _SharedRun:
 
 
 def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
-    """Open a W&B run. A restart resumes the run, but an offline run cannot be resumed.
+    """Open a W&B run. If a run of areno is restarted, the W&B run is resumed; an offline W&B run cannot be resumed.
 
-    Without an API key, W&B handles the login.
+    If no API key is configured, W&B handles the login.
     """
     wandb = _package("wandb", "wandb", "wandb")
     settings = {"console": "off", "silent": True}  # do not capture the terminal output
@@ -228,7 +231,7 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
             settings=wandb.Settings(**settings),
         ),
     )
-    _log.info("W&B (%s): %s", mode, opened.url or opened.dir)
+    _log.info("opened the W&B run %s (mode %s)", opened.url or opened.dir, mode)
     if mode == "shared":
         opened.define_metric("*", step_metric=_SHARED_STEP)
         return _SharedRun(opened)
@@ -237,9 +240,9 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
 
 
 def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> TrackingService:
-    """Open a SwanLab run. Values that are not finite are not sent, because SwanLab does not accept them.
+    """Open a SwanLab run. Values that are not finite are not sent, because SwanLab does not accept these values.
 
-    Without an API key, SwanLab handles the login.
+    If no API key is configured, SwanLab handles the login.
     """
     swanlab = _package("swanlab", "swanlab", "swanlab")
     if mode == "local":
@@ -265,12 +268,13 @@ def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> T
 def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> TrackingService:
     """Open a Trackio run in a Hugging Face Space, or in a local database in ``TRACKIO_DIR``."""
     if (mode == "online") != bool(section.space_id):
-        remedy = (
+        raise UsageError(
+            "stats_logger.trackio.mode=online requires a Hugging Face Space, but stats_logger.trackio.space_id is not set; "
             "set stats_logger.trackio.space_id=user/space"
             if mode == "online"
-            else "use stats_logger.trackio.mode=online"
+            else f"stats_logger.trackio.space_id={section.space_id} is set, but stats_logger.trackio.mode=local uses no "
+            "Hugging Face Space; use stats_logger.trackio.mode=online"
         )
-        raise UsageError(f"stats_logger.trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
     trackio = _package("trackio", "trackio", "trackio")
     opened = _opened(
         "trackio",
@@ -305,7 +309,7 @@ class _MLflowRun:
 def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> TrackingService:
     """Open an MLflow run on a server or in a database such as ``sqlite:///mlflow.db``.
 
-    A restart finds the run by its tag ``areno.run_id`` and resumes it.
+    If a run of areno is restarted, the MLflow run is found by its tag ``areno.run_id`` and resumed.
     """
     # By default MLflow retries an unreachable server for four minutes, while the training waits.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -330,7 +334,7 @@ def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> Tra
 
     opened = _opened("mlflow", open_run)
     address = section.tracking_uri or mlflow.get_tracking_uri()
-    _log.info("MLflow: experiment %s in %s", experiment, re.sub(r"://[^/@]*@", "://", address))
+    _log.info("opened an MLflow run of experiment %s in %s", experiment, re.sub(r"://[^/@]*@", "://", address))
     return opened
 
 

@@ -1,11 +1,11 @@
 """Lists the metrics of ``areno train`` with unit and meaning.
 
 The tables of ``docs/run-directory.md`` are generated from this list. :mod:`areno.observability.scalars` says where
-``rollout/``, ``train/`` and ``time/`` metrics are computed. :mod:`areno.observability.metric_advice` has normal values
-and remedies.
+``rollout/``, ``train/`` and ``time/`` metrics are computed. :mod:`areno.observability.metric_advice` has normal values and
+remedies.
 
-A row may describe several metrics: ``rewards_{mean,std}`` describes two. ``NAME`` stands for any name, and the ``K`` of
-``pass@K`` for any number.
+A row may describe several metrics: ``rewards_{mean,std}`` describes ``rewards_mean`` and ``rewards_std``. ``NAME`` stands for
+any name, and the ``K`` of ``pass@K`` for any number.
 """
 
 import re
@@ -20,7 +20,7 @@ _GRADIENT = "grad_{zero,nonzero,total}"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A documented metric. ``unit`` is empty if the metric has no unit or the meaning states it."""
+    """A documented metric. ``unit`` is empty if the metric has no unit, or if ``meaning`` states the unit."""
 
     name: str
     unit: str
@@ -28,7 +28,7 @@ class Metric:
 
 
 _ROLLOUT: _Rows = (
-    ("rewards_{mean,std,max,min}", "reward", "reward over the samples of the step"),
+    ("rewards_{mean,std,max,min}", "reward", "rewards of the samples of the step"),
     ("reward_parts/NAME", "reward", "mean of the [reward part](rewards.md#named-parts) `NAME`"),
     ("accuracy", "fraction", "fraction of samples with a reward above 0"),
     ("advantages_{mean,std}", "advantage", "advantages of the trained response tokens"),
@@ -38,8 +38,8 @@ _ROLLOUT: _Rows = (
     (
         "{,total_}skipped_long",
         "prompts",
-        "prompts skipped because they exceed `--max-prompt-tokens` or the context length (with `total_`: since the start of "
-        "the run)",
+        "prompts skipped in the step, because they exceed `--max-prompt-tokens` or the context length. `total_skipped_long` "
+        "counts since the start of the run",
     ),
 )
 _SAMPLES: _Rows = (
@@ -52,7 +52,7 @@ _SAMPLES: _Rows = (
         "fraction of prompts whose answers all got the same reward. With group-relative advantages, these prompts give no "
         "learning signal",
     ),
-    ("truncated_ratio", "fraction", "fraction of answers truncated at `--max-new-tokens` or the context length"),
+    ("truncated_ratio", "fraction", "fraction of answers truncated at `--max-new-tokens` or at the context length"),
     (
         "sampling_cut_mass",
         "probability",
@@ -74,7 +74,7 @@ _SAMPLES: _Rows = (
         "rows",
         "with `--agent-fn`: rows added because [a conversation forked](agentic.md#when-a-conversation-forks)",
     ),
-    ("agent_turns_mean", "turns", "with `--agent-fn`: mean model turns per sample"),
+    ("agent_turns_mean", "turns", "with `--agent-fn`: mean number of model turns per sample"),
     ("workflow_failed", "prompts", "with `--workflow`: prompts whose workflow raised an exception"),
     ("workflow_left_out", "samples", "with `--workflow`: samples for which the workflow returned nothing"),
 )
@@ -90,8 +90,9 @@ _UPDATE: _Rows = (
     (
         "ratio_{mean,std}",
         "ratio",
-        "importance ratio relative to the log-probs recorded in the rollout (IcePop, M2PO: relative to the proximal policy). "
-        "In the first update after a synchronous rollout, the mean is 1 and the standard deviation is 0, up to rounding",
+        "importance ratio relative to the log-probs recorded in the rollout. With IcePop and M2PO, the ratio is relative to "
+        "the proximal policy. In the first update after a synchronous rollout, the mean is 1 and the standard deviation is 0, "
+        "up to rounding",
     ),
     (
         "clip_fraction{,_high,_low,_dual}",
@@ -112,7 +113,7 @@ _UPDATE: _Rows = (
         "mean absolute difference between rollout and train log-prob per token, in the first optimizer step of a batch",
     ),
     ("advantage_mean", "advantage", "advantages of the trained response tokens"),
-    ("response_len", "tokens", "mean trained tokens per row"),
+    ("response_len", "tokens", "mean number of trained tokens per row"),
     ("grad_norm", "", "norm of the gradient before `--grad-clip-norm`"),
     ("grad_norm_clipped", "", "norm of the gradient after `--grad-clip-norm`"),
     (f"{_GRADIENT}_count", "", "number of zero, nonzero and all entries of the gradient"),
@@ -121,8 +122,8 @@ _UPDATE: _Rows = (
         "update_skipped",
         "fraction",
         "fraction of updates that were skipped, because the gradient was not finite or no parameter had a gradient. Five "
-        "updates in a row with a gradient that is not finite stop the run. While `loss_scale` can fall, these updates do "
-        "not count",
+        "consecutive updates with a gradient that is not finite stop the run. An update does not count if areno can still "
+        "lower `loss_scale`",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
@@ -212,13 +213,13 @@ _PAIRS: _Rows = (
         "implicit reward of chosen and of rejected answers",
     ),
     ("rm_{chosen,rejected}_score", "reward", "mean score of chosen and of rejected answers"),
-    ("dpo_response_len", "tokens", "mean tokens per answer"),
+    ("dpo_response_len", "tokens", "mean number of tokens per answer"),
 )
 _SPEED: _Rows = (
     (
         "tokens_per_second",
         "tokens/s",
-        "tokens generated per second of rollout. Without rollout, row tokens per second of training",
+        "tokens generated per second of rollout. Without rollout, tokens of training rows per second of training",
     ),
     (
         "step_{rollout,train,e2e}_time_s",
@@ -238,7 +239,7 @@ _SPEED: _Rows = (
     ),
 )
 _EVALUATION: _Rows = (
-    ("rewards_{mean,std}", "reward", "reward over the answers to held-out prompts"),
+    ("rewards_{mean,std}", "reward", "rewards of the answers to held-out prompts"),
     ("reward_parts/NAME", "reward", "mean of the reward part `NAME`"),
     (
         "accuracy",
@@ -246,8 +247,8 @@ _EVALUATION: _Rows = (
         "fraction of answers with a reward above 0, or of pairs whose chosen answer has the higher reward or score",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
-    ("response_len_mean", "tokens", "mean tokens per answer"),
-    ("truncated_ratio", "fraction", "fraction of answers truncated at `--max-new-tokens` or the context length"),
+    ("response_len_mean", "tokens", "mean number of tokens per answer"),
+    ("truncated_ratio", "fraction", "fraction of answers truncated at `--max-new-tokens` or at the context length"),
     ("num_prompts", "", "number of held-out prompts"),
     ("num_samples", "", "number of answers to held-out prompts"),
     ("skipped_long", "prompts", "prompts skipped because they exceed `--max-prompt-tokens` or the context length"),
@@ -313,7 +314,7 @@ SECTIONS: tuple[tuple[str, str, _Rows], ...] = (
 
 
 def expanded(pattern: str) -> list[str]:
-    """The names that a pattern with braces stands for: ``a_{b,c}`` is ``a_b`` and ``a_c``."""
+    """Return the names that a pattern with braces stands for, such as ``a_b`` and ``a_c`` for ``a_{b,c}``."""
     head, brace, rest = pattern.partition("{")
     if not brace:
         return [pattern]
@@ -322,7 +323,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def documented() -> Iterator[tuple[str, Metric]]:
-    """Yield all metrics with the title of their section."""
+    """Yield each metric with the title of its section."""
     for title, prefix, rows in SECTIONS:
         for names, unit, meaning in rows:
             for name in expanded(names):
@@ -330,6 +331,6 @@ def documented() -> Iterator[tuple[str, Metric]]:
 
 
 def matches(documented_name: str, name: str) -> bool:
-    """Whether a metric has a documented name. In this name, ``NAME`` stands for any name and ``K`` for any number."""
+    """Return whether ``name`` has the form ``documented_name``: ``NAME`` stands for any name, and ``K`` for any number."""
     pattern = re.escape(documented_name).replace("NAME", "[^/]+").replace("@K", "@[0-9]+")
     return re.fullmatch(pattern, name) is not None

@@ -1,4 +1,4 @@
-"""Names and values of a run's options, for advice on changing options."""
+"""Writes options of a run with their values, for advice on changing options."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,13 +11,13 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Writes options in the syntax of the command that started the run. Callers pass their ``areno train`` names."""
+    """Writes options in the syntax of the command that started the run. Callers pass the names of ``areno train`` options."""
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
 
     def value(self, option: str) -> Any:
-        """The value of an option in the run. None if the run did not record it."""
+        """Return the value of an option in the run; None if the run did not record the option."""
         if not self._is_experiment:
             return self._config.get(option.removeprefix("--").replace("-", "_"))
         value: Any = self._config
@@ -26,7 +26,7 @@ class OptionAdvice:
         return value
 
     def number(self, option: str) -> float | None:
-        """The value of an option. None if the value is not a number."""
+        """Return the value of an option as a float; None if the value is not a number."""
         value = self.value(option)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -49,13 +49,13 @@ class OptionAdvice:
         return self.changed(option, round(value * factor) if isinstance(self.value(option), int) else value * factor)
 
     def changed(self, option: str, value: float) -> str:
-        """Write an option with another value, followed by its current value, if known."""
+        """Write an option with a new value, followed by its current value if the current value is known."""
         present = self.number(option)
         written = self.assign(option, value if isinstance(value, int) else f"{value:.1g}")
         return written if present is None else f"{written} (now {short(present)})"
 
     def weight(self, part: str) -> float:
-        """Weight of a part of the reward."""
+        """Return the weight of a part of the reward."""
         with suppress(UsageError):
             return part_weights(self.value("--reward-weights")).get(part, 1.0)
         return 1.0

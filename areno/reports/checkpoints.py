@@ -14,14 +14,14 @@ _UNREADABLE = (ArenoError, OSError, LookupError, TypeError, ValueError, Attribut
 
 
 def saved(run: RunData) -> SavedModels | None:
-    """The models that the run has saved. None if its folders cannot be read."""
+    """Return the models that the run has saved; None if its folders cannot be read."""
     with suppress(*_UNREADABLE):
         return saved_models(run.path, "areno report")
     return None
 
 
 def resumable_step(run: RunData) -> int | None:
-    """The number of completed steps in the newest checkpoint that can be resumed. None if there is no such checkpoint."""
+    """Return the number of completed steps in the newest checkpoint that can be resumed; None without such a checkpoint."""
     if (models := saved(run)) is None:
         return None
     best = [] if models.best is None else [models.best]
@@ -29,7 +29,7 @@ def resumable_step(run: RunData) -> int | None:
 
 
 def saved_model(run: RunData) -> str:
-    """Path of the newest saved model, relative to the run directory if possible. ``""`` if there is no model."""
+    """Return the path of the newest saved model, relative to the run directory if possible; ``""`` if there is no model."""
     with suppress(*_UNREADABLE):
         model = Path(newest_model(run.path, "areno report"))
         return "" if model == run.path else _shown(run, model)  # a folder without config.yaml may be returned unchanged

@@ -1,7 +1,7 @@
 """Compares two runs: settings, environment, curves, and the first step that differs, with possible causes.
 
-If ``areno train`` started one run and ``areno run`` the other, only the metrics in ``KEYS`` and the reward parts are
-compared. Of the settings, only those in ``COUNTERPARTS`` are compared.
+If ``areno train`` started one run and ``areno run`` the other, only the metrics in ``KEYS``, the reward parts and the settings
+in ``COUNTERPARTS`` are compared.
 """
 
 import os
@@ -28,7 +28,7 @@ CURVES = (
     *("reward", "eval_reward", "eval_loss", "loss", "grad_norm", "entropy", "logprob_gap", "response_length"),
     *("truncated", "learning_rate", "tokens_per_second", "step_seconds"),
 )
-"""Curves that are compared: names in ``KEYS``."""
+"""Names in ``KEYS`` of the curves that are compared."""
 
 # Options whose setting takes the same values; the other options in SETTINGS only serve the same purpose.
 _SAME_MEANING = (
@@ -77,7 +77,7 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 class SettingDifference:
     """A setting or a property of the environment whose values differ.
 
-    ``same`` is the number of other sections that have a setting of this name with the same two values.
+    ``same`` is the number of other sections that have a setting of this name with these two values.
     """
 
     name: str
@@ -90,7 +90,8 @@ class SettingDifference:
 class CurveDifference:
     """A curve at the steps that both runs recorded.
 
-    ``first``, ``last`` and ``mean`` have a value of each run. ``difference`` is the second mean minus the first.
+    ``first``, ``last`` and ``mean`` have one value per run. ``difference`` is the mean of the second run minus the mean of the
+    first run.
     """
 
     key: str
@@ -112,26 +113,26 @@ class RunComparison:
     curves: list[CurveDifference]
     divergence: Divergence
     causes: list[SettingDifference]
-    """Differences that can affect the first phase that differs."""
+    """Differing settings and properties that can affect the first phase that differs."""
 
     @property
     def equal(self) -> bool:
         """Whether the two runs agree so far.
 
-        They agree if they have the same number of steps, equal metrics and samples within the tolerance, and equal
-        values of all settings that may change results.
+        Two runs agree if they have the same number of steps, equal metrics and samples within the tolerance, and equal values
+        of all settings that may change results.
         """
         decisive = any(setting.changes_results for setting in self.settings)
         lengths = {run["last_step"] for run in self.runs}
         return not decisive and len(lengths) == 1 and self.divergence.different is None
 
     def as_data(self) -> dict[str, Any]:
-        """The comparison as JSON types."""
+        """Return the comparison in JSON types."""
         return {"equal": self.equal, **asdict(self)}
 
 
 def compare_runs(a: RunData, b: RunData) -> RunComparison:
-    """Compare two runs."""
+    """Compare the settings, environments, metrics and samples of two runs."""
     settings, environment = list(_settings(a, b)), list(_environment(a, b))
     result = divergence(a, b)
     return RunComparison(
@@ -158,7 +159,7 @@ def _described(run: RunData) -> dict[str, Any]:
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
     """Yield the settings whose values differ.
 
-    If several sections have a setting of the same name with the same two values, the setting is listed once.
+    If several sections have a setting of the same name with the same two values, this setting is listed once.
     """
     first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:
@@ -189,7 +190,7 @@ def _changes_results(name: str, *configs: Mapping[str, Any]) -> bool:
 
 
 def _same_content(a: RunData, b: RunData, x: Any, y: Any) -> bool:
-    """Whether two values are paths of files with equal content.
+    """Return whether two values are paths of files with equal content.
 
     Files that are large or cannot be opened count as different.
     """
@@ -232,7 +233,7 @@ def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Mean of the finite values. NaN if there are none."""
+    """Return the mean of the finite values; NaN if no value is finite."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else float("nan")
 
@@ -240,10 +241,10 @@ def _mean(values: np.ndarray) -> float:
 def _causes(
     result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
 ) -> list[SettingDifference]:
-    """Differences between the runs that can affect the first phase that differs.
+    """Return the differences between the runs that can affect the first phase that differs.
 
-    If no differing setting affects this phase directly, an earlier step may explain it. So if an earlier step is not
-    bit-equal, all differing settings that change results count: they act through the weights. The environment can
+    If no differing setting affects this phase directly, an earlier step may explain the difference. So if an earlier step is
+    not bit-equal, all differing settings that change results are returned: they act through the weights. The environment can
     affect sampled tokens, log-probs and the update.
     """
     if result.different is None:

@@ -8,14 +8,12 @@ from areno.reports.divergence import StepDifference
 
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
-_ROUNDING = (
-    "a rounding difference, for example from another processor or thread count, has grown since the runs were bit-equal"
-)
+_ROUNDING = "a rounding difference, for example due to another processor, has grown since the last equal step"
 _NO_CAUSE = {
-    "prompts": "the data may have changed, or timing determined the batches of an asynchronous rollout",
+    "prompts": "the data may have changed, or the batches of an asynchronous rollout depended on timing",
     "sampled tokens": "the number of threads, other numerics, or the timing of an asynchronous rollout may differ",
     "log-probs": "the model's files may have changed, or an earlier update differed within the tolerance",
-    "rewards": "the reward function may have changed, or it is random",
+    "rewards": "the reward function may have changed, or may be random",
     "advantages": "samples that are not recorded may have different rewards",
     "update": "samples that are not recorded may differ, or the computation is not deterministic",
     "evaluation": "the evaluation may sample at random, or its data or reward function may have changed",
@@ -46,7 +44,9 @@ def comparison_text(comparison: RunComparison) -> Iterator[str]:
 def _first_difference(comparison: RunComparison) -> Iterator[str]:
     result = comparison.divergence
     lengths = [run["last_step"] + 1 for run in comparison.runs]
-    shared = f"the {result.steps} steps that both recorded" if lengths[0] != lengths[1] else f"all {result.steps} steps"
+    shared = (
+        f"the {result.steps} steps that both runs recorded" if lengths[0] != lengths[1] else f"all {result.steps} steps"
+    )
     if not result.steps:
         yield "The runs have no metrics in common."
     elif result.different is None and result.unequal is None:
@@ -54,7 +54,7 @@ def _first_difference(comparison: RunComparison) -> Iterator[str]:
     elif result.different is None:
         assert result.unequal is not None
         yield (
-            f"No difference: {shared} agree to 1e-6, but are not bit-equal from step {result.unequal.step} on: "
+            f"No difference: {shared} agree to within 1e-6, but are not bit-equal from step {result.unequal.step} on: "
             f"{result.unequal.text}."
         )
     else:
@@ -68,7 +68,7 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
     unequal = comparison.divergence.unequal
     rounding = unequal is not None and unequal.step < different.step
     if unequal is not None and rounding:
-        yield f"  Not bit-equal since step {unequal.step}: {unequal.text}"
+        yield f"  The runs are not bit-equal since step {unequal.step}: {unequal.text}"
     if comparison.causes:
         causes = "; ".join(
             f"{cause.name}: {_value(first)} in the first run, {_value(second)} in the second"
@@ -101,7 +101,7 @@ def _value(value: Any) -> str:
 def _curves(curves: Sequence[CurveDifference]) -> Iterator[str]:
     if not curves:
         return
-    yield f"Curves over the steps that both recorded ({max(curve.steps for curve in curves)}):"
+    yield f"Curves over the steps that both runs recorded ({max(curve.steps for curve in curves)}):"
     rows = [
         [
             f"  {curve.key}",

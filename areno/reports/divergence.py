@@ -1,8 +1,8 @@
 """Finds the first step at which two runs differ, and the first phase of this step that differs (see ``PHASES``).
 
-The metrics and the sample index show which step differs first. The recorded samples of this step show the phase.
-Compared are, in this order: their prompts, the log-probs of their common tokens, their tokens, rewards and advantages.
-If the samples agree, the metrics show the phase. Differences in later phases follow from the first difference.
+The metrics and the sample index show which step differs first. The recorded samples of this step show the phase. The samples
+are compared in this order: prompts, log-probs of common tokens, tokens, rewards, advantages. If the samples agree, the metrics
+show the phase. Differences in later phases follow from the first difference.
 """
 
 import re
@@ -22,7 +22,7 @@ RELATIVE = 1e-6
 ABSOLUTE = 1e-6
 """Two values of a metric also agree if their difference is at most this number, the rounding of fp32 log-probs.
 
-This does not apply to learning rates.
+For learning rates, only ``RELATIVE`` applies.
 """
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
@@ -69,7 +69,7 @@ class Divergence:
 
     Attributes:
         steps: number of steps that both runs recorded.
-        last_step: the last of these steps.
+        last_step: the last step that both runs recorded; -1 if there is none.
         unequal: the first step whose metrics are not bit-equal.
         different: the first step whose metrics differ by more than the tolerance, or whose samples differ.
     """
@@ -81,7 +81,7 @@ class Divergence:
 
 
 class _Pair(NamedTuple):
-    """The values of a metric in both runs, at the steps that both recorded."""
+    """The values of a metric in two runs, at the steps that both runs recorded."""
 
     steps: np.ndarray
     first: np.ndarray
@@ -89,7 +89,7 @@ class _Pair(NamedTuple):
 
 
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of the metrics that both runs have, by name.
+    """Return the series of the metrics that both runs have, by name.
 
     If ``areno train`` started one run and ``areno run`` the other, only ``KEYS`` and the reward parts are compared.
     """
@@ -101,7 +101,7 @@ def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
 
 
 def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """The series of each part of the first run's reward, in both runs.
+    """Return the series of each part of the first run's reward, in both runs.
 
     If the second run does not have the part, its series is empty.
     """
@@ -110,14 +110,14 @@ def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
 
 
 def common_steps(first: Series, second: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The steps that both series have, and the values of both series at these steps."""
+    """Return the steps that both series have, and the values of both series at these steps."""
     (steps_a, values_a), (steps_b, values_b) = first.arrays(), second.arrays()
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
     return steps, values_a[at_a], values_b[at_b]
 
 
 def divergence(a: RunData, b: RunData) -> Divergence:
-    """Find the first step that differs, and its first phase that differs."""
+    """Find the first step at which two runs differ, and the first phase of this step that differs."""
     pairs = {
         name: _Pair(*common_steps(*pair))
         for name, pair in metric_pairs(a, b).items()
@@ -151,7 +151,7 @@ _Test = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 
 def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
-    """The first step at which the test finds a difference in some metric. None if there is no such step."""
+    """Return the first step at which the test finds a difference in any metric; None if there is no such step."""
     steps = [pair.steps[test(name, pair.first, pair.second)] for name, pair in pairs.items()]
     firsts = [int(each[0]) for each in steps if len(each)]
     return min(firsts) if firsts else None
@@ -162,8 +162,8 @@ def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> St
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (
-        "" if first is None else f"{first.name} is {_number(first.values[0])} and {_number(first.values[1])} "
-        f"(relative difference {first.relative:.1e})"
+        "" if first is None else f"{first.name} is {_number(first.values[0])} in the first run and "
+        f"{_number(first.values[1])} in the second (relative difference {first.relative:.1e})"
     )  # fmt: skip
     return StepDifference(step, "samples" if first is None else first.phase, text, differences)
 
@@ -180,12 +180,12 @@ def _at(step: int, pairs: Mapping[str, _Pair], test: _Test) -> Iterator[ValueDif
 
 
 def phase_of(metric: str) -> str:
-    """The phase of a step that a metric describes."""
+    """Return the phase of a step to which a metric belongs."""
     return next((phase for phase, pattern in _METRIC_PHASES.items() if re.search(pattern, metric)), "update")
 
 
 def _first_sample_step(a: Entries, b: Entries) -> int | None:
-    """The first step whose samples differ in the sample index. None if all agree.
+    """Return the first step whose samples differ in the sample index; None if all samples agree.
 
     The index has the number of tokens, the reward and the advantage of each sample, but no tokens.
     """
@@ -264,7 +264,7 @@ def _ranked(samples: _Samples) -> _Samples:
 
 
 def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str, str] | None:
-    """The first phase in which the samples of a step differ, with a description.
+    """Return the first phase in which the samples of a step differ, with a description.
 
     None if the samples agree, or if a run has recorded no samples of the step.
     """
@@ -292,19 +292,19 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
         return (
-            f"different numbers of prompts: {len(first)} and {len(second)} are recorded; the common prompts are equal"
+            f"the numbers of recorded prompts differ ({len(first)} and {len(second)}), but the common prompts are equal"
         )
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
-        return "the same prompts in a different order"
+        return "the prompts are the same, but their order differs"
     index = next(key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key))
     texts = [_text(samples, index) for samples in (a, b)]
     if texts[0] == texts[1]:
         return f"prompt {index} has the same text, but different tokens: the tokenizer or the chat template differs"
-    return f"different prompts: prompt {index} is {texts[0]} in the first run and {texts[1]} in the second"
+    return f"the prompts differ: prompt {index} is {texts[0]} in the first run and {texts[1]} in the second"
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """The prompts of a step by number.
+    """Return the prompts of a step by number.
 
     A prompt is the token list of its first sample in ``with_tokens``. Without such a sample, the prompt is a text.
     """
@@ -344,7 +344,7 @@ def _logprobs_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) ->
         return ""
     key = max(gaps, key=gaps.__getitem__)
     return (
-        f"the same prompts, but the log-probs of the same tokens differ by up to {gaps[key]:.1e} (sample "
+        f"the prompts are the same, but the log-probs of equal tokens differ by up to {gaps[key]:.1e} (sample "
         f"{sample_id(a[key])}); possible causes: weights, dtype, temperature, numerics"
     )
 
@@ -362,11 +362,15 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
     if earliest is not None:
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
-        before = f", although the log-probs of the {count} common tokens agree to {max(gap, 1e-6):.0e}" if count else ""
-        return f"the same prompts, but {what} differ, from token {position} of sample {sample_id(a[key])} on{before}"
+        before = (
+            f", although the log-probs of the {count} common tokens agree to within {max(gap, 1e-6):.0e}"
+            if count
+            else ""
+        )
+        return f"the prompts are the same, but {what} differ from token {position} of sample {sample_id(a[key])} on{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:
-            return f"the same prompts, but sample {sample_id(a[key])} has a different answer"
+            return f"the prompts are the same, but sample {sample_id(a[key])} has a different answer"
     return ""
 
 
@@ -375,7 +379,8 @@ def _numbers_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]], nam
         x, y = (float("nan") if samples[key].get(name) is None else float(samples[key][name]) for samples in (a, b))
         if not np.isclose(x, y, rtol=RELATIVE if name == "reward" else 1e-4, atol=1e-5, equal_nan=True):
             same = "answers" if name == "reward" else "answers and rewards"
-            text = f"the same {same}, but the {name} of sample {sample_id(a[key])} is {x:.6g} and {y:.6g}"
+            values = f"{x:.6g} in the first run and {y:.6g} in the second"
+            text = f"the {same} are the same, but the {name} of sample {sample_id(a[key])} is {values}"
             return text + (_parts_text(a[key], b[key]) if name == "reward" else "")
     return ""
 

@@ -27,7 +27,7 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        state: a state of :mod:`areno.storage.run_status`. ``""`` if unknown.
+        state: a state of :mod:`areno.storage.run_status`; ``""`` if unknown.
         text: why the run ended.
         remedy: what to do if the run did not finish.
     """
@@ -38,41 +38,41 @@ class Ending:
 
 
 def steps_done(run: RunData) -> int:
-    """Number of completed steps, according to the metrics."""
+    """Return the number of completed steps, according to the metrics."""
     keys = ("loss", "reward", "step_seconds", "grad_norm")
     return max((series.steps[-1] + 1 for key in keys if (series := run.series(key)).steps), default=0)
 
 
 def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
-    """Describe why a run ended. If the run is still in progress, say so."""
+    """Describe why a run ended, or that the run is still in progress."""
     status, done = run.status, steps_done(run)
     state = status.get("state", FINISHED if run.summary else "")
     at = f"after {_steps(done)}{_of_planned(run, advice)}" if done else "before the end of its first step"
     if state == FINISHED:
-        return Ending(state, f"It finished: {_reached(run, advice, done)}.")
+        return Ending(state, f"The run finished: {_reached(run, advice, done)}.")
     if state == RUNNING:
-        return Ending(state, f"It is still running, {at}{_since_last_step(run)}.")
+        return Ending(state, f"The run is still running, {at}{_since_last_step(run)}.")
     again = _again(run, advice, done)
     if state == STOPPED:
         signal = str(status.get("signal"))
-        return Ending(state, f"It was stopped {_SIGNALS.get(signal, f'by {signal}')} {at}.", again)
+        return Ending(state, f"The run was stopped {_SIGNALS.get(signal, f'by {signal}')} {at}.", again)
     if state == FAILED:
         error = str(status.get("error"))[:_ERROR_CHARS]
         hint = (
             MEMORY_HINT + ". "
             if OUT_OF_MEMORY.search(error)
-            else "Fix the cause of the error first (the log has the details); otherwise a resumed run will fail again. "
+            else "First fix the cause of the error (the log has the details); otherwise a resumed run fails again. "
         )
-        return Ending(state, f"It failed {at}: {error}", hint + again)
+        return Ending(state, f"The run failed {at}: {error}", hint + again)
     if state == KILLED:
         less_memory = "actor.mb_spec.max_tokens_per_mb" if run.is_experiment else "--mini-bs"
         return Ending(
             state,
-            f"Its process was killed {at} and could not record why: a scheduler or kill -9 killed it, memory ran "
-            "out, or the machine went down.",
+            f"The process of the run was killed {at} and could not record a reason. A scheduler or kill -9 killed the process, "
+            "memory ran out, or the machine went down.",
             f"If the kernel's log (dmesg) says that memory ran out, lower {less_memory}. {again}",
         )
-    return Ending("", f"It is unknown why the run ended: no status was recorded; the metrics end {at}.")
+    return Ending("", f"The reason for the end is unknown: the run recorded no status, and its metrics end {at}.")
 
 
 def _steps(count: int) -> str:
@@ -80,9 +80,9 @@ def _steps(count: int) -> str:
 
 
 def _of_planned(run: RunData, advice: OptionAdvice) -> str:
-    """``" of N"`` with the number N of planned steps and the option that sets N.
+    """Return ``" of N"``, where N is the number of planned steps, with the option that sets N.
 
-    The number comes from the configuration or the log. ``""`` if neither has it.
+    The number comes from the configuration or the log. Return ``""`` if neither has the number.
     """
     planned = [match for line in run.log_tail() if (match := _PLANNED.search(line))]
     # An experiment logs the steps of an epoch, `areno train` those of the run.
@@ -107,20 +107,22 @@ def _since_last_step(run: RunData) -> str:
 
 
 def _again(run: RunData, advice: OptionAdvice, done: int) -> str:
-    """Describe how to continue the run, or to start it again."""
+    """Describe how to continue the run, or how to start the run again."""
     if not done:
-        return "Start it again."
+        return "Start the run again."
     command = f"areno {'run' if run.is_experiment else 'train'} --resume {run.path}"
     if (step := resumable_step(run)) is not None:
-        return f"Continue it from its checkpoint of step {step:,}: {command}"
+        return f"Continue the run from its checkpoint of step {step:,}: {command}"
     model = saved_model(run)
-    kept = f"Its last saved model is {model}." if model else "No saved model was found."
+    kept = f"The last saved model is {model}." if model else "No saved model was found."
     recover = run.config.get("recover")
     if run.is_experiment and isinstance(recover, dict) and recover.get("mode") == "disabled":
-        return f"It cannot be resumed, because recover.mode is disabled; recover.mode=auto makes a new run resumable. {kept}"
+        return f"The run cannot be resumed, because recover.mode is disabled; start a new run with recover.mode=auto. {kept}"
     every = run.config.get("save_interval")
     option = "recover.freq_steps" if run.is_experiment else f"--save-interval{f' (now {every})' if every else ''}"
-    again = f"It has no checkpoint to resume from, so start it again; a lower {option} writes a checkpoint earlier."
+    again = (
+        f"The run has no checkpoint to resume from. Start the run again; a lower {option} writes a checkpoint earlier."
+    )
     return f"{again} {kept}" if model else again
 
 

@@ -1,4 +1,4 @@
-"""The input and the result of the checks of a run."""
+"""Defines the input (:class:`Evidence`) and the results (:class:`RunProblem`) of the checks of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
-"""Fraction of prompts (or steps) with equal rewards from which on a run has little left to learn."""
+"""If at least this fraction of the prompts (or steps) has equal rewards, the run has little left to learn."""
 SHOWN = 3
 """Maximum number of samples listed for a problem."""
 
@@ -47,18 +47,18 @@ class Evidence:
         self._trends: dict[str, SeriesTrend | None] = {}
 
     def trend(self, key: str) -> SeriesTrend | None:
-        """Trend of one of ``areno.reports.run_data.KEYS``."""
+        """Return the trend of one of ``areno.reports.run_data.KEYS``; None with fewer than two finite values."""
         if key not in self._trends:
             self._trends[key] = trend_of(self.run.series(key))
         return self._trends[key]
 
     def late(self, key: str) -> float:
-        """Mean over the last steps of one of ``areno.reports.run_data.KEYS``. NaN if the run did not record it."""
+        """Return the mean of one of ``areno.reports.run_data.KEYS`` over the last steps; NaN if the run did not record it."""
         return late_mean(self.run.series(key))
 
     @cached_property
     def reward_rises(self) -> bool:
-        """Whether the training reward (without rewards, the loss) clearly improved and did not get worse again."""
+        """Whether the training reward (the loss, if there are no rewards) clearly improved and did not get worse again."""
         return self.progress.up(self.progress.train) and not self.progress.lost(self.progress.train)
 
     @cached_property
@@ -75,10 +75,10 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """Name of the reward part whose mean over the last steps is lowest within the range of the part.
+        """Name of the reward part whose mean over the last steps is lowest relative to the range of the part.
 
-        ``""`` if these means are in the upper half of the range for all parts. Recorded samples give the range. Parts
-        that are never above 0 (penalties) do not count.
+        ``""`` if the means of all parts are in the upper half of their ranges. The ranges come from recorded samples. Parts
+        that are never above 0 (penalties) are ignored.
         """
         parts_of_run, samples, lowest = self.run.reward_parts(), self.samples, 0.5
         chosen = [*samples.spread(samples.early), *samples.spread(samples.late)] if parts_of_run else []
@@ -99,10 +99,9 @@ class Evidence:
 
     @cached_property
     def broke(self) -> int | None:
-        """The step at which the reward broke down. None if there is no such step.
+        """The step at which the reward collapsed; None if the reward did not collapse.
 
-        From this step on, the reward stays below the midpoint between its highest value and its mean over the last
-        steps.
+        From this step on, the reward stays below the midpoint between its highest value and its mean over the last steps.
         """
         steps, values = finite(self.run.series("reward"))
         if not len(values):
@@ -111,23 +110,23 @@ class Evidence:
         return int(steps[above[-1] + 1]) if len(above) and above[-1] + 1 < len(steps) else None
 
     def rate_at(self, step: int | None) -> float | None:
-        """The learning rate in a step. None if the step is None or no rates were recorded."""
+        """Return the learning rate in a step; None if the step is None, or if no learning rates were recorded."""
         steps, rates = finite(self.run.series("learning_rate"))
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """Advise ``factor`` times the lower of two rates: the learning rate in ``step`` and the value of ``--lr``.
+        """Advise ``factor`` times the lower of two learning rates: the rate in ``step``, and the value of ``--lr``.
 
-        If neither is known, return only ``--lr``.
+        If neither rate is known, return only ``--lr``.
         """
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 
     @cached_property
     def tied(self) -> tuple[float, Indices]:
-        """Fraction of the last steps' prompts whose answers all have the same reward, and samples of such prompts.
+        """Fraction of the last steps' prompts whose answers all have the same reward, and samples of these prompts.
 
-        0 and no samples if each prompt has only one answer.
+        The fraction is 0, without samples, if each prompt has only one answer.
         """
         if not (self.advice.number("--n-samples") or 1) > 1:
             return 0.0, np.zeros(0, np.int64)
@@ -136,16 +135,16 @@ class Evidence:
         return share if math.isnan(recorded) else recorded, indices
 
     def spread(self) -> tuple[str, ...]:
-        """IDs of evenly spaced samples of the last steps."""
+        """Return the IDs of evenly spaced samples of the last steps."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
     def ids(self, indices: Sequence[int] | Indices) -> tuple[str, ...]:
-        """IDs of the first ``SHOWN`` samples of ``indices``."""
+        """Return the IDs of the first ``SHOWN`` samples of ``indices``."""
         return self.samples.ids(indices[:SHOWN])
 
 
 def late_mean(series: Series) -> float:
-    """Mean over the last steps of a series; NaN without finite values."""
+    """Return the mean of a series over the last steps; NaN if no value is finite."""
     values = finite(series)[1]
     return float(values[-max(window(len(values)), 1) :].mean()) if len(values) else math.nan
 

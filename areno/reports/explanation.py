@@ -1,7 +1,7 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
-Covers the metrics of ``areno train`` and the statistics of experiments. The losses have the same short names in both.
-So ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
+The module covers the metrics of ``areno train`` and the statistics of experiments. The losses have the same short names in
+both commands. So ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
 """
 
 import re
@@ -24,9 +24,9 @@ class Explanation:
 
     Attributes:
         name: full name. The name of a statistic has no ``/avg``, ``/min`` or ``/max``.
-        unit: empty if the metric has no unit or the meaning states it.
+        unit: unit of the values; empty if the metric has no unit, or if ``meaning`` states the unit.
         section: title of the section that lists the metric.
-        advice: normal values and a remedy. None if the metric has no normal values.
+        advice: normal values and a remedy; None if the metric has no advice.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Explanation:
 
     @property
     def front_end(self) -> str:
-        """The command whose runs have the metric."""
+        """The command whose runs record the metric."""
         return "areno run" if self.is_experiment else "areno train"
 
 
 @cache
 def explanations() -> tuple[Explanation, ...]:
-    """All documented metrics: first those of ``areno train``, then the statistics of experiments."""
+    """Return all documented metrics: first those of ``areno train``, then the statistics of experiments."""
     return tuple(_documented())
 
 
 def explain(query: str) -> list[Explanation]:
-    """The metrics that a query names; [] if there are none.
+    """Return the metrics that a query names; [] if no metric matches.
 
     The query is a full name, a short name, or one of :data:`~areno.reports.run_data.KEYS`.
     """
@@ -65,7 +65,7 @@ def explain(query: str) -> list[Explanation]:
 
 
 def known_names() -> list[str]:
-    """The names that :func:`explain` accepts. Short names come first."""
+    """Return the names that :func:`explain` accepts. Short names come first."""
     names = [one.name for one in explanations()]
     return list(
         dict.fromkeys([*KEYS, *(name.rpartition("/")[2] for name in names), *names, *experiment_metrics.SHORT_NAMES])
@@ -85,7 +85,7 @@ def _documented() -> Iterator[Explanation]:
 
 
 def _by_full_name(query: str) -> Explanation | None:
-    """The metric with this full name. If it is not documented, the metric of this name in another update."""
+    """Return the metric with this full name. If not documented, return the metric with this short name in another update."""
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):
         for one in explanations() if name else ():
@@ -108,5 +108,5 @@ def _without_number(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Remove the Markdown from a text of a table."""
+    """Convert a text of a table from Markdown to plain text."""
     return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text).replace("`", "")

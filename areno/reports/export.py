@@ -29,7 +29,9 @@ Row = Mapping[str, Any]
 
 
 def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: Path) -> int:
-    """Write a row ``run, step, metric, value, time`` (Unix seconds) per value, and return the number of rows.
+    """Write one row per value, and return the number of rows.
+
+    The columns are ``run``, ``step``, ``metric``, ``value`` and ``time`` (Unix seconds).
 
     Args:
         runs: the runs by their names in the table.
@@ -52,10 +54,10 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
 
 
 def write_samples(runs: Mapping[str, RunData], path: Path) -> int:
-    """Write the recorded samples without tokens, one row per sample; return the number of samples.
+    """Write the recorded samples without tokens, one row per sample. Return the number of samples.
 
-    The parts of rewards have columns ``reward_part.NAME``; ``messages`` is JSON. Raises UsageError if the file cannot
-    be written.
+    The columns ``reward_part.NAME`` have the reward parts. The column ``messages`` has JSON. Raises UsageError if the file
+    cannot be written.
     """
     parts = sorted({part for run in runs.values() for part in run.reward_parts()})
     schema = {**_SAMPLES, **{f"reward_part.{part}": "double" for part in parts}}

@@ -1,8 +1,8 @@
 """Detects signs that a policy exploits its reward.
 
 The signs are reward parts that move in opposite directions, repetitive answers, and equal answers to different prompts.
-Late answers count only if their rewards exceed the mean reward at the start of the run. Several signs are reported as
-one problem.
+Answers from the last steps count as a sign only if their rewards exceed the mean reward at the start of the run. Several signs
+are reported as one problem.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""A falling reward part counts only if it has lost more than this fraction of its initial value."""
+"""A falling reward part counts as a sign only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""If at least this fraction of the best late answers is repetitive, or is one text, this counts as a sign."""
+"""Repetitive or equal answers are a sign if they make up at least this fraction of the best answers in the last steps."""
 MORE = 0.3
-"""Minimum growth of the fraction of repetitive or equal answers. Early repetition is due to the model or the task."""
+"""Minimum rise of the fraction of repetitive or equal answers. At the start, repetition is due to the model or the task."""
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
 
-Equal short answers count as a sign only if nearly all are equal (``NEARLY_ALL``).
+Equal short answers are a sign only if at least the fraction ``NEARLY_ALL`` of the best answers is equal.
 """
 NEARLY_ALL = 0.9
 
@@ -44,7 +44,7 @@ class _Sign:
 
 
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
-    """The signs of an exploited reward, as one problem; [] without signs.
+    """Return the signs of an exploited reward as one problem; [] if there are no signs.
 
     The problem has the key and the remedy of the most specific sign.
     """
@@ -72,9 +72,9 @@ class _Part:
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
-    """A sign that a part of the reward falls while another part and the total reward rise.
+    """Return a sign if a part of the reward falls while another part and the total reward rise.
 
-    A falling part counts only if it starts above 0.
+    A falling part counts as a sign only if its initial value is above 0.
     """
     parts = [
         _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
@@ -90,13 +90,13 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
     once = ", for example by counting each match once" if repeats else ""
     close, change = f"close the loophole in `{up.name}`{once}", f"(--reward-weights {down.name}=...)"
     remedy = (
-        f"Read the samples and {close}. If you want `{down.name}`, raise its weight too {change}"
+        f"Read the samples and {close}. If `{down.name}` should rise, raise its weight too {change}"
         if down.weight
-        else f"If you want `{down.name}`, give it a weight above 0 {change}. Read the samples and {close}"
+        else f"If `{down.name}` should rise, give it a weight above 0 {change}. Read the samples and {close}"
     )
     return _Sign(
         "opposed_parts",
-        f"The reward rises because of its part {up}, while {down} falls.",
+        f"The reward rises because of its part {up}, while the part {down} falls.",
         f"The policy may exploit `{up.name}`." if down.weight else _unrewarded(up, down),
         f"{remedy}; then train again from the initial model.",
         _with_parts(evidence, up.name, down.name),
@@ -104,11 +104,11 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
 
 
 def _unrewarded(up: _Part, down: _Part) -> str:
-    return f"With weight 0, `{down.name}` is recorded but not rewarded, so training raises `{up.name}` at its expense."
+    return f"With weight 0, `{down.name}` is recorded but not rewarded, so training raises only `{up.name}`."
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
-    """IDs of the late samples in which one reward part exceeds another most."""
+    """Return the IDs of the samples in the last steps in which one reward part exceeds another most."""
     samples = evidence.samples
 
     def difference(index: int) -> float:
@@ -121,9 +121,9 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
     """Select the best-rewarded answers of the first or the last steps, with their texts.
 
-    The best answer to each prompt is a candidate. Its reward must be at least the median of the candidates. Late
-    answers must also exceed the mean reward at the start of the run. If many answers remain, evenly spaced ones are
-    returned.
+    The candidates are the best answers to each prompt. The reward of a selected answer must be at least the median of the
+    candidates. In the last steps, the reward must also exceed the mean reward at the start of the run. If many answers remain,
+    evenly spaced answers are returned.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)
@@ -156,7 +156,7 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
 
 
 def _identical(evidence: Evidence) -> _Sign | None:
-    """A sign that different prompts get the same answer."""
+    """Return a sign if different prompts get the same answer."""
     samples = evidence.samples
     indices, late = _best_answers(evidence, late=True)
     if len({samples.texts(index).get("prompt") for index in indices}) < 4:
@@ -174,6 +174,6 @@ def _identical(evidence: Evidence) -> _Sign | None:
         f"the start, the most frequent answer made up {before:.0%}).",
         "The reward is high for this text, regardless of the prompt.",
         "Make the reward depend on the prompt, so that one text cannot be right for all prompts. If the reward "
-        f"depends on the prompt already, raise --temperature, and add {evidence.advice.kl}.",
+        f"already depends on the prompt, raise --temperature, and add {evidence.advice.kl}.",
         evidence.ids([index for index, text in zip(indices, late, strict=True) if text == answer][::-1]),
     )

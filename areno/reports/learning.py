@@ -18,24 +18,24 @@ MIN_STEPS = 8
 The reason is that the compared means would cover fewer than four steps.
 """
 LOST = 0.5
-"""A gain counts as lost if the run later loses more than this fraction of it."""
+"""A gain counts as lost if the run later loses more than this fraction of the gain."""
 FOLLOWS = 0.5
-"""Minimum ratio of the held-out change to the training change, for held-out data to confirm the training change.
+"""Held-out data confirms a change in training if the held-out change is at least this fraction of the training change.
 
 The held-out change may be within noise.
 """
 LOSS_NOISE = 0.002
-"""Noise of a held-out loss, as a fraction of the loss. It is small, because all evaluations use the same rows."""
+"""Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same rows."""
 
 State = Literal["yes", "exploited", "memorized", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {
     "yes": "Yes.",
     "exploited": "The reward rose, but the policy seems to exploit the reward function.",
-    "memorized": "It memorized its training data.",
+    "memorized": "The model memorized its training data.",
     "partly": "Only partly.",
     "no": "No.",
-    "worse": "No, it got worse.",
-    "lost": "Yes, but it lost the gain again.",
+    "worse": "No, the model got worse.",
+    "lost": "Yes, but the model lost the gain again.",
     "unknown": "Unknown.",
 }
 
@@ -49,7 +49,7 @@ class Learned:
 
 
 class Progress:
-    """The trends by which a run is judged: those of its reward. If there are no rewards, those of its loss."""
+    """The trends by which a run is judged: the trends of its reward or, if there are no rewards, of its loss."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -76,20 +76,20 @@ class Progress:
         return trend_of(series, noise=self._evaluation_noise(series), width=1)
 
     def up(self, trend: SeriesTrend | None) -> bool:
-        """Whether a trend is a clear improvement."""
+        """Return whether a trend is a clear improvement."""
         return trend is not None and (trend.rises if self.by_reward else trend.falls)
 
     def down(self, trend: SeriesTrend | None) -> bool:
-        """Whether a trend is a clear deterioration."""
+        """Return whether a trend is a clear deterioration."""
         worse = trend is not None and (trend.falls if self.by_reward else trend.rises)
         return worse or (trend is not None and trend is self.held_out and self._fell_and_stayed)
 
     def best(self, trend: SeriesTrend) -> tuple[float, int]:
-        """The best value of a trend and its step."""
+        """Return the best value of a trend and its step."""
         return (trend.peak, trend.peak_step) if self.by_reward else (trend.low, trend.low_step)
 
     def lost(self, trend: SeriesTrend | None) -> bool:
-        """Whether a clear gain was lost again."""
+        """Return whether a clear gain was lost again."""
         if trend is None:
             return False
         sign = 1 if self.by_reward else -1
@@ -101,7 +101,7 @@ class Progress:
     def fell_at_start(self) -> bool:
         """Whether the reward fell right after the first step.
 
-        Such a fall is not visible in the trend, because the first mean of the trend already includes it.
+        The trend does not show a fall after the first step, because its first mean already includes the fall.
         """
         train, (steps, values) = self.train, finite(self.run.series("reward"))
         if train is None or len(values) < MIN_STEPS:
@@ -116,8 +116,8 @@ class Progress:
     def _fell_and_stayed(self) -> bool:
         """Whether the later evaluations stay clearly below the first.
 
-        Later evaluations are the second half of all evaluations. All of them must be below the first. Their mean must
-        be clearly below it; the mean has less noise than a single evaluation.
+        Later evaluations are the second half of all evaluations. All later evaluations must be below the first. Their mean,
+        which has less noise than a single evaluation, must be clearly below the first.
         """
         trend, values = self.held_out, finite(self.run.series("eval_reward"))[1]
         later = values[len(values) // 2 :]
@@ -139,9 +139,9 @@ class Progress:
         return int(steps[first]) if first < len(values) - 3 and steps[first] <= steps[-1] / 2 else None
 
     def _evaluation_noise(self, series: Series) -> float:
-        """Standard error of the difference of two evaluations.
+        """Return the standard error of the difference of two evaluations.
 
-        For rewards, this is an upper bound: evaluations use the same prompts, which reduces the actual error.
+        For rewards, the result is an upper bound: evaluations use the same prompts, which reduces the actual error.
         """
         values = finite(series)[1]
         if not self.by_reward:
@@ -179,7 +179,7 @@ def learned(progress: Progress) -> Learned:
 
 
 def confirmed(progress: Progress) -> bool:
-    """Whether held-out data confirms the change in training (see :data:`FOLLOWS`). True without held-out data."""
+    """Return whether held-out data confirms the change in training (see :data:`FOLLOWS`). True without held-out data."""
     train, held_out = progress.train, progress.held_out
     if held_out is None or progress.up(held_out):
         return True
@@ -192,9 +192,10 @@ def _sentences(progress: Progress) -> list[str]:
         sentences.append(f"The {progress.name} {_verb(progress, train)} {train}{_by(train)}.")
         if progress.lost(train):
             value, step = progress.best(train)
-            sentences.append(f"It was best ({short(value)}) around step {step}.")
+            sentences.append(f"The {progress.name} was best ({short(value)}) around step {step}.")
         elif progress.fell_at_start:
-            sentences.append(f"In the first step, it was {short(float(finite(progress.run.series('reward'))[1][0]))}.")
+            first = float(finite(progress.run.series("reward"))[1][0])
+            sentences.append(f"In the first step, the {progress.name} was {short(first)}.")
     if held_out := progress.held_out:
         subject = f"The {progress.name} on held-out data"
         value, step = progress.best(held_out)
@@ -216,7 +217,9 @@ def _preferences(run: RunData) -> list[str]:
         for key, where in (("accuracy", "in training"), ("eval_accuracy", "on held-out data"))
         if run.series("accuracy").steps and len(values := finite(run.series(key))[1]) > 1
     ]
-    return [f"Pairs whose chosen answer the model prefers: {'; '.join(parts)}."] if parts else []
+    return (
+        [f"The model prefers the chosen answer in these fractions of the pairs: {'; '.join(parts)}."] if parts else []
+    )
 
 
 def _verb(progress: Progress, trend: SeriesTrend) -> str:

@@ -1,4 +1,4 @@
-"""Detects signs that a model memorized its training data: metrics improve in training, not on held-out data."""
+"""Detects signs that a model memorized its training data: metrics improve in training, but not on held-out data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""The held-out loss has risen if it exceeds this multiple of its minimum. The margin is ten times its noise."""
+"""The held-out loss has risen if it exceeds this multiple of its minimum. The margin is ten times the noise of the loss."""
 LOST = 0.2
 """A model has memorized its data if it later loses more than this fraction of its gain on held-out data."""
 OVERLAP = 0.1
-"""Minimum fraction of the recorded held-out prompts that must be training prompts for the overlap to be reported."""
+"""The overlap is reported if at least this fraction of the recorded held-out prompts are training prompts."""
 PASSES = 3.0
-"""Minimum mean number of times that each prompt was trained on, for the verdict that a policy memorized its prompts."""
+"""Memorized prompts are reported only if a policy was trained on each prompt at least this number of times on average."""
 
 
 def overfitted(evidence: Evidence) -> RunProblem | None:
-    """The held-out loss rises while the training loss falls."""
+    """Detect that the held-out loss rises while the training loss falls."""
     train, held_out = evidence.trend("loss"), trend_of(evidence.run.series("eval_loss"), noise=0.0, width=1)
     if evidence.progress.by_reward or train is None or held_out is None or train.change >= 0:
         return None
@@ -39,7 +39,7 @@ def overfitted(evidence: Evidence) -> RunProblem | None:
 
 
 def memorized(evidence: Evidence) -> RunProblem | None:
-    """The training reward rises on repeated prompts, but held-out prompts do not confirm the rise."""
+    """Detect that the training reward rises on repeated prompts, but held-out prompts do not confirm the rise."""
     progress = evidence.progress
     train, held_out = progress.train, progress.held_out
     if not progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
@@ -50,14 +50,14 @@ def memorized(evidence: Evidence) -> RunProblem | None:
     _, step = progress.best(held_out)
     return RunProblem(
         "memorized",
-        f"The training reward rose, but on held-out data it {fell}: the policy memorized the answers to its training "
+        f"The training reward rose, but the held-out reward {fell}: the policy memorized the answers to its training "
         f"prompts. {_repeated(evidence, passes)} {kept(evidence.run, evidence.advice, step)}",
         f"Train on more and different prompts, with fewer passes over the prompts{_stopping(evidence) if step else ''}.",
     )
 
 
 def contaminated(evidence: Evidence) -> RunProblem | None:
-    """Recorded held-out prompts are among the recorded training prompts."""
+    """Detect that recorded held-out prompts are among the recorded training prompts."""
     prompts = {str(record.get("prompt")) for record in evidence.run.eval_samples}
     trained = sum(map(evidence.samples.includes_prompt, prompts))
     if not prompts or trained < OVERLAP * len(prompts) or not trained:
@@ -78,7 +78,7 @@ def _stopping(evidence: Evidence) -> str:
 
 
 def _passes(evidence: Evidence) -> float:
-    """Lower bound of how often each prompt was trained on, on average."""
+    """Return a lower bound of the mean number of times that each prompt was trained on."""
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)
@@ -88,14 +88,14 @@ def _repeated(evidence: Evidence, passes: float) -> str:
     seen, different = evidence.samples.prompts
     if different and seen / different >= PASSES:
         return (
-            f"Only {different:,} of {seen:,} recorded prompts are different: on average, the policy saw each prompt at "
+            f"Only {different:,} of {seen:,} recorded prompts are distinct: on average, the policy saw each prompt at "
             f"least {passes:,.0f} times."
         )
     return f"The policy saw each prompt {passes:,.0f} times."
 
 
 def against_evaluation(evidence: Evidence) -> RunProblem | None:
-    """The training reward rises while the evaluation reward falls from its first or best value."""
+    """Detect that the training reward rises while the evaluation reward falls from its first or best value."""
     train, held_out = evidence.progress.train, evidence.progress.held_out
     if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
         return None

@@ -19,13 +19,13 @@ from areno.reports.svg import Line, line_chart
 from areno.storage.metric_columns import Series
 
 X_AXES = ("step", "time", "tokens")
-"""Choices for the x axis."""
+"""Quantities that the x axis can show."""
 _TOKENS = ("ppo_actor/n_valid_tokens", "train/sft_target_tokens", "sft/n_valid_tokens")
 _UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 Floats = NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunData]]
-"""The runs of each curve by its name in the legend."""
+"""Maps the name of each curve in the legend to the runs of the curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class PlotLayout:
 
 
 def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
-    """The metrics that a pattern selects. The pattern is one of ``KEYS``, the name of a metric, or a glob.
+    """Return the metrics that a pattern selects. The pattern is one of ``KEYS``, the name of a metric, or a glob.
 
-    Raises UsageError if no run recorded such a metric.
+    Raises UsageError if no run recorded a metric that matches.
     """
     if pattern in KEYS and any(run.metric_of(pattern) for run in runs):
         return [pattern]
@@ -53,7 +53,7 @@ def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
     names = [name for name in recorded if fnmatchcase(name, pattern)]
     if not names:
         raise UsageError(
-            f"--metric {pattern} was not recorded{nearest(pattern, [*KEYS, *recorded])}; use a name in "
+            f"--metric {pattern} matches no recorded metric{nearest(pattern, [*KEYS, *recorded])}; use a name in "
             f"metrics.jsonl, or one of: {', '.join(key for key in KEYS if any(run.metric_of(key) for run in runs))}"
         )
     return names
@@ -63,10 +63,10 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
     """Draw one chart per metric, one below the other, as an SVG document.
 
     Args:
-        runs: the runs of each curve. A curve of several runs is their mean.
-        metrics: names of metrics, or names in ``KEYS``. If the runs of a curve have no common step of a metric, the
-            chart omits the curve.
-        layout: x axis, smoothing, title and size.
+        runs: the runs of each curve. The curve of several runs is the mean over these runs.
+        metrics: names of metrics, or names in ``KEYS``. If the runs of a curve have no common step of a metric, the chart
+            omits the curve.
+        layout: x axis, smoothing, title and size of each chart.
         size: width and height of the document with units; None uses the size of the layout in px.
 
     Raises:
@@ -96,7 +96,7 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
 
 def recorded(runs: Sequence[RunData], metric: str) -> bool:
-    """Whether all runs of a group have values of a metric at a common step."""
+    """Return whether all runs of a group recorded a metric at a common step."""
     return bool(set.intersection(*(set(_series(run, metric).steps) for run in runs)))
 
 
@@ -105,7 +105,7 @@ def _series(run: RunData, metric: str) -> Series:
 
 
 def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, unit: float) -> Line:
-    """The curve of a group of runs, at the steps that all of them have."""
+    """Return the curve of a group of runs, at the steps that all of these runs have."""
     curves = [_curve(run, metric, layout) for run in group]
     steps = reduce(np.intersect1d, [steps for steps, _, _ in curves])
     rows = [np.searchsorted(own, steps) for own, _, _ in curves]
@@ -120,9 +120,9 @@ def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, 
 
 
 def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Steps, x values and y values of a metric.
+    """Return steps, x values and y values of a metric.
 
-    If a step has several records, the last counts. Steps without an x value are omitted.
+    If a step has several records, the last record is used. Steps without an x value are omitted.
     """
     steps, y = _series(run, metric).arrays()
     steps, last = _last_of_each(steps)
@@ -139,16 +139,18 @@ def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.in
 
 
 def _last_of_each(steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct steps in order, and the position of the last record of each step."""
+    """Return the distinct steps in order, and the position of the last record of each step."""
     unique, first = np.unique(steps[::-1], return_index=True)
     return unique, len(steps) - 1 - first
 
 
 def _times(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and the seconds from the first record of the run to the last record of each step."""
+    """Return the steps, and the seconds from the first record of the run to the last record of each step."""
     steps, times = run.metrics.times.arrays()
     if not np.isfinite(times).all():
-        raise UsageError(f"--x time: {run.path} has records without a time; use --x step")
+        raise UsageError(
+            f"--x time needs a time in every record, but {run.path} has records without a time; use --x step"
+        )
     unique, last = _last_of_each(steps)
     return unique, times[last] - times[0] if len(times) else times
 
@@ -159,9 +161,9 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 
 
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
-    """Steps, and the total number of tokens up to the end of each step.
+    """Return the steps, and the total number of tokens up to the end of each step.
 
-    Generated tokens count. In SFT and in experiments, the tokens that were trained on count.
+    Generated tokens are counted; in SFT and in experiments, tokens that were trained on.
     """
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:
@@ -170,16 +172,18 @@ def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
         steps, counts = run.metrics["rollout/num_sequences"].arrays()
         lengths = run.metrics["rollout/response_len_mean"].arrays()[1]
         if not len(steps) or len(lengths) != len(steps):
-            raise UsageError(f"--x tokens: {run.path} has not recorded how many tokens it generated; use --x step")
+            raise UsageError(
+                f"--x tokens needs the number of generated tokens, but {run.path} has no record of it; use --x step"
+            )
         counts = np.round(counts * lengths)
     unique, last = _last_of_each(steps)
     return unique, np.cumsum(counts[last])
 
 
 def moving(values: Floats, size: int) -> tuple[Floats, Floats, Floats]:
-    """Mean, minimum and maximum of the finite values in a moving window of ``size`` values.
+    """Return the mean, minimum and maximum of the finite values in a moving window of ``size`` values.
 
-    At both ends, the window has fewer values.
+    At both ends of the series, the window has fewer values.
     """
     if not len(values):
         return values, values, values

@@ -22,28 +22,28 @@ from areno.reports.svg import short
 from areno.reports.trends import finite, window
 
 GROWTH = 10.0
-"""Growth of the gradient norm, as a factor, that differences between batches do not explain."""
+"""Factor of growth of the gradient norm above which differences between batches do not explain the growth."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
-"""Changes of the answers' length, as factors, that a task rarely requires."""
+"""Factors for the answers' length. A task rarely requires a change below the first or above the second factor."""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 """Multiples of the initial entropy: below the first, the entropy has collapsed; above the second, it has exploded.
 
 A collapsed policy is almost deterministic. An exploded policy is much less certain than at the start.
 """
 CLIPPED = 0.3
-"""Fraction of clipped tokens above which an update loses much of its gradient. It is usually below 0.1."""
+"""Fraction of clipped tokens above which an update loses much of its gradient. The fraction is usually below 0.1."""
 STALE = 4.0
 """Mean staleness, in updates, above which samples come from a clearly different policy."""
 FAILED = 0.05
 """Fraction of failed rewards above which the failures bias the selection of training answers."""
 EPISODES_FAILED = 0.2
-"""Failed episodes are reported above this fraction. It exceeds ``FAILED``: agents usually fail on some prompts."""
+"""Fraction of failed episodes above which failures are reported. Agents usually fail on some prompts."""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
-"""The health warning about the log-prob gap, with the limit of the run."""
+"""Pattern of the health warning about the log-prob gap. Its group is the limit of the run."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:
-    """The problems that the metrics of a run show; causes are listed before their effects."""
+    """Return the problems that the metrics of a run show. Causes are listed before their effects."""
     problems = [problem for check in CHECKS if (problem := check(evidence)) is not None]
     text = evidence.advice.text
     return [replace(problem, text=text(problem.text), remedy=text(problem.remedy)) for problem in problems]
@@ -62,7 +62,7 @@ def _non_finite(evidence: Evidence) -> RunProblem | None:
         "non_finite",
         f"The loss or the gradient was not finite (NaN or infinite) in {count}.",
         f"Start again from the last checkpoint before step {min(bad)} with a lower learning rate, "
-        f"{evidence.advice.scaled('--lr', 0.3)}; if it is low already, use --dtype float32.",
+        f"{evidence.advice.scaled('--lr', 0.3)}; if the learning rate is low already, use --dtype float32.",
     )
 
 
@@ -78,7 +78,7 @@ def _exploding(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "exploding",
         f"The gradient norm grew from {short(trend.first)} to {short(trend.peak)} around step {trend.peak_step}, and the "
-        f"{evidence.progress.name} did not improve: updates of this size destroy what the model knows.",
+        f"{evidence.progress.name} did not improve: updates of this size damage the model.",
         f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or --grad-clip-norm.",
     )
 
@@ -92,7 +92,7 @@ def _failed_rewards(evidence: Evidence) -> RunProblem | None:
         "reward_errors",
         f"In the last steps, the reward function failed on {share:.0%} of the samples, which were dropped.",
         "Fix the reward function (--reward-fn-path) for the records that the log lists; with "
-        f"{'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'} the run stops at the "
+        f"{'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'}, the run stops at the "
         "first failure.",
     )
 
@@ -119,8 +119,8 @@ def _zero_gradient(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "zero_gradient",
         "The gradient is exactly zero in the last steps, so the weights do not change.",
-        "Check that the loss mask selects response tokens, that not all advantages are zero, and that the loss is not clipped "
-        "everywhere.",
+        "Check that the loss mask selects response tokens, that some advantages are not zero, and that the loss does not clip "
+        "every token.",
     )
 
 
@@ -132,7 +132,7 @@ def _length_collapse(evidence: Evidence) -> RunProblem | None:
         "length_collapse",
         f"The mean length of the answers is {short(trend.last)} tokens in the last steps; it was {short(trend.first)} in the "
         "first steps.",
-        "Make sure that the reward does not favor short or empty answers, and lower the learning rate, "
+        "Make sure that the reward does not favor short or empty answers, and lower the learning rate: "
         f"{evidence.advice.scaled('--lr', 0.3)}.",
         evidence.ids(_late_by_length(evidence)),
     )
@@ -151,14 +151,14 @@ def _length_explosion(evidence: Evidence) -> RunProblem | None:
         "length_explosion",
         f"The answers grew from {short(trend.first)} to {short(trend.last)} tokens, and no evaluation shows that "
         "longer answers help.",
-        "Read the longest answers. If they are padded, subtract a length penalty from the reward, and add "
+        "Read the longest answers. If they are longer than necessary, subtract a length penalty from the reward, and add "
         f"{evidence.advice.kl}.",
         evidence.ids(_late_by_length(evidence)[::-1]),
     )
 
 
 def _late_by_length(evidence: Evidence) -> Indices:
-    """The samples of the last steps, sorted by length. The shortest comes first."""
+    """Return the samples of the last steps, sorted by length. The shortest sample comes first."""
     late = evidence.samples.late
     return late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
 
@@ -196,8 +196,8 @@ def _logprob_gap(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "logprob_gap",
-        f"Log-probs of rollout and training differ by {short(gap)} on average, more than rounding explains: the "
-        "trained policy is not the sampling policy.",
+        f"Log-probs of rollout and training differ by {short(gap)} on average, which is more than rounding explains: "
+        "the trained policy is not the sampling policy.",
         f"{gap_remedy(limit)}.",
     )
 
@@ -233,7 +233,7 @@ def _diverged(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "diverged",
         f"The training loss rose from {train}.",
-        f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.1)}.",
+        f"Lower the learning rate: {evidence.advice.scaled('--lr', 0.1)}.",
     )
 
 
@@ -244,7 +244,7 @@ def _displaced(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "displaced",
         f"The chosen answers became less likely too: their reward fell to {short(chosen.last)}. Only the margin to "
-        "the rejected answers improves, so the model may give neither of these answers.",
+        "the rejected answers improves, so the model may give neither the chosen nor the rejected answers.",
         f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or run SFT on the chosen answers first.",
     )
 
@@ -254,4 +254,4 @@ CHECKS: tuple[Callable[[Evidence], RunProblem | None], ...] = (
     *(_length_collapse, _length_explosion, _entropy, _logprob_gap, _staleness, _clipped),
     *(_diverged, overfitted, memorized, against_evaluation, _displaced, tied_groups),
 )
-"""The checks. Checks for causes precede checks for their effects."""
+"""All checks. A check for a cause precedes the checks for its effects."""

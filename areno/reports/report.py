@@ -1,7 +1,7 @@
 """Writes ``report.html``: a single file with the verdict, curves, samples and configuration of a run.
 
-The page requires neither network nor JavaScript, and stays below 3 MB. The template engine escapes all text of a run.
-It also makes control characters visible, and marks that change the direction of text.
+The page requires neither network nor JavaScript, and stays below 3 MB. The template engine escapes all text of a run, and
+makes control characters and bidirectional marks visible.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from areno.storage.run_dir import RunDirectory
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 3_000_000
-"""Maximum size of a report."""
+"""Maximum size of a report, in bytes."""
 _LARGEST = {
     "groups": "samples",
-    "comparisons": "answers before and after",
+    "comparisons": "first and last answers",
     "config": "configuration",
     "warnings": "warnings",
 }
@@ -51,7 +51,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def report_html(run: RunData, evidence: Evidence | None = None) -> str:
-    """The report of a run as an HTML page. If it would reach ``MAX_BYTES``, large sections are omitted."""
+    """Return the report of a run as an HTML page. If the page would reach ``MAX_BYTES``, large sections are omitted."""
     template, content = _environment().get_template("report.html.jinja"), _content(run, evidence or Evidence(run))
     html = template.render(content)
     for name, title in _LARGEST.items():  # texts are bounded, but escaping can make the page too large
@@ -105,7 +105,7 @@ def _content(run: RunData, evidence: Evidence) -> dict[str, Any]:
 def write_report(run: RunData, out: str | Path | None = None, evidence: Evidence | None = None) -> Path:
     """Write the report of a run into its directory, or to the file ``out``. Return the path of the file.
 
-    Pass ``evidence`` if it was already collected; None collects it. Raises ArenoError if the file cannot be written.
+    If ``evidence`` is None, the evidence is collected from the run. Raises ArenoError if the file cannot be written.
     """
     html = report_html(run, evidence)
     if out is None:

@@ -1,4 +1,4 @@
-"""The contents of the sections of a report, as plain data and charts."""
+"""Collects the contents of the sections of a report, as plain data and charts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areno.storage.json_lines import as_float
 from areno.storage.metric_columns import Series
 
 EXTREMES = 4
-"""Number of best samples that are shown, and of worst samples."""
+"""Number of best samples, and number of worst samples, that a report shows."""
 CHANGES = 2
 """Number of prompts whose first and last answers are shown token by token."""
 COMPARED = 8
@@ -78,7 +78,7 @@ _FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart with its title and the names of the metrics."""
+    """A chart with its title and the names of its metrics."""
 
     title: str
     names: str
@@ -87,7 +87,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class ShownSamples:
-    """Samples shown under one heading. If an earlier heading shows a sample, there is only a link to it."""
+    """Samples shown under one heading. ``links`` are samples that an earlier heading already shows."""
 
     title: str
     note: str
@@ -96,7 +96,7 @@ class ShownSamples:
 
 
 def curves(run: RunData) -> Iterator[Chart]:
-    """The curves of the metrics that a run recorded."""
+    """Yield charts of the metrics that a run recorded."""
     if name := run.metric_of("reward"):
         yield _chart(
             "Reward"
@@ -118,7 +118,7 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _reward(run: RunData) -> Line:
-    """The mean reward, with a band of one standard deviation, or from the lowest to the highest reward."""
+    """Return the mean reward, with a band of one standard deviation, or from the lowest to the highest reward."""
     series, bounds = run.series("reward"), [run.series(key) for key in ("reward_std", "reward_min", "reward_max")]
     steps, mean = series.arrays()
     deviation, low, high = (bound.arrays()[1] if len(bound.steps) == len(steps) else None for bound in bounds)
@@ -145,10 +145,9 @@ class Times:
 
     Attributes:
         bar: the phases of a typical step.
-        phases: for each phase, the name, seconds in a typical step, seconds in total, and the fraction of the run's
-            time.
+        phases: for each phase, the name, seconds in a typical step, seconds in total, and the fraction of the run's time.
         charts: time, throughput and memory over the run.
-        since: the first step that totals and fractions count. It is the first step after the last resume, or 0.
+        since: the first step that totals and fractions include: the first step after the last resume, or 0.
     """
 
     bar: Markup | None
@@ -158,7 +157,7 @@ class Times:
 
 
 def times(run: RunData) -> Times:
-    """The time that each phase of a run took. If memory use was recorded, the charts show it too."""
+    """Return the time that each phase of a run took. If memory use was recorded, the charts also show the memory use."""
     phases = {name: series for name, series in run.phases().items() if name not in _OVERLAPPING}
     typical = {
         name: float(np.median(values[-_TYPICAL:]))
@@ -187,10 +186,10 @@ def times(run: RunData) -> Times:
 
 
 def span(run: RunData) -> tuple[int, float]:
-    """The first step that the last process of a run recorded, and the run time of this process in seconds.
+    """Return the first step that the last process of a run recorded, and the run time of this process in seconds.
 
-    If the run was not resumed, the step is 0. The run time ends with the process; if this is unknown, with its last
-    record. If the start is unknown, the run time is 0.
+    If the run was not resumed, the step is 0. The run time lasts until the end of the process or, if the end is unknown, until
+    its last record. If the start of the process is unknown, the step and the run time are 0.
     """
     status, (steps, recorded) = run.status, run.metrics.times.arrays()
     started, ended = (as_float(status.get(name, math.nan)) for name in ("started", "ended"))
@@ -220,17 +219,17 @@ class Comparison:
 
 
 def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison]]:
-    """First and last answers to the same prompts, with a sentence that describes the comparison."""
+    """Return a sentence about the compared prompts, and the first and last answers to each of the prompts."""
     answers: dict[int, dict[int, dict[str, Any]]] = {}
     for record in run.eval_samples:
         answers.setdefault(record["step"], {})[record.get("prompt_index", 0)] = record
     if len(answers) > 1:
         first, last = answers[min(answers)], answers[max(answers)]
         pairs = [(first[index], last[index]) for index in first if index in last]
-        note = f"Held-out prompts in the first and in the last evaluation, at steps {min(answers)} and {max(answers)}."
+        note = f"Answers to held-out prompts, from the evaluations at steps {min(answers)} and {max(answers)}."
     else:
         pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
-        note = "Training prompts that recur, each with the first answer from its earliest and from its latest recorded step."
+        note = "Answers to training prompts that recur, from the first and the last recorded step of each prompt."
     return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
 
 
@@ -247,7 +246,7 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparis
 
 
 def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
-    """The samples of a report, in groups: those that problems list, the best, the worst, and those that changed most."""
+    """Return the samples of a report in groups: listed in problems, best, worst, and with the largest change of reward."""
     names = dict.fromkeys(name for problem in problems for name in problem.samples)
     named = [index for name in names if (index := samples.position(name)) is not None]
     changed = [index for pair in samples.changes(CHANGES) for index in pair]
@@ -273,8 +272,16 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
     if best and samples.rewards[best[0]] == samples.rewards[worst[0]]:
         yield "Latest", f"All recorded samples have the reward {short(samples.rewards[best[0]])}.", best
     else:
-        yield "Best", "The highest recorded rewards; the latest among equal rewards.", best
-        yield "Worst", "The lowest recorded rewards; the latest among equal rewards.", worst
+        yield (
+            "Best",
+            "The samples with the highest recorded rewards. Among equal rewards, later samples are shown.",
+            best,
+        )
+        yield (
+            "Worst",
+            "The samples with the lowest recorded rewards. Among equal rewards, later samples are shown.",
+            worst,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +297,7 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """The settings of a configuration, with bounded texts."""
+    """Return the settings of a configuration, with texts of bounded length."""
     chosen, defaults = (
         [(bounded(name, VALUE_CHARS), bounded(value, VALUE_CHARS)) for name, value in part]
         for part in settings_of_run(config)
@@ -300,7 +307,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def warnings(run: RunData) -> list[tuple[str, str]]:
-    """The step and the text of the last health warnings."""
+    """Return the steps and the texts of the last health warnings."""
     return [
         (str(warning["step"]), bounded(warning.get("text"), WARNING_CHARS)) for warning in run.warnings[-MAX_LINES:]
     ]
@@ -325,7 +332,7 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def files(run: RunData) -> Iterator[tuple[str, str, str]]:
-    """The files of a run directory with name, size and content."""
+    """Yield the name, the size and the content of each file in a run directory."""
     shown = (path for path in run.path.iterdir() if not path.name.startswith(".") and not path.name.endswith(".tmp"))
     for path in sorted(shown)[:MAX_FILES]:
         yield path.name, _size(path), _FILES.get(path.name, "")

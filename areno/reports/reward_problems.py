@@ -1,7 +1,4 @@
-"""Detects problems of the rewards.
-
-These are equal rewards, rewards of unfinished answers, a collapse, and a neglected reward part.
-"""
+"""Detects problems of the rewards: equal rewards, rewards of unfinished answers, a collapse, and a neglected reward part."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from areno.reports.trends import CLEAR, window
 TRUNCATED = 0.3
 """Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
-"""A text is repetitive if the fraction of distinct sequences of four characters is below this. Prose has about 0.8."""
+"""A text is repetitive if its fraction of distinct sequences of four characters is below this value (in prose: about 0.8)."""
 BELOW_BREAK = 0.1
-"""Factor for the learning rate at which a run collapsed. The product is the learning rate to try."""
+"""Factor for the learning rate at which the reward collapsed. The product is the learning rate to try next."""
 
 
 def equal_rewards(evidence: Evidence) -> RunProblem | None:
-    """Nearly all rewards in the last steps are equal."""
+    """Detect that nearly all rewards in the last steps are equal."""
     low, high = (evidence.run.series(f"reward_{end}").arrays()[1] for end in ("min", "max"))
     if not len(low) or len(low) != len(high) or len(low) < 3:
         return None
@@ -43,25 +40,25 @@ def equal_rewards(evidence: Evidence) -> RunProblem | None:
 
 def _solved(evidence: Evidence, value: str) -> RunProblem:
     if evidence.neglected:
-        return _neglected(evidence, f"Nearly all rewards in the last steps are {value}, the highest of the run")
+        return _neglected(evidence, f"Nearly all rewards in the last steps are {value}, the highest reward of the run")
     return RunProblem(
         "solved",
-        f"Nearly all rewards in the last steps are {value}, the highest of the run: the task is solved, and there is nothing "
-        "left to learn.",
-        "Stop here, or use harder problems.",
+        f"Nearly all rewards in the last steps are {value}, the highest reward of the run: the task is solved, and there is "
+        "nothing left to learn.",
+        "Stop the run, or use harder problems.",
         evidence.spread(),
     )
 
 
 def _neglected(evidence: Evidence, seen: str) -> RunProblem:
-    """The problem that the rewards are high, but one of their parts is not."""
+    """Report that the rewards are high, but one of their parts is not."""
     part, weight = evidence.neglected, evidence.advice.weight(evidence.neglected)
     late = short(late_mean(evidence.run.reward_parts()[part]))
     return RunProblem(
         "neglected",
-        f"{seen}, but their part `{part}` is only {late} on average: with its weight of {short(weight)} it "
-        f"{'counts too little' if weight else 'does not count'} in the total reward.",
-        f"If you want `{part}`, raise its weight (--reward-weights {part}=...) and train again from the initial model.",
+        f"{seen}, but the reward part `{part}` is only {late} on average. With a weight of {short(weight)}, `{part}` has "
+        f"{'too little' if weight else 'no'} influence on the total reward.",
+        f"If `{part}` should be higher, raise its weight (--reward-weights {part}=...) and train again from the initial model.",
         evidence.spread(),
     )
 
@@ -69,15 +66,15 @@ def _neglected(evidence: Evidence, seen: str) -> RunProblem:
 def _collapsed(evidence: Evidence, value: str) -> RunProblem:
     step, final = evidence.broke, evidence.advice.number("--lr")
     rate = evidence.rate_at(step)
-    when = f" It collapsed at step {step}" if step is not None else ""
+    when = f" The reward collapsed at step {step}" if step is not None else ""
     if when and rate is not None:
         warming = f", during the warm-up to {short(final)}" if final and rate < 0.99 * final else ""
         when += f", at a learning rate of {short(rate)}{warming}"
     return RunProblem(
         "collapsed",
-        f"In the last steps, nearly all rewards are {value}, although the first rewards were better: the model lost its "
-        f"ability.{when + '.' if when else ''}",
-        "Start again from the initial model or an earlier checkpoint with a much lower learning rate, "
+        f"In the last steps, nearly all rewards are {value}, although the first rewards were better: the model no longer "
+        f"solves the task.{when + '.' if when else ''}",
+        "Start again from the initial model or an earlier checkpoint with a much lower learning rate: "
         f"{evidence.lower_rate(step, BELOW_BREAK)}.",
         evidence.spread(),
     )
@@ -88,35 +85,35 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
     if cut >= TIED:
         return RunProblem(
             "cut_off",
-            f"{cut:.0%} of the answers in the last steps were cut at {_limit(evidence)}, and {all_of_them} are {value}, "
+            f"{cut:.0%} of the answers in the last steps were truncated at {_limit(evidence)}, and {all_of_them} are {value}, "
             "probably because no answer is complete.",
-            f"{_raise_limit(evidence)} If all rewards stay equal, call the reward function (--reward-fn-path) on a "
-            "correct answer.",
+            f"{_raise_limit(evidence)} If all rewards are still equal afterwards, call the reward function (--reward-fn-path) "
+            "on a correct answer.",
             _cut_answers(evidence),
         )
     return RunProblem(
         "equal_rewards",
         f"{all_of_them.capitalize()} are {value}, so all advantages are zero and nothing can be learned.",
-        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong "
-        "answer. If one of these samples is correct, the reward function is wrong. If no sample is correct, use "
-        "easier problems, a better initial model (SFT first) or a larger --n-samples.",
+        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong answer. If "
+        "one of the listed samples is correct, the reward function is wrong. If none of these samples is correct, use easier "
+        "problems, a better initial model (SFT first) or a larger --n-samples.",
         evidence.spread(),
     )
 
 
 def tied_groups(evidence: Evidence) -> RunProblem | None:
-    """The answers to most prompts have equal rewards."""
+    """Detect that the answers to most prompts have equal rewards."""
     share, indices = evidence.tied
     if share < TIED:
         return None
     seen = f"For {share:.0%} of the prompts in the last steps, all answers got the same reward"
     if evidence.at_highest and evidence.neglected:
-        return _neglected(evidence, f"{seen}, and the rewards are close to the highest of the run")
+        return _neglected(evidence, f"{seen}, and the rewards are close to the highest reward of the run")
     cause = (
         "most prompts are solved" if evidence.solved else "most prompts are too hard, or their rewards are too coarse"
     )
     easier = (
-        "Use easier problems or a finer-grained reward (partial credit), or sample more answers per prompt, "
+        "Use easier problems or a finer-grained reward (partial credit), or sample more answers per prompt: "
         f"{evidence.advice.scaled('--n-samples', 2)}."
     )
     return RunProblem(
@@ -128,21 +125,23 @@ def tied_groups(evidence: Evidence) -> RunProblem | None:
 
 
 def truncated(evidence: Evidence) -> RunProblem | None:
-    """Many answers in the last steps are truncated at the limit."""
+    """Detect that many answers in the last steps are truncated at the limit."""
     share, length, cut = evidence.late("truncated"), evidence.trend("response_length"), evidence.trend("truncated")
     if not share > TRUNCATED:
         return None
     grew = ""
     if length is not None and length.rises and length.last > 1.5 * length.first:
         grew = f" The answers grew from {short(length.first)} to {short(length.last)} tokens."
-    seen = f"{share:.0%} of the answers in the last steps were cut at {_limit(evidence)}"
+    seen = f"{share:.0%} of the answers in the last steps were truncated at {_limit(evidence)}"
     if _costs_reward(evidence):
         text, remedy = f"{seen}, so unfinished answers were rewarded.{grew}", _raise_limit(evidence)
     elif cut is not None and cut.rises:
-        text = f"{seen}, but truncation does not lower their reward: the reward gives no reason to stop.{grew}"
+        text = (
+            f"{seen}, but truncation does not lower their reward, so the model has no reason to end its answers.{grew}"
+        )
         remedy = (
-            "If answers should stop, reward only answers that stop (`finish_reason` in the record's metadata). "
-            "Answers would fill a higher limit too."
+            "If the model should end its answers, reward only complete answers (`finish_reason` in the record's metadata). Do "
+            "not raise the limit: answers would fill a higher limit, too."
         )
     else:
         return None
@@ -150,10 +149,10 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 
 
 def _costs_reward(evidence: Evidence) -> bool:
-    """Whether truncated answers get clearly lower rewards than complete answers.
+    """Return whether truncated answers get clearly lower rewards than complete answers.
 
-    If there are fewer than two answers of either kind, whether the reward does not rise. False if the rewards are close
-    to the highest reward of the run.
+    If there are fewer than two truncated or fewer than two complete answers, return whether the reward does not rise. Return
+    False if the rewards are close to the highest reward of the run.
     """
     if evidence.at_highest:
         return False
@@ -169,12 +168,15 @@ def _costs_reward(evidence: Evidence) -> bool:
 
 
 def _raise_limit(evidence: Evidence) -> str:
-    """The remedy for unfinished answers. If most of them are repetitive, also the remedy for a model that never stops."""
+    """Return the remedy for unfinished answers. If most are repetitive, add the remedy for a model that never stops."""
     samples = evidence.samples
     texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2
-    advice = f"Raise the limit, {evidence.advice.scaled('--max-new-tokens', 2)}."
-    stop = "If the model never stops, check its end-of-sequence token and chat template, or teach it to stop with SFT."
+    advice = f"Raise the limit: {evidence.advice.scaled('--max-new-tokens', 2)}."
+    stop = (
+        "If the model never stops, check its end-of-sequence token and chat template, or teach the model to stop "
+        "with SFT."
+    )
     return f"{advice} {stop}" if endless else advice
 
 

@@ -58,19 +58,19 @@ KEYS: dict[str, tuple[str, ...]] = {
     "tokens_per_second": ("train/tokens_per_second",),
     "step_seconds": ("train/step_wall_time_s", "timeperf/step"),
 }
-"""Quantities of a run, each with its metric names; the first recorded name is used."""
+"""Maps each quantity of a run to names of metrics. The first name that the run recorded is used."""
 MAX_RUNS = 1000
 """Number of run directories after which a search stops."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if libyaml is installed
 _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
 """Limits of a configuration: number of bytes, of opening brackets, and of values.
 
-The brackets limit the nesting. The values are limited because YAML aliases multiply them.
+The number of brackets is limited to limit the nesting. The number of values is limited because YAML aliases multiply values.
 """
 
 
 class RunData:
-    """A run directory. The metrics are read immediately, other files when they are needed.
+    """The files of a run directory as data. The metrics are read immediately, other files when they are needed.
 
     Args:
         opened: function that opens the files of the run.
@@ -123,7 +123,7 @@ class RunData:
 
     @property
     def warnings(self) -> list[dict[str, Any]]:
-        """Health warnings: ``step, time, text``."""
+        """Health warnings, each with ``step``, ``time`` and ``text``."""
         return list(self.files.read_warnings())
 
     @property
@@ -137,28 +137,28 @@ class RunData:
         return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """The record of an index entry; without ``tokens``, its ``rows`` may be missing."""
+        """Return the record of an index entry. Without ``tokens``, the ``rows`` of the record may be missing."""
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
-        """The series of one of ``KEYS``. Empty if the run did not record this quantity."""
+        """Return the series of one of ``KEYS``; empty if the run did not record this quantity."""
         name = self.metric_of(key)
         return Series() if name is None else self.metrics[name]
 
     def metric_of(self, key: str) -> str | None:
-        """The metric name of one of ``KEYS`` in this run. None if the run did not record this quantity."""
+        """Return the metric name of one of ``KEYS`` in this run; None if the run did not record this quantity."""
         return next((name for name in KEYS[key] if name in self.metrics), None)
 
     def reward_parts(self) -> dict[str, Series]:
-        """Means of the reward's parts by name."""
+        """Return the mean of each reward part in each step, by the name of the part."""
         return self._with_prefix(f"rollout/{PARTS}")
 
     def phases(self) -> dict[str, Series]:
-        """Seconds of each phase of a step by name."""
+        """Return the seconds of each phase in each step, by the name of the phase."""
         return self._with_prefix("time/", "timeperf/")
 
     def log_tail(self) -> list[str]:
-        """The last complete lines of the log."""
+        """Return the last complete lines of the log."""
         try:
             with self.files.open(self.log_path) as file:
                 return log_part(file).lines
@@ -186,7 +186,7 @@ def _text(value: Any) -> str | None:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """The configuration of a run, without secrets.
+    """Return the configuration of a run, without secrets.
 
     {} if the file is missing, cannot be read, or exceeds a limit.
     """
@@ -203,9 +203,9 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 
 
 def _count(value: Any, counts: dict[int, int]) -> int:
-    """Number of values in a nested value. Each use of a YAML alias counts.
+    """Return the number of values in a nested value. Each use of a YAML alias counts.
 
-    A value that contains itself has more values than the limit.
+    For a value that contains itself, the number exceeds the limit.
     """
     if not isinstance(value, dict | list | tuple):
         return 1

@@ -10,11 +10,11 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Maximum length of a list of steps. If it is longer, the text has only its first and its last step."""
+"""Maximum length of a list of steps. Of a longer list, the text has only the length, the first step and the last step."""
 
 
 def data_sentence(run: RunData, steps: int) -> str:
-    """Tell how many examples a run has, and how often they were seen in ``steps`` steps. Empty if not recorded."""
+    """Tell how many examples a run has, and how often ``steps`` steps used each example; empty if not recorded."""
     data = run.environment.get("data")
     if not isinstance(data, dict) or not data.get("examples"):
         return ""
@@ -34,12 +34,14 @@ def _examples(data: dict[str, object], kind: str, examples: str, prompts: str) -
 
 
 def memory_sentence(run: RunData) -> str:
-    """Compare the peak memory of the run with the memory of its machine. Empty if memory was not recorded."""
+    """Compare the peak memory of the run with the memory of its machine; empty if memory was not recorded."""
     peak, left, gpu = (finite(run.metrics[name])[1].tolist() for name in (PEAK, AVAILABLE, PEAK_GPU))
     parts = []
     if peak:
         total = as_float(run.environment.get("memory_bytes")) / GIB
-        parts.append(f"its processes took at most {max(peak):.1f} GiB" + (f" of {total:.1f} GiB" if total > 0 else ""))
+        parts.append(
+            f"the processes of the run used at most {max(peak):.1f} GiB" + (f" of {total:.1f} GiB" if total > 0 else "")
+        )
     if left:
         parts.append(
             f"at least {min(left):.1f} GiB were available after each step, and {left[-1]:.1f} GiB after the last step"
@@ -47,13 +49,13 @@ def memory_sentence(run: RunData) -> str:
     if gpu:
         size = as_float(run.environment.get("gpu_memory_bytes")) / GIB
         parts.append(
-            f"tensors took at most {max(gpu):.1f} GiB" + (f" of {size:.1f} GiB" if size > 0 else "") + " on a GPU"
+            f"tensors used at most {max(gpu):.1f} GiB" + (f" of {size:.1f} GiB" if size > 0 else "") + " on a GPU"
         )
     return f"Memory: {'; '.join(parts)}." if parts else ""
 
 
 def saved_sentence(run: RunData) -> str:
-    """Tell which checkpoints and models of the run exist. Empty if they cannot be determined."""
+    """Tell which checkpoints and models of the run exist; empty if they cannot be determined."""
     folder = run.path / "checkpoints"
     if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
         return ""

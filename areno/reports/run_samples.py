@@ -1,4 +1,4 @@
-"""Selects samples of a run to show or to check. With the sample index, only the selected samples are read."""
+"""Selects samples of a run to show or to check. The sample index makes it unnecessary to read the other samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 
 
 def sample_id(sample: Any) -> str:
-    """The ID ``STEP/PROMPT/SAMPLE`` of a record or of an index entry. `areno inspect` accepts it."""
+    """Return the ID ``STEP/PROMPT/SAMPLE`` of a record or of an index entry. `areno inspect` accepts the ID."""
     names = ("step", "prompt_index", "sample_index") if isinstance(sample, dict) else ("step", "prompt", "sample")
     return "/".join(str(sample[name]) for name in names)
 
@@ -64,13 +64,13 @@ class RunSamples:
         return max(window(int(self.steps[-1] - self.steps[0]) + 1), 1)
 
     def flagged(self, flag: str, among: Indices) -> Indices:
-        """The samples in ``among`` that have a flag of ``FLAGS``."""
+        """Return the samples in ``among`` that have a flag of ``FLAGS``."""
         return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
 
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
-        """Samples with the highest or the lowest reward.
+        """Return the samples with the highest or the lowest reward.
 
-        Among equal rewards, samples with recorded tokens come first. Among these, the latest come first.
+        Among equal rewards, samples with recorded tokens come first, and later samples precede earlier samples.
         """
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
@@ -84,7 +84,7 @@ class RunSamples:
         return [int(index) for index in among[np.lexsort((among, has_rows, keys))][::-1][:count]]
 
     def spread(self, among: Indices, count: int = CHECKED) -> list[int]:
-        """At most ``count`` evenly spaced samples."""
+        """Return at most ``count`` evenly spaced samples."""
         return (
             [int(index) for index in among[np.unique(np.linspace(0, len(among) - 1, count).astype(int))]]
             if len(among)
@@ -92,21 +92,21 @@ class RunSamples:
         )
 
     def texts(self, index: int) -> dict[str, Any]:
-        """The record of a sample, possibly without its tokens."""
+        """Return the record of a sample, possibly without its tokens."""
         if index not in self._texts:
             self._texts[index] = self._run.sample(self.entries[index], tokens=False)
         return self._texts[index]
 
     def record(self, index: int) -> dict[str, Any]:
-        """The record of a sample."""
+        """Return the record of a sample."""
         return self._run.sample(self.entries[index])
 
     def ids(self, indices: Iterable[int] | Indices) -> tuple[str, ...]:
-        """IDs of samples."""
+        """Return the IDs of samples."""
         return tuple(sample_id(self.entries[index]) for index in indices)
 
     def position(self, name: str) -> int | None:
-        """Position of the sample with this ID. None if there is no such sample."""
+        """Return the position of the sample with this ID; None if there is no such sample."""
         step, prompt, sample = map(int, name.split("/"))
         first, end = np.searchsorted(self.steps, [step, step + 1])
         entries = self.entries[first:end]
@@ -114,10 +114,10 @@ class RunSamples:
         return int(first + matches[0]) if len(matches) else None
 
     def tied(self, among: Indices) -> tuple[float, Indices]:
-        """Fraction of groups whose answers all have the same reward, and the first sample of each of these groups.
+        """Return the fraction of groups whose answers all have the same reward, and the first sample of each of these groups.
 
-        Only recorded answers are compared. They include the best and the worst answer of each group. A group with one
-        recorded answer counts as tied.
+        Only recorded answers are compared. They include the best and the worst answer of each group. A group with one recorded
+        answer counts as tied.
         """
         if not len(among):
             return 0.0, among
@@ -141,7 +141,7 @@ class RunSamples:
         return prompts
 
     def includes_prompt(self, text: object) -> bool:
-        """Whether one of the first or last samples of the run has this prompt."""
+        """Return whether one of the first or last samples of the run has this prompt."""
         return str(text) in self._by_prompt
 
     @property
@@ -151,22 +151,22 @@ class RunSamples:
 
     @cached_property
     def recurring(self) -> list[tuple[int, int]]:
-        """For each prompt sampled in several steps: its first answer in the first step, and in the last step."""
+        """For each prompt that was sampled in several steps, its first answer in the first and in the last of these steps."""
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
-        """The pairs of :attr:`recurring` whose rewards differ most."""
+        """Return the pairs of :attr:`recurring` whose rewards differ most."""
         sizes = {(a, b): abs(self.rewards[b] - self.rewards[a]) for a, b in self.recurring}
         return sorted((pair for pair, size in sizes.items() if size > 0), key=lambda pair: -sizes[pair])[:count]
 
 
 def distinct_share(text: str) -> float:
-    """Fraction of distinct sequences of four characters at the end of a text. 1 if the text is too short."""
+    """Return the fraction of distinct sequences of four characters at the end of a text; 1 if the text is too short."""
     text = re.sub(r"\s+", " ", text)[-1000:]
     pieces = [text[start : start + 4] for start in range(len(text) - 3)]
     return len(set(pieces)) / len(pieces) if len(text) >= 40 else 1.0
 
 
 def completions(samples: RunSamples, indices: Sequence[int]) -> list[str]:
-    """Answers of samples."""
+    """Return the answers of samples."""
     return [str(samples.texts(index).get("completion", "")) for index in indices]

@@ -30,7 +30,7 @@ GAP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A token with its text, a description of its numbers, and its marks."""
+    """The text of a token, a description of its numbers, and the CSS classes that mark the token."""
 
     text: str
     numbers: str
@@ -73,13 +73,13 @@ class SampleView:
 
 
 class SampleViews:
-    """Creates the views of a page's samples; limits the number of tokens of the page."""
+    """Creates the views of the samples of a page, and limits the number of tokens on the page."""
 
     def __init__(self) -> None:
         self._left = MAX_TOKENS
 
     def view(self, record: Mapping[str, Any]) -> SampleView:
-        """The view of a record of ``samples.jsonl``."""
+        """Return the view of a record of ``samples.jsonl``."""
         rows = [self._row(row) for row in record.get("rows", ()) if self._left > 0]
         return SampleView(
             id=sample_id(record),
@@ -179,9 +179,9 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def data_text(record: Mapping[str, Any]) -> str:
-    """The data row of a sample without its prompt, for example the expected answer. One field per line.
+    """Return the data row of a sample without its prompt, for example the expected answer. Each field is on one line.
 
-    Empty if the data row was not recorded.
+    The text is empty if the data row was not recorded.
     """
     data = record.get("data")
     fields = data.items() if isinstance(data, dict) else ()
@@ -189,7 +189,7 @@ def data_text(record: Mapping[str, Any]) -> str:
 
 
 def is_truncated(record: Mapping[str, Any]) -> bool:
-    """Whether an answer was truncated at the maximum length."""
+    """Return whether an answer was truncated at the maximum length."""
     return record.get("finish_reason") == "length"
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run that differ from their defaults."""
+"""Finds the settings of a run that differ from their defaults."""
 
 import re
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ _INDEX = re.compile(r"\.\d+\.")
 def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Return the settings that have a value: first those that differ from their defaults, then the others.
 
-    Each list has names and values. A setting without a known default counts as different, for example a setting of a user's
-    algorithm. A setting that inherits from another setting, and has the same value, does not count as different.
+    Each list has names and values. A setting without a known default, such as a setting of a user's algorithm, counts as
+    different. A setting with the value of the setting from which it inherits does not count as different.
     """
     values = dict(flat(config, indexed=True))
     differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options

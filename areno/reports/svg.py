@@ -1,7 +1,7 @@
-"""Line charts and stacked bars as SVG, for pages and for files.
+"""Draws line charts and stacked bars as SVG, for pages and for files.
 
 A chart has its own colors and fonts, which an ``.svg`` file needs. A page can override the colors with CSS rules, for example
-for a dark scheme. The classes for these rules are, for example, ``axis``, ``s0`` to ``s7``, and ``f0`` to ``f7``.
+for a dark scheme. These rules use classes such as ``axis``, ``s0`` to ``s7``, and ``f0`` to ``f7``.
 """
 
 import math
@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from areno.observability.chart import printable
 
 MAX_POINTS = 500
-"""Maximum number of points of a drawn line. A longer line is divided into intervals, and only the extremes of each are drawn.
-"""
+"""Maximum number of points of a drawn line. Of a longer line, only the extremes of intervals are drawn."""
 COLORS = ("#0072b2", "#d55e00", "#00805d", "#b0508c", "#a66f00", "#3b7dd8", "#5c5c5c", "#8a4fbf")
 """Colors of the lines, which are distinguishable for color-blind readers and readable on white."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
@@ -30,9 +29,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series to draw. ``low`` and ``high`` are the bounds of a band around the line. Non-finite values leave a gap and are
-    marked.
-    """
+    """A series to draw. ``low`` and ``high`` bound a band around the line. Non-finite values leave a gap and are marked."""
 
     name: str
     x: ArrayLike
@@ -80,7 +77,7 @@ def line_chart(
         x_label: label of the horizontal axis.
         y_label: label of the vertical axis.
         heading: whether the title is drawn.
-        background: color of the canvas; empty: transparent.
+        background: color of the canvas; empty means transparent.
     """
     curves = [_thinned(line) for line in lines]
     top = 10.0 + (20 if heading and title else 0)
@@ -102,7 +99,7 @@ def line_chart(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], *, width: int = 640, unit: str = "s", title: str = "") -> str:
-    """Draw amounts as one stacked horizontal bar with a legend, as an ``<svg>`` element. Only positive amounts are drawn."""
+    """Draw the positive amounts as one stacked horizontal bar with a legend, as an ``<svg>`` element."""
     parts = [(name, amount) for name, amount in parts if amount > 0 and math.isfinite(amount)]
     total = sum(amount for _, amount in parts) or 1.0
     labels = [f"{name} {short(amount)} {unit} ({amount / total:.0%})" for name, amount in parts]
@@ -133,12 +130,12 @@ def _svg(width: int, height: int, description: str, body: Sequence[str]) -> str:
 
 
 def _safe(text: str) -> str:
-    """``text`` without control characters, escaped for markup."""
+    """Make control characters of a text visible, and escape the text for markup."""
     return escape(printable(text).replace("\n", " "))
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Color and dash attribute of a series. If a color is used again, its dashes differ."""
+    """Return the color and the dash attribute of a series. If a color is used again, its dashes differ."""
     dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 
@@ -173,7 +170,7 @@ def _legend(names: Sequence[str], width: int, top: float, filled: bool = False) 
 
 
 def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """``x, y, low, high``, in which non-finite values are NaN."""
+    """Return ``x, y, low, high``, in which non-finite values are NaN."""
     y = np.asarray(line.y, float)
     columns = (line.x, y, y if line.low is None else line.low, y if line.high is None else line.high)
     x, y, low, high = (np.where(np.isfinite(values := np.asarray(column, float)), values, np.nan) for column in columns)
@@ -181,7 +178,7 @@ def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _thinned(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """Points to draw. Of a long line, these are the first point, the last point, and the extremes of intervals."""
+    """Return the points to draw. Of a long line, these are the first point, the last point, and the extremes of intervals."""
     x, y, low, high = _arrays(line)
     count = len(x)
     if count <= MAX_POINTS:
@@ -216,7 +213,7 @@ def _range(values: Floats, margin: float = 0.06) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` round numbers between two bounds."""
+    """Return about ``count`` round numbers between two bounds."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -251,7 +248,7 @@ def _axes(frame: _Frame, y_ticks: Sequence[float], x_label: str, y_label: str) -
 
 
 def _curve(frame: _Frame, index: int, x: Floats, y: Floats, low: Floats, high: Floats) -> Iterator[str]:
-    """Draw the band and the line of a series. Few points, and isolated points, are also drawn as circles."""
+    """Draw the band and the line of a series. Isolated points, and all points of a short series, are also drawn as circles."""
     color, dash = _style(index)
     name, at_x, at_y = index % len(COLORS), frame.at_x(x), frame.at_y(y)
     finite = np.isfinite(x) & np.isfinite(y)

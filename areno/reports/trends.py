@@ -10,13 +10,11 @@ from areno.reports.svg import short
 from areno.storage.metric_columns import Series
 
 CLEAR = 3.0
-"""Number of standard errors above which a change is clear. Noise alone causes a clear rise in one of 700 runs."""
+"""Number of standard errors above which a change is clear. Noise alone causes a clear rise in about one of 700 runs."""
 SHARE = 10
-"""The start and the end of a long run are compared. Each of the two has 1 / SHARE of the steps."""
+"""The first and the last 1 / SHARE of the steps of a long run are compared."""
 AT_LEAST = 5
-"""Minimum number of compared steps at each end. A mean of fewer steps depends too much on single batches. A short run has
-fewer.
-"""
+"""Minimum number of steps to compare at each end; a short run has fewer. A mean of fewer steps depends on single batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class SeriesTrend:
         return self.clear(-self.change)
 
     def clear(self, change: float) -> bool:
-        """Whether a rise between two means over ``width`` values is larger than noise."""
+        """Return whether ``change``, a difference of means over ``width`` values, is a rise that is larger than noise."""
         return change > max(CLEAR * self.noise, 1e-9 * max(abs(self.first), abs(self.last)), 1e-12)
 
     def __str__(self) -> str:
@@ -66,17 +64,17 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Number of values to compare at each end of a series of ``count`` values. If ``count`` is below 2, the number is 0."""
+    """Return the number of values to compare at each end of a series of ``count`` values; 0 if ``count`` is below 2."""
     return max(count // SHARE, min(AT_LEAST, count // 2))
 
 
 def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> SeriesTrend | None:
-    """The trend of a series, or None if the series has fewer than two finite values.
+    """Return the trend of a series; None if the series has fewer than two finite values.
 
     Args:
-        noise: standard error of the difference of two means. None: the error is estimated from the values. The estimate from
-            fewer than four values is infinite.
-        width: number of values at each end; None: the result of :func:`window`.
+        noise: standard error of the difference of two means; None estimates the error from the values. The estimate from fewer
+            than four values is infinite.
+        width: number of values at each end; None means the result of :func:`window`.
     """
     steps, values = finite(series)
     width = min(width or window(len(values)), len(values) // 2)
@@ -99,11 +97,11 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 
 
 def _noise(values: NDArray[np.float64], width: int) -> float:
-    """Standard error of the difference between the means of two windows. It is infinite for fewer than four values.
+    """Return the standard error of the difference between the means of two windows; infinite for fewer than four values.
 
     The standard deviation of a value is estimated twice: from the differences of successive values, which a trend hardly
-    changes, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may be
-    too small. For the same reason, the last factor increases the estimate for few values.
+    changes, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may
+    be too small. For the same reason, the last factor increases the estimate for few values.
     """
     if len(values) < 4:
         return math.inf
@@ -114,17 +112,17 @@ def _noise(values: NDArray[np.float64], width: int) -> float:
 
 
 def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Steps with finite values, and these values."""
+    """Return the steps with finite values, and these values."""
     steps, values = series.arrays()
     kept = np.isfinite(values)
     return steps[kept], values[kept]
 
 
 def falls_at_start(series: Series) -> bool:
-    """Whether the first values are clearly higher than the values of the second half.
+    """Return whether the first values are clearly higher than the values of the second half.
 
-    Uses Wilcoxon's rank-sum test with ties. The test detects a fall within the first few steps. Such a fall makes the mean of
-    the first steps seem noisy.
+    The function uses Wilcoxon's rank-sum test with ties, which detects a fall within the first few steps. After such a fall,
+    the mean of the first steps seems noisy, so :class:`SeriesTrend` may miss the fall.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

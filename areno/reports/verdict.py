@@ -1,6 +1,6 @@
-"""The verdict on a run in plain words: whether the run learned, why it ended, what is wrong, and what to change.
+"""Gives a verdict on a run in plain words: whether the run learned, why it ended, what is wrong, and what to change.
 
-A problem also names the samples that show it.
+Each problem also names samples that show the problem.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ _CAUSES = (
     *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
     *("equal_rewards", "zero_gradient", "length_collapse"),
 )
-"""Problems that are listed first. Signs of exploitation are listed next, because exploitation may explain the other problems,
-such as longer or identical answers.
-"""
+"""Problems that are listed first. Signs of exploitation follow, because exploitation may explain the other problems."""
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
@@ -40,17 +38,17 @@ _EXPLAINED = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answers about a run; ``problems`` lists causes before effects."""
+    """The answers about a run: whether it learned, why it ended, and its problems. ``problems`` lists causes before effects."""
 
     learned: Learned
     ending: Ending
     problems: tuple[RunProblem, ...]
 
     def lines(self) -> list[str]:
-        """The answers as text."""
+        """Return the answers as lines of text."""
         lines = [
-            f"Did it learn? {HEADLINES[self.learned.state]} {self.learned.text}",
-            f"Why did it end? {self.ending.text}",
+            f"Did the model learn? {HEADLINES[self.learned.state]} {self.learned.text}",
+            f"Why did the run end? {self.ending.text}",
         ]
         lines += [f"What to do next? {self.ending.remedy}"] if self.ending.remedy else []
         for problem in self.problems:
@@ -65,7 +63,7 @@ class Verdict:
 
 
 def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
-    """The verdict on a run, from its metrics, status, warnings and samples."""
+    """Return the verdict on a run, from its metrics, status, warnings and samples."""
     evidence = evidence or Evidence(run)
     result = learned(evidence.progress)
     by_metrics = metric_problems(evidence)
@@ -79,7 +77,7 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
     extra = (_unexplained(evidence, result, problems), contaminated(evidence))
     problems += [replace(each, remedy=evidence.advice.text(each.remedy)) for each in extra if each is not None]
     if any(problem.key == "solved" for problem in problems) and result.state == "no":
-        result = replace(result, text=f"{result.text} It was solved from the start.")
+        result = replace(result, text=f"{result.text} The task was solved from the start.")
     return Verdict(result, ending_of(run, evidence.advice), tuple(problems))
 
 
@@ -93,7 +91,7 @@ def _decided(state: State, keys: set[str]) -> State:
 
 
 def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]) -> RunProblem | None:
-    """The problem to report for a result if no other problem was found."""
+    """Return the problem to report for a result if no other problem was found; None if the result needs no explanation."""
     if problems:
         return None
     if result.state in ("lost", "worse"):

@@ -93,7 +93,7 @@ def test_an_overflow_that_a_loss_scale_handles_is_normal():
 
 def test_a_warning_that_every_response_is_truncated_names_the_option():
     (text,) = observe(HealthMonitor(), 0, truncated=(True, True))
-    assert "every response (2)" in text
+    assert "all 2 responses were truncated" in text
     assert "--max-new-tokens" in text
 
 
@@ -173,7 +173,7 @@ def test_a_window_below_one_is_refused():
 
 def test_the_warning_names_the_limit_that_truncated_the_responses():
     monitor = HealthMonitor(max_new_tokens=64)
-    for length, option in ((64.0, "Raise --max-new-tokens;"), (40.5, "Raise --max-context-len (")):
+    for length, option in ((64.0, "Raise --max-new-tokens."), (40.5, "Raise --max-context-len (")):
         [text] = monitor.observe(0, {"response_len": length}, [0.0, 1.0], [0, 0], [True, True])
         assert option in text
         monitor = HealthMonitor(max_new_tokens=64)
@@ -208,7 +208,7 @@ def test_parts_that_move_against_each_other_while_the_reward_rises_are_reported_
     )
     assert "--reward-weights length=..." in text
     experiment = HealthMonitor(settings={"--reward-weights": "reward.weights"})
-    assert "lower its weight (reward.weights length=...)" in follow(experiment, HACKED)[0]
+    assert "lower the weight of `length` (reward.weights length=...)" in follow(experiment, HACKED)[0]
 
 
 @pytest.mark.parametrize(
@@ -257,13 +257,13 @@ def test_equal_rewards_are_explained_by_earlier_rewards():
     assert "Test the reward function on a correct answer" in never
     assert "solved" not in never
     _, unfinished = (text for step in range(9) for text in observe(cut, step, rewards=[0.0] * 4, truncated=(True,) * 2))
-    assert "All responses are truncated, which may be why" in unfinished
+    assert "All responses are truncated, which may be the cause" in unfinished
 
 
 def test_a_higher_limit_is_not_suggested_if_the_reward_rose_or_fell():
     better, worse = [2.0, 3.0, 2.0, 3.0], [0.0, 0.1, 0.0, 0.1]
     (risen,) = through(HealthMonitor(), REWARDS, better, truncated=True)
-    assert "it may simply grow with length or repetition" in risen
+    assert "the reward may simply grow with length or repetition" in risen
     (fallen,) = through(HealthMonitor(), REWARDS, worse, truncated=True)
     assert "a lower --lr" in fallen
     assert "--max-new-tokens" not in risen + fallen

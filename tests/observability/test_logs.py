@@ -55,9 +55,9 @@ def test_the_environment_sets_the_console_level(monkeypatch):
 
 def test_an_unknown_level_is_a_usage_error_that_lists_the_levels(monkeypatch):
     monkeypatch.setenv("ARENO_LOG_LEVEL", "LOUD")
-    with pytest.raises(UsageError, match=r"ARENO_LOG_LEVEL: unknown level 'LOUD'.*DEBUG, INFO"):
+    with pytest.raises(UsageError, match=r"'LOUD' of the environment variable ARENO_LOG_LEVEL is unknown.*DEBUG, INFO"):
         setup_logging(None)
-    with pytest.raises(UsageError, match="log level: unknown level 'chatty'"):
+    with pytest.raises(UsageError, match="log level 'chatty' is unknown"):
         setup_logging(None, level="chatty")
 
 

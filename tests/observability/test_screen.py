@@ -91,7 +91,7 @@ def test_three_warnings_are_shown_with_their_remedies():
     problems = [line for line in lines if line.startswith("warning")]
     assert len(problems) == 3
     text = "\n".join(lines)
-    for remedy in ("→ Use --dtype float32", "→ Raise --max-context-len", "see the log for each record"):
+    for remedy in ("→ Use --dtype float32", "→ Raise --max-context-len", "see the log for the reasons"):
         assert remedy in text
     assert lines[-2].startswith("sample"), "the warnings leave room for the sample"
     assert "  short   0.517" in text
@@ -100,7 +100,7 @@ def test_three_warnings_are_shown_with_their_remedies():
 def test_a_tall_terminal_shows_complete_warnings():
     text = " ".join(" ".join(lines_of(warned(display(100, 45)), 100, 45)).split())
     assert "Use --dtype float32; for a mixture-of-experts model, use --return-routed-experts" in text
-    assert "or first use SFT to teach it to stop" in text
+    assert "or first teach the model to stop with SFT" in text
 
 
 def test_only_the_last_three_warnings_stay_but_all_are_counted():

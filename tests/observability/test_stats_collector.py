@@ -171,7 +171,10 @@ def test_scopes_of_threads_and_tasks_do_not_mix():
         (lambda t: t.stat("n", x=torch.ones(2)), "denominator 'n' is unknown"),
         (lambda t: (t.denominator(n=torch.ones(2).bool()), t.stat("n", x=torch.ones(3))), r"shape \(3,\).*\(2,\)"),
         (lambda t: t.denominator(n=torch.ones(2)), r"must be a bool tensor.*mask\.bool"),
-        (lambda t: (t.denominator(x=torch.ones(2).bool()), t.scalar(x=1.0)), "recorded as sum, but now as scalar"),
+        (
+            lambda t: (t.denominator(x=torch.ones(2).bool()), t.scalar(x=1.0)),
+            "with reduce type sum, but now with scalar",
+        ),
     ],
 )
 def test_misuse_is_reported_with_a_remedy(use, words):

@@ -274,7 +274,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
     [
         ({"wandb": {"mode": "ofline"}}, r"wandb\.mode='ofline'.*online, offline, shared, disabled"),
         ({"swanlab": {"mode": "online"}}, r"swanlab\.mode='online'.*cloud, local, offline, disabled"),
-        ({"trackio": {"mode": "online"}}, r"trackio\.space_id=None: set stats_logger\.trackio\.space_id"),
+        ({"trackio": {"mode": "online"}}, r"trackio\.space_id is not set; set stats_logger\.trackio\.space_id"),
         ({"trackio": {"mode": "local", "space_id": "a/b"}}, r"use stats_logger\.trackio\.mode=online"),
         ({"mlflow": {"mode": "online"}}, r"mlflow\.mode='online'.*enabled, disabled"),
     ],

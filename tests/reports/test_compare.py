@@ -57,16 +57,16 @@ def test_rounding_is_reported_but_is_not_a_difference(tmp_path, capsys):
     )
     assert code == 0
     assert (
-        "all 3 steps agree to 1e-6, but are not bit-equal from step 2 on: train/loss is 0.0833333333 and 0.0833333342"
-        in text
+        "all 3 steps agree to within 1e-6, but are not bit-equal from step 2 on: train/loss is 0.0833333333 in" in text
     )
+    assert "in the first run and 0.0833333342 in the second (relative" in text
     assert data["divergence"]["unequal"]["metrics"][0]["relative"] == pytest.approx(1e-8, rel=1e-3)
 
 
 def test_a_run_with_more_steps_differs(tmp_path, capsys):
     code, text, _ = diff(capsys, write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=6))
     assert code == 1
-    assert "No difference: the 4 steps that both recorded are bit-equal." in text
+    assert "No difference: the 4 steps that both runs recorded are bit-equal." in text
 
 
 def swap_prompts(record):
@@ -104,13 +104,13 @@ def advantage(record):
 @pytest.mark.parametrize(
     ("change", "prompt", "phase", "words"),
     [
-        (swap_prompts, None, "prompts", "the same prompts in a different order"),
+        (swap_prompts, None, "prompts", "the prompts are the same, but their order differs"),
         (set_prompt, 0, "prompts", r"prompt 0 is 'Question 0' in the first run and 'Another question' in the second"),
         (template, 0, "prompts", "prompt 0 has the same text, but different tokens: the tokenizer or the chat template"),
-        (logprobs, 0, "log-probs", r"log-probs of the same tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
+        (logprobs, 0, "log-probs", r"log-probs of equal tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
         (tokens, 0, "sampled tokens", "from token 2 of sample 2/0/0 on, although the log-probs of the 14 common tokens agree"),
-        (reward, 0, "rewards", r"the same answers, but the reward of sample 2/0/0 is 0 and 0\.5 \(short: 0\.0 and 0\.5\)"),
-        (advantage, 0, "advantages", r"answers and rewards, but the advantage of sample 2/0/0 is -0\.5 and 0\.75"),
+        (reward, 0, "rewards", r"sample 2/0/0 is 0 in the first run and 0\.5 in the second \(short: 0\.0 and 0\.5\)"),
+        (advantage, 0, "advantages", r"rewards are the same, but the advantage of sample 2/0/0 is -0\.5 in the first run"),
     ],
 )  # fmt: skip
 def test_the_first_phase_that_differs_is_read_from_the_samples(change, prompt, phase, words, tmp_path, capsys):
@@ -151,7 +151,7 @@ def test_differing_tool_tokens_are_distinguished_from_sampled_tokens(tmp_path, c
     first = write_run(tmp_path / "a", samples=with_tool(1))
     second = write_run(tmp_path / "b", samples=with_tool(2), metrics=from_step(0, train__loss=7.0))
     _, _, data = diff(capsys, first, second)
-    expected = "but tokens that were not sampled (tool results, messages) differ, from token 5 of sample 0/0/0 on"
+    expected = "but tokens that were not sampled (tool results, messages) differ from token 5 of sample 0/0/0 on"
     assert expected in data["divergence"]["different"]["text"]
 
 

@@ -148,7 +148,7 @@ def test_a_rise_on_a_few_prompts_alone_is_memorization(scores, seed, tmp_path):
     )
     assert (result.learned.state, keys(result)) == ("memorized", ["memorized"])
     assert (
-        "Only 12 of 400 recorded prompts are different: on average, the policy saw each prompt at least 33 times."
+        "Only 12 of 400 recorded prompts are distinct: on average, the policy saw each prompt at least 33 times."
         in result.problems[0].text
     )
     assert "more and different prompts" in result.problems[0].remedy
@@ -210,7 +210,7 @@ def collapsed(broke, steps, rng):
 def test_a_collapse_names_its_step_and_suggests_a_lower_learning_rate(broke, rate, remedy, tmp_path):
     (problem,) = verdict(collapsed(broke, 100, np.random.default_rng(0)), tmp_path).problems
     assert problem.key == "collapsed"
-    assert f"It collapsed at step {broke}, at a learning rate of {rate}" in problem.text
+    assert f"The reward collapsed at step {broke}, at a learning rate of {rate}" in problem.text
     assert f"{remedy} (now 0.05)" in problem.remedy
 
 
@@ -249,7 +249,7 @@ def test_rewards_that_are_all_equal_because_no_answer_finishes(repeats, advice, 
     (problem,) = verdict(Prepared(metrics, samples=samples), tmp_path).problems
     assert problem.key == "cut_off"
     assert problem.text.startswith(
-        "99% of the answers in the last steps were cut at the limit of 256 tokens, and all rewards are 0"
+        "99% of the answers in the last steps were truncated at the limit of 256 tokens, and all rewards are 0"
     )
     assert problem.remedy.index("--max-new-tokens 512") < problem.remedy.index("--reward-fn-path")
     assert ("never stops" in problem.remedy) == advice
@@ -264,11 +264,11 @@ def checkpoint(run, step, name=""):
 def test_the_remedy_resumes_from_the_last_checkpoint(tmp_path):
     status = {**FINISHED, "state": "stopped", "signal": "SIGTERM"}
     run = Prepared(policy_metrics(np.random.default_rng(0), 45), status=status).write(tmp_path / "run").path
-    assert "It has no checkpoint to resume from" in verdict_of(RunData(run)).ending.remedy
+    assert "The run has no checkpoint to resume from" in verdict_of(RunData(run)).ending.remedy
     checkpoint(run, 20)
     checkpoint(run, 40)
     remedy = verdict_of(RunData(run)).ending.remedy
-    assert remedy == f"Continue it from its checkpoint of step 40: areno train --resume {run}"
+    assert remedy == f"Continue the run from its checkpoint of step 40: areno train --resume {run}"
 
 
 def test_the_remedy_of_an_experiment_that_cannot_be_resumed_names_its_last_saved_model(tmp_path):
@@ -282,7 +282,7 @@ def test_the_remedy_of_an_experiment_that_cannot_be_resumed_names_its_last_saved
     assert "No saved model was found." in ending.remedy
     model = "checkpoints/default/epoch1epochstep18globalstep50"
     (run.path / model).mkdir(parents=True)
-    assert f"Its last saved model is {model}." in verdict_of(RunData(run.path)).ending.remedy
+    assert f"The last saved model is {model}." in verdict_of(RunData(run.path)).ending.remedy
 
 
 def test_a_folder_without_a_configuration_is_not_its_own_saved_model(tmp_path):

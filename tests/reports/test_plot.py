@@ -237,7 +237,10 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
     ("words", "message"),
     [
         (["--out", "x.png"], r"use a name that ends in \.svg, \.csv or \.parquet"),
-        (["--out", "x.svg", "--metric", "rewrd"], r"--metric rewrd was not recorded \(did you mean reward\?\)"),
+        (
+            ["--out", "x.svg", "--metric", "rewrd"],
+            r"--metric rewrd matches no recorded metric \(did you mean reward\?\)",
+        ),
         (["--out", "x.svg", "--smooth", "0"], "--smooth 0: use at least 1"),
         (["--out", "x.svg", "--width", "6cm"], "--width 6cm: use 100 to 10000 px"),
         (["--out", "x.csv", "--smooth", "3"], r"--out x.csv: use --smooth with \.svg files only"),
@@ -248,7 +251,7 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
         (["--out", "x.svg", "--mean-over", "a=a"], "--mean-over a=a: another curve has the name a"),
         (["--out", "no/folder/x.svg"], "--out no/folder/x.svg cannot be written: No such file"),
         (["--out", "no/folder/x.parquet"], "--out no/folder/x.parquet cannot be written"),
-        (["--out", "x.svg", "--x", "tokens"], "has not recorded how many tokens"),
+        (["--out", "x.svg", "--x", "tokens"], "--x tokens needs the number of generated tokens"),
     ],
 )
 def test_invalid_options_are_usage_errors(words, message, tmp_path, monkeypatch, capsys):

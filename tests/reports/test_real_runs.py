@@ -38,7 +38,7 @@ def test_a_finished_run_has_a_report_with_its_numbers(tiny_checkpoint, tmp_path)
     assert run_command(*task_arguments("grpo", tiny_checkpoint, task, run), *evaluation) == 0
     page, source = page_of(run), (run / "report.html").read_text()
     assert page.one("span", class_="state").text == "finished"
-    assert "It finished: 4 steps, 1 epoch" in page.one("", id="ended").text
+    assert "The run finished: 4 steps, 1 epoch" in page.one("", id="ended").text
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["rollout/rewards_mean"] for record in records if "rollout/rewards_mean" in record]
     chart = re.search(r"<code>rollout/rewards_mean</code></figcaption>\s*(<svg.*?</svg>)", source, re.DOTALL)[1]
@@ -59,7 +59,7 @@ def test_a_finished_run_has_a_report_with_its_numbers(tiny_checkpoint, tmp_path)
     for box in section.all("article"):
         terms = map(int, re.findall("[0-9]+", prompts[box.attributes["id"].removeprefix("sample-")]))
         assert f"solutions: ['{sum(terms)}']" in box.text
-    assert re.search(r"took at most \d\.\d GiB of \d+\.\d GiB", page.one("section", **{"aria-labelledby": "time"}).text)
+    assert re.search(r"used at most \d\.\d GiB of \d+\.\d GiB", page.one("section", **{"aria-labelledby": "time"}).text)
     log = (run / "log.txt").read_text().splitlines()
     assert log[-1].endswith(f"report: {run / 'report.html'}")
 
@@ -91,7 +91,7 @@ def test_a_stopped_run_has_a_report_and_a_killed_one_gets_one_from_the_command(s
     assert text in ended
     assert "of 10,000" in ended
     # A stopped run saves its last step; a killed one cannot.
-    again = f"areno train --resume {run}" if signum == signal.SIGTERM else "It has no checkpoint to resume from"
+    again = f"areno train --resume {run}" if signum == signal.SIGTERM else "The run has no checkpoint to resume from"
     assert again in ended
 
 
@@ -110,7 +110,7 @@ def test_a_run_in_progress_has_a_report_after_a_checkpoint(tiny_checkpoint, tmp_
     assert run_command(*task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1, "--epochs", 1) == 0
     seen = Page((tmp_path / "seen.html").read_text()).root
     assert seen.one("span", class_="state").text == "running"
-    assert re.search("It is still running, after [123] steps? of 4", seen.one("", id="ended").text)
+    assert re.search("The run is still running, after [123] steps? of 4", seen.one("", id="ended").text)
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_a_run(tiny_checkpoint, tmp_path):

@@ -236,9 +236,9 @@ def test_sections_that_are_too_large_are_left_out_and_named(tmp_path):
     source = report_html(RunData(run.path))
     assert len(source.encode()) < 3_000_000
     page = Page(source).root
-    assert "Left out, because the page would be too large: samples." in page.one("header").text
+    assert "Omitted, because the page would be too large: samples." in page.one("header").text
     section = page.one("section", **{"aria-labelledby": "samples"})
-    assert [line.text for line in section.all("p")] == ["Left out, because the page would be too large."]
+    assert [line.text for line in section.all("p")] == ["This section is omitted, because the page would be too large."]
 
 
 def test_a_section_that_is_left_out_does_not_look_empty(tmp_path, monkeypatch):
@@ -249,7 +249,9 @@ def test_a_section_that_is_left_out_does_not_look_empty(tmp_path, monkeypatch):
     page = page_of(run).root
     for name in ("samples", "compared", "configuration", "warnings"):
         section = page.one("section", **{"aria-labelledby": name})
-        assert [line.text for line in section.all("p")] == ["Left out, because the page would be too large."]
+        assert [line.text for line in section.all("p")] == [
+            "This section is omitted, because the page would be too large."
+        ]
 
 
 def test_tokens_show_what_training_did_with_them(tmp_path):
@@ -298,7 +300,7 @@ def test_best_worst_and_most_changed_samples_are_shown_once(tmp_path):
     assert "answer for 0.9" in groups["Best"]
     assert re.search(r'Shown above:.*href="#sample-0-0-0".*href="#sample-9-3-0"', groups["Most changed"])
     compared = Page(source).root.one("section", **{"aria-labelledby": "compared"}).text
-    assert "Training prompts that recur" in compared
+    assert "Answers to training prompts that recur" in compared
     assert re.search(r"step 0, reward 0.1\s*answer for 0.1\s*After, step 9, reward 0.9\s*answer for 0.9", compared)
 
 
@@ -404,7 +406,7 @@ def test_the_verdict_links_to_its_samples(tmp_path):
     (problem,) = page.one("", id="wrong").all("li")
     links = [link.attributes["href"] for link in problem.all("a")]
     assert len(links) == 3
-    assert "Raise the limit, --max-new-tokens 512 (now 256)" in problem.text
+    assert "Raise the limit: --max-new-tokens 512 (now 256)" in problem.text
     named = page.one("section", **{"aria-labelledby": "samples"}).all("article")[:3]
     assert [f"#{box.attributes['id']}" for box in named] == links
 
@@ -421,7 +423,7 @@ def test_the_command_writes_the_report_and_prints_the_verdict(tmp_path, capsys):
     run = healthy(tmp_path)
     assert main(["report", str(run.path)]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("Did it learn? Yes.")
+    assert output.startswith("Did the model learn? Yes.")
     assert output.endswith(f"report: {run.report_path}\n")
     written = run.report_path.read_text()
     assert main(["report", str(run.path), "--out", str(tmp_path / "other.html")]) == 0

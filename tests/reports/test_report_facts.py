@@ -69,8 +69,8 @@ def test_peak_memory_is_shown_with_the_memory_of_the_machine(tmp_path):
     environment = {"memory_bytes": 16 * 2**30, "gpu_memory_bytes": 80 * 2**30}
     time = section(written(tmp_path, memory=memory, environment=environment), "time")
     assert (
-        "Memory: its processes took at most 6.5 GiB of 16.0 GiB; at least 0.2 GiB were available after each step, and "
-        "3.0 GiB after the last step; tensors took at most 70.5 GiB of 80.0 GiB on a GPU." in time.text
+        "Memory: the processes of the run used at most 6.5 GiB of 16.0 GiB; at least 0.2 GiB were available after each step, "
+        "and 3.0 GiB after the last step; tensors used at most 70.5 GiB of 80.0 GiB on a GPU." in time.text
     )
     (chart,) = [figure for figure in time.all("figure") if "Memory, in GiB" in figure.text]
     assert all(name in chart.text for name in memory)

@@ -168,7 +168,7 @@ def killed():
 def broken_reward_function():
     error = "RewardError: reward function reward.py failed on record 2: TypeError: unsupported operand"
     return Prepared({}, status={**FAILED, "error": error}), Expected(
-        "unknown", "", "Fix the cause of the error", "failed", False
+        "unknown", "", "First fix the cause of the error", "failed", False
     )
 
 
@@ -348,7 +348,7 @@ def test_a_healthy_run_has_learned_and_has_no_problems(seed, tmp_path):
     run = Prepared(policy_metrics(rng, STEPS), evaluations=evaluations, samples=prompt_samples(rng, STEPS))
     verdict = verdict_of(RunData(run.write(tmp_path / "run").path))
     assert (verdict.learned.state, verdict.problems) == ("yes", ())
-    assert "It finished: 100 steps, 1 epoch" in verdict.ending.text
+    assert "The run finished: 100 steps, 1 epoch" in verdict.ending.text
     assert "from 0.2 to 0.75" in verdict.learned.text
 
 
@@ -394,18 +394,18 @@ def test_dpo_is_judged_by_its_preference_accuracy(tmp_path):
     }
     verdict = verdict_of(RunData(Prepared(metrics, {**OPTIONS, "algo": "dpo"}).write(tmp_path / "run").path))
     assert verdict.learned.state == "yes"
-    assert "chosen answer the model prefers" in verdict.learned.text
+    assert "The model prefers the chosen answer" in verdict.learned.text
     assert [problem.key for problem in verdict.problems] == ["displaced"]
 
 
 ENDS = [
     ({"max_steps": STEPS}, {}, FINISHED, "all 100 steps of --max-steps 100 are done"),
-    ({"epochs": 3}, {"epochs": 3}, FINISHED, "It finished: 100 steps, 3 epochs"),
+    ({"epochs": 3}, {"epochs": 3}, FINISHED, "The run finished: 100 steps, 3 epochs"),
     ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "3,200 sequences were trained on"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGINT"}, "stopped by Ctrl-C (SIGINT) after 100 steps"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM (from a scheduler"),
-    ({}, {}, None, "no status was recorded"),
-    ({}, {"steps": STEPS}, None, "It finished"),
+    ({}, {}, None, "the run recorded no status"),
+    ({}, {"steps": STEPS}, None, "The run finished"),
 ]
 
 
