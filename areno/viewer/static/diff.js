@@ -35,8 +35,8 @@ export async function show(page, { params }) {
     if (!steps) return el("p", {}, "The runs have no metrics in common.");
     if (!different) {
       return el("p", {}, unequal
-        ? `The ${steps} steps that both recorded agree to 1e-6; they are not bit-equal from step ${unequal.step} on: ${unequal.text}.`
-        : `The ${steps} steps that both recorded are bit-equal.`);
+        ? `The ${steps} steps that both runs recorded agree to 1e-6; they are not bit-equal from step ${unequal.step} on: ${unequal.text}.`
+        : `The ${steps} steps that both runs recorded are bit-equal.`);
     }
     const cause = causes.map((one) => `${one.name}: ${shown(one.values[0])} in the first run, ${shown(one.values[1])} in the second`).join("; ");
     return [
@@ -48,7 +48,7 @@ export async function show(page, { params }) {
   function curves(list) {
     const rows = list.map((one) => [one.key.replaceAll("_", " "), ...[...one.first, ...one.last, ...one.mean, one.difference].map(number)]);
     const heads = ["Metric", ...["First", "Last", "Mean"].flatMap((which) => [`${which}, left`, `${which}, right`]), "Difference of means"];
-    return [el("h2", {}, "Curves over the steps that both recorded"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
+    return [el("h2", {}, "Curves over the steps that both runs recorded"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
   }
 
   let turn = 0;
