@@ -379,7 +379,7 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
     engine.drop_role("ref")
     with pytest.raises(EngineError, match="no role 'ref'"):
         engine.drop_role("ref")
-    with pytest.raises(UsageError, match=r"^role 'reward' \S+ has no scalar head \(looked for score, v_head"):
+    with pytest.raises(UsageError, match=r"^role 'reward' \S+ has no scalar head with one of the names score, v_head"):
         engine.ensure_roles(role("reward", other_checkpoint))
     with pytest.raises(UsageError, match=r"ModelRole\('critic'\).optimizer has no key learning_rate"):
         engine.ensure_roles(role("critic", classifier, trainable=True, optimizer={"learning_rate": 1.0}))

@@ -382,7 +382,7 @@ def test_routers_that_choose_in_another_way_are_refused(monkeypatch):
             return logits, scores, logits.argsort(-1, descending=True)[:, :EACH].flip(-1)
 
         monkeypatch.setattr(router, "forward", sorted_instead)
-    with pytest.raises(UnsupportedModelError, match="do not select experts by a topk"):
+    with pytest.raises(UnsupportedModelError, match="cannot identify the topk call"):
         follow_routers(model, "qwen3_moe", lambda value: [value])
 
 
