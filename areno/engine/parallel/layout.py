@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 from areno.errors import UsageError
 
-NO_ROLLOUT = "the stages of a pipeline cannot generate; use a layout without pipeline parallelism (p), or a separate rollout engine"
+NO_ROLLOUT = (
+    "the stages of a pipeline cannot generate; use a layout without pipeline parallelism (p), or use a separate "
+    "rollout engine"
+)
 
 
 class Place(NamedTuple):
