@@ -96,7 +96,7 @@ class AccessMiddleware:
         return secrets.compare_digest(cookie.encode(), self._session.encode())
 
     def _matches(self, key: bytes) -> bool:
-        """Whether ``key`` is the API key. The comparison takes constant time, so that timing reveals nothing."""
+        """Whether ``key`` is the API key. The comparison takes constant time, so that its duration reveals nothing."""
         return secrets.compare_digest(key, (self._key or "").encode())
 
     async def _login(self, request: Request) -> Response:

@@ -163,7 +163,7 @@ class RunCatalog:
 
 
 def completed_steps(data: RunData) -> int:
-    """Return the number of completed training steps. The steps of evaluations, which may be one higher, do not count."""
+    """Return the number of completed training steps. Evaluations are ignored, because their step may be one higher."""
     metrics = list(data.metrics.series.items())  # another thread may add metrics, or replace them all
     return max((series.steps[-1] for name, series in metrics if not _is_evaluated(name)), default=-1) + 1
 

@@ -53,7 +53,7 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 
 
 def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Return the indices of at most ``limit`` (>= 4) values: first value, last value, and extremes of equal intervals."""
+    """Return the indices of at most ``limit`` (>= 4) values: first, last, and extremes of equally long intervals."""
     if len(values) <= limit:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (limit - 2) // 2 + 1).astype(np.intp)

@@ -31,7 +31,7 @@ A step records at most 24 samples.
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """Selects the samples to list. None means no filter. Bounds are inclusive. A sample needs only one of ``flags``."""
+    """Selects the samples to list. A filter with the value None is off. Bounds are inclusive. One of ``flags`` suffices."""
 
     step_from: int | None = None
     step_to: int | None = None
@@ -96,7 +96,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     if not 0 <= index < len(entries):
         raise ApiError(
             404,
-            f"there is no sample {index}, because only {len(entries)} samples are recorded",
+            f"there is no sample {index}; the run has recorded {len(entries)} samples, numbered from 0",
             code="sample_not_found",
         )
     start = max(index - _NEIGHBORS, 0)

@@ -30,7 +30,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
           last minute.
         - ``sessions`` in order of submission. Each has ``task, session, role, begin, end, status, reason``, ``phases`` (a
           list of ``name, begin, end``), and ``version`` (the weight version when the session began).
-        - ``phases`` of the trainer, in order of their begin
+        - ``phases`` of the trainer, in the order in which they began
         - ``left_out``: whether ``phases`` omits the first phases of the window, because the window has too many phases
         - ``versions`` (``version, time``), starting with the last version before the window
         - ``earlier``: the value of ``until`` for the previous window; null if there is no previous window

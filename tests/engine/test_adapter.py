@@ -459,7 +459,7 @@ def test_an_adapter_whose_matrices_are_not_those_of_the_model_is_refused(change,
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rnk": 4}, "lora has no key rnk; known keys: adapter_path, alpha"),
+        ({"rnk": 4}, "lora has no key rnk; its keys are adapter_path, alpha"),
         ({}, "lora rank=0: a new adapter needs a rank of at least 1"),
     ],
 )

@@ -3,8 +3,8 @@
 :mod:`areno.engine.model.attach_adapter` attaches adapters with ``peft``.
 
 In training, the adapter is a separate branch of each frozen layer. For rollouts in fp32 on a CPU, the adapter is merged into
-the weights, so a decode step costs the same as without an adapter. The weights are merged when generation begins, and the
-original weights are restored afterwards.
+the weights, so a decode step costs the same as without an adapter. The weights are merged when generation begins. The original
+weights are restored when generation has ended.
 
 Merged bf16 weights would lose small updates to rounding, and 4-bit weights cannot store the merged values. In rollouts with
 bf16 or 4-bit weights, and in all rollouts on GPUs, the adapter is therefore a separate branch. While the adapter is disabled,
@@ -53,7 +53,7 @@ class AdapterOptions:
         """
         keys = {entry.name for entry in fields(cls)}
         if unknown := sorted(set(values) - keys):
-            raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(keys))}")
+            raise UsageError(f"{owner} has no key {', '.join(unknown)}; its keys are {', '.join(sorted(keys))}")
         options = cls(**values)
         if options.rank < 1 and options.adapter_path is None:
             raise UsageError(
@@ -134,7 +134,7 @@ class Adapter:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Unmerge the adapter while the ``with`` block changes weights. Afterwards, merge it again if it was merged before."""
+        """Unmerge a merged adapter while the ``with`` block changes the weights, and merge the adapter again afterwards."""
         merged = self.merged
         self.unmerge()
         yield
@@ -164,7 +164,9 @@ class Adapter:
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write the adapter's configuration and weights. All ranks must call this method; only ranks with ``writes`` write."""
+        """Write the adapter's configuration and weights. All ranks must call this method; only ranks with ``writes`` write
+        files.
+        """
         state = self.state()
         if not writes:
             return

@@ -23,9 +23,8 @@ _HEAD = "score"
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
     """Attach an adapter to a module in place, and freeze the module's weights.
 
-    The scalar head of a classifier stays trainable and is saved with the adapter. ``base`` is the name of the base model that
-    the adapter's configuration records. Raises UsageError: the adapter does not fit the model, or the model lacks a target
-    module.
+    The scalar head of a classifier stays trainable and is saved with the adapter. ``base`` is the name of the base model in the
+    adapter's configuration. Raises UsageError: the adapter does not fit the model, or the model lacks a target module.
     """
     require_packages("lora", "LoRA needs")
     with warnings.catch_warnings(), _unsharded_layers(module):
@@ -167,7 +166,7 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
 
 
 def _refuse_biases(module: nn.Module, layers: Sequence[Any], path: str) -> None:
-    """Reject an adapter that has a bias (``lora_bias``) for a layer without a bias, because its bias cannot be merged."""
+    """Reject an adapter that has a bias (``lora_bias``) for a layer without a bias, because the bias cannot be merged."""
     names = {layer: name for name, layer in module.named_modules()}
     for layer in layers:
         biased = any(matrix.bias is not None for matrix in layer.lora_B.values())

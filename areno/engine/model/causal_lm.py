@@ -25,7 +25,7 @@ KEPT_CHUNK_ELEMENTS = 8 * CHUNK_ELEMENTS
 
 
 class _HiddenOnly:
-    """The output of a base model; contains only the hidden states."""
+    """The output of a base model, reduced to the hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

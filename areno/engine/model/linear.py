@@ -44,7 +44,7 @@ def _gains(weight: Tensor, least: int) -> bool:
     """Whether :class:`FastLinear` is faster for a weight [O, C].
 
     If ``least`` is 0, :class:`FastLinear` is always faster. Otherwise :class:`FastLinear` is faster only for weights with at
-    least ``least`` elements and at least 8 outputs per input.
+    least ``least`` elements and at least 8 times as many outputs as inputs.
     """
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 

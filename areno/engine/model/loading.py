@@ -118,7 +118,7 @@ def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
     adapted.adapter = attached
     trained = sum(p.numel() for _, p in adapted.parameters())
     counts = (attached.rank, attached.layers, trained / 1e6)
-    logger.info("the adapter has rank %d, and adapts %d layers with %.2f million trained parameters", *counts)
+    logger.info("the adapter has rank %d and adapts %d layers; it has %.2f million trained parameters", *counts)
     return adapted
 
 
@@ -170,8 +170,8 @@ def prepare_as(
     """Make a loaded model or pipeline stage follow attention plans, disable its dropout, and validate the result.
 
     The validation compares areno's results with those of ``transformers``. For a policy, the compared results are the logits.
-    For a critic, a reward model or a stage without the output layer, they are the hidden states. ``validates`` is False if
-    another rank reads and validates the weights.
+    For a critic, a reward model or a stage without the output layer, the compared results are the hidden states. ``validates``
+    is False if another rank reads and validates the weights.
     """
     _repair_generation_config(module)
     _disable_dropout(module)
@@ -296,7 +296,7 @@ def _build(
 
 
 def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Build the model with uninitialized weights, which the rank that reads the checkpoint sends later."""
+    """Build the model with uninitialized weights. The rank that reads the checkpoint sends the weights later."""
     with no_init_weights():
         module: Any = kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     module.tie_weights()  # skipped by no_init_weights

@@ -1,9 +1,9 @@
 """The attention plan of training and prefill, for packed sequences of different lengths.
 
 Sequences are concatenated into one row of T tokens and do not attend to each other. For attention, sequences of similar length
-form a group, and the sequences of a group are padded to the length of its longest sequence. A group has at most one padding
-token per five other tokens, so a long sequence does not make short sequences expensive. Variable-length kernels on GPUs need no
-padding.
+form a group, and the sequences of a group are padded to the length of the group's longest sequence. A group has at most one
+padding token per five other tokens, so a long sequence does not make short sequences expensive. Variable-length kernels on GPUs
+need no padding.
 """
 
 import functools
@@ -197,7 +197,7 @@ class PackedPlan:
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Divide sequences into groups of similar length, and return the indices of each group.
 
-    The padded size of a group is at most ``MAX_PADDED_SHARE`` times the number of its tokens.
+    The padded size of a group is at most ``MAX_PADDED_SHARE`` times the number of tokens in the group.
     """
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]

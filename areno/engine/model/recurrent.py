@@ -3,9 +3,9 @@
 A recurrent layer updates a state from token to token. With the ``forward`` of ``transformers``, the last state of one packed
 sequence would be the first state of the next sequence. areno therefore wraps each layer's ``forward``.
 
-In training, ``forward`` processes one padded row per sequence. Padding does not change the results, because it follows the
-tokens of the sequence. In rollouts, every cache slot has its own state. A prefill runs ``forward`` on one sequence at a time,
-because padding would change the cached state.
+In training, ``forward`` processes one padded row per sequence. Padding does not change the results, because padding follows the
+tokens of a sequence, and the layers are causal. In rollouts, every cache slot has its own state. A prefill runs ``forward`` on
+one sequence at a time, because padding would change the cached state.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SlotStates:
         self._conv[layer_idx][self._rows] = self._conv_rows
 
     def tensors(self) -> list[Tensor]:
-        """Return the state tensors of all layers. Their first axis is the slot."""
+        """Return the state tensors of all layers. The first axis of each tensor is the slot."""
         return [*self._conv.values(), *self._recurrent.values()]
 
     def copy(self, source: int, targets: Tensor) -> None:

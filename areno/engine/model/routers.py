@@ -1,4 +1,4 @@
-"""Find the routers of an MoE model, and make them record and replay expert choices."""
+"""Find the routers of an MoE model, and make the routers record or replay expert choices."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _Probe(ChoiceRecorder):
         self._indices: Tensor | None = None
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the indices passed to the experts; a forward pre-hook of the module with the experts."""
+        """Record the indices that are passed to the experts. This method is a forward pre-hook of the experts' module."""
         indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
         self._indices = indices[0] if indices else self._indices  # shared experts get no indices
 

@@ -51,9 +51,7 @@ class Routers:
 
     @property
     def kind(self) -> torch.dtype:
-        """Integer dtype of recorded expert ids. The maximum of the dtype is not an expert id, but marks a token without a
-        record.
-        """
+        """Integer dtype of recorded expert ids. The maximum of the dtype marks a token without a record."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
@@ -160,8 +158,8 @@ class ChoiceReplay(_TopkMode):
             choice is repeated.
         first: index of the recorded token that is the first token of the pass. Tokens after the last recorded token keep the
             router's choices.
-        tolerance: maximum difference between the scores of a recorded choice and the router's own choice, relative to the
-            largest score. If the difference is larger, the router's own choice is used.
+        tolerance: maximum difference between the scores of the recorded experts and of the router's own experts, relative to
+            the largest score. If the difference is larger, the router's own choice is used.
     """
 
     def __init__(self, *recorded: ChoiceRecorder, first: int = 0, tolerance: float) -> None:
@@ -221,8 +219,7 @@ class Replay:
 
     Args:
         recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token without a record.
-        routers: the routers of the model.
-        count: counter of the replayed choices, or None.
+        routers: the routers of the model. count: counter of the replayed choices; None counts nothing.
     """
 
     def __init__(self, recorded: Tensor, routers: Routers, count: RoutingCount | None = None) -> None:

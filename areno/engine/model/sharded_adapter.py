@@ -166,7 +166,7 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """Return this rank's shard of a tensor. ``gradient`` is the placement of the shard's gradient; None: as the tensor."""
+    """Return this rank's shard of a tensor. ``gradient`` is the gradient's placement; None: the placement of the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

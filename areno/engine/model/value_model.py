@@ -40,7 +40,8 @@ def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None:
         raise UnsupportedModelError(
-            f"{type(config).__name__}: transformers has no causal language model of this architecture"
+            f"{type(config).__name__}: transformers has no causal language model of this architecture; use another "
+            "model"
         )
     base = next(kind for kind in causal.__mro__ if kind.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")

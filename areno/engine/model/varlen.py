@@ -1,9 +1,9 @@
 """Attention over packed sequences on a GPU, with ``torch.nn.attention.varlen`` or the ``flash-attn`` package.
 
 Training and prefill use these kernels, which need no padding. The kernels do not support some cases, such as sinks, fp32, head
-sizes above 256 and old GPUs. Such cases use :func:`~areno.engine.model.attention.scaled_dot_product`, and each reason is logged
-once as a warning. A kernel is selected by its features, not by its version number. Before a kernel is used, its forward and
-backward results are compared with PyTorch's attention.
+sizes above 256 and old GPUs. In these cases, attention uses :func:`~areno.engine.model.attention.scaled_dot_product`, and the
+reason is logged once as a warning. A kernel is selected by its features, not by its version number. Before a kernel is used,
+its forward and backward results are compared with PyTorch's attention.
 """
 
 import functools

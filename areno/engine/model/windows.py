@@ -16,9 +16,9 @@ _NARROW = 4
 
 
 def limiting_window(config: Any) -> int | None:
-    """Return the smallest attention window, in tokens, of a ``transformers`` configuration.
+    """Return the smallest attention window of a ``transformers`` configuration, in tokens; None if there is no window.
 
-    Windows that are not shorter than the context are ignored. None if no window is left.
+    Windows that are not shorter than the context are ignored.
     """
     text, context = config.get_text_config(), context_length(config)
     windows = [window for name in _WINDOWS if isinstance(window := getattr(text, name, None), int) and window > 0]

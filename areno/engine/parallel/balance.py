@@ -1,4 +1,4 @@
-"""Assign rows to ranks and to microbatches, so that their numbers of tokens are similar."""
+"""Assign rows to ranks or to microbatches, so that all ranks or microbatches have similar numbers of tokens."""
 
 import heapq
 from collections.abc import Sequence

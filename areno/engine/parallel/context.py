@@ -130,7 +130,7 @@ class ContextPlan:
         return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Gather ``hidden`` [n, C] from all ranks, and run a recurrent layer on it. Return this rank's slice of the output."""
+        """Gather ``hidden`` [n, C] from all ranks, and run a recurrent layer on the result. Return this rank's outputs."""
         gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 
@@ -140,7 +140,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return how often key heads must be repeated at least, so that each rank has the key heads of its query heads."""
+    """Return the smallest number of copies of each key head with which each rank has the key heads of its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

@@ -39,7 +39,7 @@ class Layout:
 
     The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks. The chunks are assigned to the stages round-robin: of
     two stages with two chunks each, the first stage has the first and the third chunk. ``pp_less`` holds two numbers: the work
-    of the embedding in the first chunk and of the output layer in the last chunk, each as a number of layers.
+    of the embedding and the work of the output layer, each expressed as a number of layers.
 
     With ``reshards``, FSDP frees gathered layers between the forward and the backward pass. ``units`` lists the module classes
     that FSDP shards as units. If ``units`` is empty, the units are decoder layers. With ``offloads``, FSDP keeps shards in host

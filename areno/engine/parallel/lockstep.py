@@ -1,4 +1,4 @@
-"""Rollout loops of a replica that is sharded across several ranks, which run in lockstep.
+"""Rollout loops that run in lockstep on the ranks of a sharded replica.
 
 Each iteration (turn) of a rollout loop depends only on the requests, cancellations and limits. Before each turn, the first rank
 (the leader) broadcasts all new requests, cancellations and limits. Therefore, all ranks schedule, compute and sample
@@ -162,7 +162,7 @@ class FollowingLoop(LockstepLoop):
         return True
 
     def wait_idle(self) -> None:
-        """Wait until the leader reports that no request is pending. The leader may have requests that it has not sent yet."""
+        """Wait until the leader reports that no request is pending. Only the leader knows all requests."""
         with self._wake:
             self._wake.wait_for(lambda: self.failure is not None or self._idle)
             self._idle -= 1

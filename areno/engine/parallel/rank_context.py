@@ -93,13 +93,13 @@ class RankContext:
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:
-        """Within a stage, broadcast the values from the rank that reads the weights, in place."""
+        """Broadcast values within a stage, in place, from the rank that reads the weights."""
         if self.place.replica == 0:
             self.context.broadcast(values)
         self.data.broadcast(values)
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum over all ranks."""
+        """Return the minimum of the values of all ranks."""
         for channel in (self.tensor, self.context, self.data, self.pipeline):
             value = channel.all_reduce_min(value)
         return value

@@ -23,7 +23,7 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """A picklable meeting point of the ranks of a group. The methods take the group's ``name``, which must not be reused."""
+    """Connects the ranks of a group; picklable. The methods take the group's ``name``, which must not be reused."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
         """Return the store through which the ranks of a group exchange addresses."""

@@ -37,7 +37,7 @@ class Segment:
 
 
 def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
-    """Map a segment, as long as tensors use the mapping. Without ``writable``, changes stay private to this process.
+    """Map a segment. The mapping lasts as long as tensors use it. Without ``writable``, changes stay private to this process.
 
     Raises OSError if the segment cannot be opened. Raises ValueError if the segment is smaller than ``size``.
     """

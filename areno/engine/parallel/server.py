@@ -109,7 +109,7 @@ class EngineServer:
     def end_rollout(self) -> None:
         """Wait until no request is pending. Without ``keep_rollout_state``, free the KV cache afterwards.
 
-        The first rank of the tensor-parallel group first aborts all pending requests.
+        Before the wait, the first rank of the tensor-parallel group aborts all pending requests.
         """
         if self.peers.decides:
             self.engine.end_rollout()
@@ -127,7 +127,7 @@ class EngineServer:
         temperatures: Sequence[float],
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
-        """Score this rank's rows, and return pairs (row index, result). Empty if another rank returns the results."""
+        """Score this rank's rows. Return pairs (row index, result), or an empty list if another rank returns the results."""
         self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = [temperatures[index] for index in mine]

@@ -1,4 +1,4 @@
-"""Shard a model across the ranks of a replica, and save a sharded model without sharding.
+"""Shard a model across the ranks of a replica, and save a sharded model as unsharded files.
 
 The model's ``transformers`` tensor-parallel plan states how each layer is sharded. Sharded parameters are ``DTensor``s, and
 unsharded parameters are plain tensors.
@@ -41,7 +41,7 @@ def distributed_config(
 ) -> DistributedConfig:
     """Return the ``transformers`` configuration for sharding a model.
 
-    The tensor-parallel plan of a model may contain hooks that sum the gradients of unsharded parameters. The returned
+    The tensor-parallel plan of a model may add hooks that sum the gradients of some unsharded parameters. The returned
     configuration has no such hooks: :func:`partial_names` lists the parameters, and the optimizer sums their gradients once. A
     plan may also gather the logits. In the returned configuration, the logits stay sharded; see :func:`vocabulary_share`.
 
