@@ -164,9 +164,7 @@ class Adapter:
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write the adapter's configuration and weights. All ranks must call this method; only ranks with ``writes`` write
-        files.
-        """
+        """Write the adapter's files. All ranks must call this method, but only ranks with ``writes`` write the files."""
         state = self.state()
         if not writes:
             return
