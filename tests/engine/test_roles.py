@@ -432,7 +432,7 @@ def test_a_head_of_another_width_is_refused(tmp_path, classifier):
     del tensors["score.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
-    with pytest.raises(UsageError, match="takes 48 features, but the model has 32"):
+    with pytest.raises(UsageError, match="takes 48 features, but the hidden states of the model have 32"):
         load_value_model(str(folder), LoadOptions(dtype=torch.float32))
 
 

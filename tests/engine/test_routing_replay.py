@@ -410,7 +410,7 @@ def test_a_model_whose_rounding_changes_the_choice_of_experts_is_accepted(family
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_choices_hide_no_layer_that_ignores_the_plan(family, monkeypatch):
     monkeypatch.setattr(PackedPlan, "__init__", partialmethod(one_sequence, PackedPlan.__init__))
-    with pytest.raises(UnsupportedModelError, match="run individually"):
+    with pytest.raises(UnsupportedModelError, match="than for individual sequences"):
         prepare(stock(family), family)
 
 
@@ -427,7 +427,7 @@ def test_replayed_choices_hide_no_router_that_mixes_sequences():
     module = stock("qwen3_moe")
     for router in routers_of(module):
         router.forward = partial(choose_by_all_tokens, router)
-    with pytest.raises(UnsupportedModelError, match="run individually"):
+    with pytest.raises(UnsupportedModelError, match="than for individual sequences"):
         prepare(module, "qwen3_moe")
 
 
