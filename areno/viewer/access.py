@@ -1,6 +1,6 @@
-"""Access control: the API key, the host names that are allowed without a key, and security headers.
+"""Controls access to ``areno view``: checks the API key and the host name, and adds security headers.
 
-The headers forbid the page to load anything from other servers.
+The security headers forbid the page to load files from other servers.
 """
 
 import secrets
@@ -24,16 +24,17 @@ _HEADERS = {
 LOGIN = "/api/login"
 _MAX_KEY_BYTES = 4096
 _OWN_PAGES = (b"none", b"same-origin")
-"""Allowed values of ``Sec-Fetch-Site``. A browser sends ``none`` for a typed address.
+"""Allowed values of ``Sec-Fetch-Site``.
 
-A browser sends ``same-origin`` for a request from the page itself.
+A browser sends ``none`` for a typed address, and ``same-origin`` for a request from the page itself.
 """
 
 
 class AccessMiddleware:
-    """ASGI middleware that rejects foreign hosts and unauthorized requests for data. Adds security headers to responses.
+    """ASGI middleware that rejects requests with a foreign host name, and unauthorized requests for data.
 
-    A browser sends the key only once, to ``LOGIN``. It gets a cookie, which is valid until the server stops.
+    The middleware adds security headers to responses. A browser sends the API key only once, to ``LOGIN``. The browser receives
+    a cookie, which is valid until the server stops.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -72,13 +73,19 @@ class AccessMiddleware:
         if not scope["path"].startswith("/api/"):
             return None  # the page itself holds no data
         if headers.get(b"sec-fetch-site", b"none") not in _OWN_PAGES:
-            raise ApiError(403, "pages from other servers cannot use this server", code="cross_site")
+            raise ApiError(
+                403,
+                "pages from other servers cannot use this server; open this server's address in the browser",
+                code="cross_site",
+            )
         if self._key is None:
             return None
         if scope["path"] == LOGIN and scope["method"] == "POST":
             return await self._login(Request(scope, receive))
         if not self._has_key(scope, headers):
-            raise ApiError(401, "missing or invalid API key", code="invalid_api_key")
+            raise ApiError(
+                401, "the API key is missing or wrong; send the API key of this server", code="invalid_api_key"
+            )
         return None
 
     def _has_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
@@ -89,7 +96,7 @@ class AccessMiddleware:
         return secrets.compare_digest(cookie.encode(), self._session.encode())
 
     def _matches(self, key: bytes) -> bool:
-        """Whether ``key`` is the API key. Compares in constant time, so that the key cannot be guessed byte by byte."""
+        """Whether ``key`` is the API key. The comparison takes constant time, so that its duration reveals nothing."""
         return secrets.compare_digest(key, (self._key or "").encode())
 
     async def _login(self, request: Request) -> Response:
@@ -97,7 +104,9 @@ class AccessMiddleware:
         async for part in request.stream():
             body += part
             if len(body) > _MAX_KEY_BYTES:
-                raise ApiError(413, "the key is too long")
+                raise ApiError(
+                    413, f"the API key is longer than {_MAX_KEY_BYTES} bytes; send the API key of this server"
+                )
         if not self._matches(body.strip()):
             raise ApiError(401, "this is not the API key of the server", code="invalid_api_key")
         response = JSONResponse({"status": "ok"})
@@ -105,7 +114,7 @@ class AccessMiddleware:
         return response
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """If there is no key, reject foreign host names. A foreign name indicates a DNS rebinding attack."""
+        """If the server has no API key, reject foreign host names. A foreign host name indicates a DNS rebinding attack."""
         host = host_name(header)
         if self._key is not None or is_loopback(host) or host.endswith(".localhost"):
             return
@@ -115,6 +124,6 @@ class AccessMiddleware:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Name of the session cookie. The name contains the port, because all ports of a host share cookies."""
+    """Return the name of the session cookie. The name contains the port, because all ports of a host share cookies."""
     port = dict(scope["headers"]).get(b"host", b"").rpartition(b":")[2]
     return f"areno_view_{port.decode() if port.isdigit() else ''}"

@@ -1,4 +1,4 @@
-"""The application of ``areno view``: read-only JSON endpoints, and the files of the page. These files are kept in memory."""
+"""The web application of ``areno view``: read-only JSON endpoints, and the files of the page, which are kept in memory."""
 
 import asyncio
 import hashlib
@@ -47,7 +47,7 @@ Cursors = Annotated[list[str], Query(max_length=_MAX_NAMES)]
 class DataResponse(JSONResponse):
     """A JSON response in ASCII. Non-finite numbers become strings.
 
-    ASCII escapes the incomplete characters that a model's output may contain.
+    The response escapes incomplete characters, which a model's output may contain.
     """
 
     def render(self, content: Any) -> bytes:
@@ -59,7 +59,7 @@ class DataResponse(JSONResponse):
 
 
 def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event) -> FastAPI:
-    """Create the application; its event streams end when ``stopping`` is set."""
+    """Create the web application. The event streams of the application end when ``stopping`` is set."""
     app = FastAPI(title="areno view", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     _add_file_errors(app)
@@ -74,7 +74,7 @@ def create_viewer(catalog: RunCatalog, key: str | None, stopping: asyncio.Event)
 def _add_file_errors(app: FastAPI) -> None:
     @app.exception_handler(UsageError)
     async def _(_: Request, error: UsageError) -> JSONResponse:
-        return ApiError(404, "this is no longer a run; reload the list of runs", code="run_not_found").response()
+        return ApiError(404, "this folder is no longer a run; reload the list of runs", code="run_not_found").response()
 
     @app.exception_handler(OSError)
     async def _(_: Request, error: OSError) -> JSONResponse:
@@ -87,14 +87,14 @@ def _add_file_errors(app: FastAPI) -> None:
 def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
     @app.get("/api/runs")
     def runs() -> DataResponse:
-        """The runs that are shown, one row each."""
+        """Return the runs that are shown, with one row per run."""
         rows = catalog.rows()
         more = {"outside": catalog.outside, "has_more": catalog.has_more}
         return DataResponse({"folder": catalog.shown, "runs": rows, **more})
 
     @app.get("/api/runs/{run_id}")
     def run(run_id: str) -> DataResponse:
-        """Overview of a run: configuration, status and latest metrics."""
+        """Return the overview of a run: configuration, status and latest metrics."""
         return DataResponse(_overview(catalog.open(run_id)))
 
     @app.get("/api/runs/{run_id}/metrics")
@@ -104,10 +104,10 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Points of the series ``name``.
+        """Return the points of the metrics ``name``.
 
-        ``after`` has an entry per name: ``next`` of an earlier response, or an empty string for all points. In the response,
-        ``metrics`` is the number of all metrics. If it has grown, there are new metrics.
+        ``after`` has one entry per metric: the value ``next`` of an earlier response, or an empty string for all points. In the
+        response, ``metrics`` is the number of all metrics of the run. If this number has grown, the run has new metrics.
         """
         data = catalog.open(run_id).data()
         limit = min(max(points, 4), MAX_POINTS)
@@ -124,23 +124,23 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/diff")
     def diff(left: str, right: str) -> DataResponse:
-        """The differences between two runs, in the format of ``areno diff --json`` but without full paths."""
+        """Return the differences between two runs, in the format of ``areno diff --json`` but without full paths."""
         comparison = compare_runs(*(RunData(catalog.open(run).path, catalog.opened) for run in (left, right))).as_data()
         return DataResponse({**comparison, "runs": [{**run, "path": run["name"]} for run in comparison["runs"]]})
 
     @app.get("/api/explain")
     def explained(name: str) -> DataResponse:
-        """The meaning, the normal values and the remedy of a metric. There is one entry per command that records the metric."""
+        """Return meaning, normal values and remedy of a metric, with one entry per command that records the metric."""
         return DataResponse([_explanation(one) for one in explain(name)])
 
     @app.get("/api/runs/{run_id}/timeline")
     def timeline_of(run_id: str, until: float | None = None) -> DataResponse:
-        """Sessions, phases and weight versions over time."""
+        """Return the sessions, phases and weight versions of a run over time."""
         return DataResponse(timeline(catalog.open(run_id), until))
 
     @app.get("/api/runs/{run_id}/log")
     def log(run_id: str, file: int = 0, after: int | None = None, before: int | None = None) -> DataResponse:
-        """Lines of a log after or before a byte position. Without a position, the last lines."""
+        """Return the lines of a log after or before a byte position; without a position, return the last lines."""
         return DataResponse(_log_part(catalog.open(run_id), file, after, before))
 
 
@@ -170,7 +170,7 @@ def _add_samples(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/runs/{run_id}/evaluations")
     def evaluated(run_id: str, before: int | None = None, after: int | None = None) -> DataResponse:
-        """The answers to the same held-out prompts in two evaluations."""
+        """Return the answers to the same held-out prompts in two evaluations."""
         return DataResponse(evaluations(catalog.open(run_id), before, after))
 
 
@@ -179,7 +179,7 @@ def _add_events(app: FastAPI, catalog: RunCatalog, stopping: asyncio.Event) -> N
 
     @app.get("/api/events")
     async def events(run: RunIds = []) -> StreamingResponse:  # noqa: B006
-        """Server-sent events about new data of some runs, or of the list of runs."""
+        """Send events about new data of the runs ``run``; without runs, send events about the list of runs."""
         followed = [await asyncio.to_thread(catalog.open, run_id) for run_id in dict.fromkeys(run)]
         headers = {"x-accel-buffering": "no"}  # a proxy passes each event on at once
         return StreamingResponse(changes.events(followed), media_type="text/event-stream", headers=headers)
@@ -247,7 +247,7 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
 
 
 def _log_part(run: OpenedRun, number: int, after: int | None, before: int | None) -> dict[str, Any]:
-    """Lines of a log, from byte ``start`` to ``end``. ``size`` is that of the log, and ``files`` names all logs."""
+    """Return lines of a log, from byte ``start`` to ``end``. ``size`` is the size of the log, and ``files`` names all logs."""
     logs = run.logs()
     names = [path.name for path in logs]
     if not 0 <= number < len(logs):

@@ -1,8 +1,8 @@
-"""Finds the runs of a folder, lists them without reading all their metrics, and opens runs on demand.
+"""Finds the runs of a folder, lists the runs without reading all metrics, and opens runs on demand.
 
 A client refers to a run by an ID, and never by a path. The ID is a hash of the run's path. A run is listed only if its path is
-inside the folder after symbolic links are resolved. :mod:`areno.viewer.confined` opens its files. If a run has damaged files,
-the other runs are still listed.
+inside the folder after symbolic links are resolved. :mod:`areno.viewer.confined` opens the files of runs. If a run has damaged
+files, the other runs are still listed.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class OpenedRun:
         return RunData(self.path, self.open)
 
     def data(self) -> RunData:
-        """The run with its newest metrics."""
+        """Return the data of the run, with the newest metrics."""
         with self._lock:
             data = self._data
             data.metrics.update()
@@ -53,7 +53,7 @@ class OpenedRun:
             return data
 
     def entries(self) -> Entries:
-        """The index of the recorded samples."""
+        """Return the index of the recorded samples."""
         path = self.files.samples_path
         with self._lock:
             key = (file_version(path), file_version(index_path(path)))
@@ -62,14 +62,14 @@ class OpenedRun:
             return self._entries[1]
 
     def logs(self) -> list[Path]:
-        """The log files; the main log of the run comes first."""
+        """Return the paths of the log files. The main log of the run comes first."""
         names = [entry.name for entry in os.scandir(self.path) if entry.name.endswith((".log", "log.txt"))]
         return [
             self.path / name for name in sorted(names, key=lambda name: (name not in ("log.txt", "main.log"), name))
         ]
 
     def traces(self, kind: str) -> list[Path]:
-        """The trace files of ``perf_tracer`` or ``session_tracer``."""
+        """Return the paths of the trace files. ``kind`` is ``perf_tracer`` or ``session_tracer``."""
         return sorted(path for path in (self.path / kind).glob("*/*.jsonl") if path.is_file() and not path.is_symlink())
 
 
@@ -90,7 +90,7 @@ class RunCatalog:
         self._rows: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def paths(self) -> dict[str, Path]:
-        """The run directories by ID. While another thread searches, these are the results of the last search."""
+        """Return the run directories by ID. While another thread searches for runs, return the results of the last search."""
         is_first = self._next_search == 0
         if time.monotonic() >= self._next_search and self._searching.acquire(blocking=is_first):
             try:
@@ -101,7 +101,7 @@ class RunCatalog:
         return self._paths
 
     def open(self, run_id: str) -> OpenedRun:
-        """The run with ID ``run_id``. Raises ApiError if there is none."""
+        """Return the run with the ID ``run_id``. Raises ApiError if there is no such run."""
         path = self._paths.get(run_id) or self.paths().get(run_id)
         if path is None or not path.is_dir():
             raise ApiError(404, "there is no such run; reload the list of runs", code="run_not_found")
@@ -113,15 +113,16 @@ class RunCatalog:
         return run
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per run, such as its name, state, steps, last reward and number of warnings.
+        """Return one row per run, with values such as name, state, steps, last reward and number of warnings.
 
-        Metrics are read only from the end of the file. If a run is unreadable, its values are empty, and ``problem`` says why.
+        Metrics are read only from the end of the file. If a run is unreadable, its values are empty, and ``problem`` states the
+        reason.
         """
         rows = [self._row(run_id, path) for run_id, path in self.paths().items()]
         return [row for row in rows if row is not None]
 
     def signature(self) -> dict[str, Any]:
-        """Values that change when a row changes, by run ID."""
+        """Return one value per run ID. The value changes when the row of the run changes."""
         return {run_id: (_signature(path), is_locked(path)) for run_id, path in self.paths().items()}
 
     def _search(self) -> None:
@@ -137,7 +138,7 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """The row of a run. None if the run was deleted after the search."""
+        """Return the row of a run; None if the run was deleted after the search."""
         if not path.is_dir():
             return None
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
@@ -157,12 +158,12 @@ class RunCatalog:
         except OSError as error:
             problem = f"{Path(str(error.filename)).name} cannot be read: {error.strerror or error}"
         except Exception as error:  # damaged files raise errors of many types
-            problem = f"cannot be read: {type(error).__name__}"
+            problem = f"a file of this run cannot be read: {type(error).__name__}"
         return {**row, **describe({}), **_last_values([]), "warnings": 0, "state": "unknown", "problem": problem}
 
 
 def completed_steps(data: RunData) -> int:
-    """Number of completed training steps. Evaluations do not count: their step is one above the last training step."""
+    """Return the number of completed training steps. Evaluations are ignored, because their step may be one higher."""
     metrics = list(data.metrics.series.items())  # another thread may add metrics, or replace them all
     return max((series.steps[-1] for name, series in metrics if not _is_evaluated(name)), default=-1) + 1
 
@@ -172,7 +173,7 @@ def _is_evaluated(name: str) -> bool:
 
 
 def _content(files: RunDirectory) -> dict[str, Any]:
-    """The cached part of a row. It changes only if a file in :func:`_signature` changes."""
+    """Return the cached part of a row, which changes only if a file in :func:`_signature` changes."""
     warnings = sum(1 for _ in files.read_warnings())
     return {"warnings": warnings, **describe(read_config(files)), **_last_values(_last_records(files))}
 
@@ -187,7 +188,7 @@ def _last_records(files: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _last_values(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Number of completed steps, last reward, last loss, and time of the last record."""
+    """Return the number of completed steps, the last reward, the last loss, and the time of the last record."""
     trained = [
         record for record in records if not all(_is_evaluated(name) for name in record.keys() - {"step", "time"})
     ]

@@ -1,4 +1,4 @@
-"""Server-sent events about new data of runs. The runs' files are checked twice a second, for all clients at once."""
+"""Sends events about new data of runs. The files of a run are checked twice per second, once for all clients."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ _ROWS = ""
 """The key of the list of runs, used in place of a run ID."""
 
 Parts = dict[str, dict[str, Any]]
-"""Maps a run ID and a kind of data to a value. If the value changes, this data of the run has changed."""
+"""Maps a run ID and a kind of data to a value, which changes when this data of the run changes."""
 
 
 def sizes_of(run: OpenedRun) -> Parts:
-    """Values that change when the data of a run changes. Empty if the run was deleted."""
+    """Return values that change when the data of a run changes; empty if the run was deleted."""
     files = run.files
     try:
         parts = {
@@ -40,7 +40,7 @@ def sizes_of(run: OpenedRun) -> Parts:
 
 
 class Changes:
-    """The events of all clients, until ``stopping`` is set."""
+    """Sends events to all clients, until ``stopping`` is set."""
 
     def __init__(self, catalog: RunCatalog, stopping: asyncio.Event) -> None:
         self._catalog, self._stopping = catalog, stopping
@@ -49,8 +49,8 @@ class Changes:
     async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
         """Yield the event ``{"run", "changed": [kinds of data]}`` for each change of ``runs``.
 
-        If ``runs`` is empty, the events are those of the list of runs. The first event has no run, and indicates that the
-        stream has begun.
+        If ``runs`` is empty, the events are about the list of runs. The first event is empty, and indicates that the stream has
+        begun.
         """
         client = _Client()
         watches = [self._watch(run.id, partial(sizes_of, run)) for run in runs] or [self._watch(_ROWS, self._rows)]
@@ -76,7 +76,7 @@ class Changes:
 
 
 class _Watch:
-    """Checks a run, or the list of runs, as long as it has clients. Afterwards, calls ``ended``."""
+    """Checks a run or the list of runs for changes, as long as there are clients. Afterwards, ``ended`` is called."""
 
     def __init__(self, look: Callable[[], Parts], stopping: asyncio.Event, ended: Callable[[], object]) -> None:
         self.clients: set[_Client] = set()
@@ -105,7 +105,7 @@ class _Watch:
 
 
 class _Client:
-    """A client, with the changes of each run that it has not received yet."""
+    """A client, with the changes of each run that have not been sent to the client yet."""
 
     def __init__(self) -> None:
         self._changed: dict[str, set[str]] = {}

@@ -37,14 +37,16 @@ def opener(folder: Path) -> Opener:
             raise _refusal(path)
         if path.suffix in _READ_WHOLE and status.st_size > MAX_BYTES:
             os.close(descriptor)
-            raise ApiError(403, f"{path.name} of this run has more than {MAX_BYTES} bytes", code="file_too_large")
+            raise ApiError(
+                403, f"{path.name} of this run is larger than the limit of {MAX_BYTES} bytes", code="file_too_large"
+            )
         return open(descriptor, "rb")
 
     return opened
 
 
 def _open_below(folder: Path, path: Path) -> int:
-    """Open a file below a folder without following links. A folder may have become a link since ``path`` was resolved."""
+    """Open a file below a folder without following links. A folder in ``path`` may have become a link in the meantime."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     for part in path.parts:
         outer = descriptor

@@ -1,4 +1,4 @@
-"""Metrics for charts: at most a thousand points of each series, including its extremes."""
+"""Prepares metrics for charts: at most 1,000 points per metric, which include the extremes of the metric."""
 
 import itertools
 from typing import Any
@@ -14,16 +14,15 @@ _SHOWN_STEPS = 100
 
 
 def metric_name(data: RunData, name: str) -> str | None:
-    """The metric to which ``name``, a metric or one of ``KEYS``, refers. None if the run has not recorded the metric."""
+    """Return the metric for ``name``, which is a metric or one of ``KEYS``; None if the run has not recorded the metric."""
     return name if name in data.metrics else data.metric_of(name) if name in KEYS else None
 
 
 def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -> dict[str, Any] | None:
-    """The points of a series for a chart. None if the series was not recorded.
+    """Return the points of a series for a chart; None if the series was not recorded.
 
-    Args:
-        after: ``next`` of an earlier response, whose values are omitted. If a resumed run has replaced these values, all
-            values are returned.
+    Args: after: the value ``next`` of an earlier response. The values of the earlier response are omitted, unless a resumed run
+    has replaced these values.
 
     Returns:
         - ``metric``: the recorded name
@@ -54,7 +53,7 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 
 
 def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Indices of at most ``limit`` (>= 4) values: the first, the last, and the extremes of equal intervals."""
+    """Return the indices of at most ``limit`` (>= 4) values: first, last, and extremes of equally long intervals."""
     if len(values) <= limit:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (limit - 2) // 2 + 1).astype(np.intp)
@@ -67,16 +66,16 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
 
 
 def _cursor(times: Series, count: int, records: int) -> str:
-    """A cursor after the first ``count`` values of a series.
+    """Return a cursor: a text for the position after the first ``count`` values of a series.
 
-    The cursor contains the time of line ``records``. If this time changes, the file was rewritten. The cursor does not depend
-    on the process. Therefore, a client's points remain valid if the server closes the run or restarts.
+    The cursor contains the time of the record number ``records``. If this time changes, the file was rewritten. The cursor does
+    not depend on the process. Therefore, a client's points remain valid if the server closes the run or restarts.
     """
     return f"{count}/{records}/{times.values[records - 1] if records else 0}"
 
 
 def _known(times: Series, cursor: str) -> int:
-    """The number of values before a cursor. 0 if the lines before the cursor have changed."""
+    """Return the number of values before a cursor; 0 if the lines before the cursor have changed."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -1,4 +1,4 @@
-"""The answers to the same held-out prompts in two evaluations of a run."""
+"""Compares the answers to the same held-out prompts in two evaluations of a run."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _MOST_PROMPTS = 100
 
 
 def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[str, Any]:
-    """The answers to the same held-out prompts in two evaluations, by default the first and the last.
+    """Return the answers to the same held-out prompts in two evaluations, by default the first and the last evaluation.
 
     Returns:
         - ``steps``: number of completed steps of each recorded evaluation

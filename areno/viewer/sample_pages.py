@@ -1,6 +1,6 @@
-"""Pages of recorded samples.
+"""Filters and searches recorded samples, and returns pages of samples.
 
-Filters use only the index. A text search reads a bounded part of the samples file per request.
+Filters use only the index of the samples. A text search reads a bounded part of the samples file per request.
 """
 
 import json
@@ -23,7 +23,7 @@ ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
 _EXCERPT, _MOST_PARTS = 200, 20
 _NEIGHBORS = 256
-"""Samples of the same prompt are searched among this number of entries before and after a sample.
+"""Number of entries before and after a sample among which other samples of the same prompt are searched.
 
 A step records at most 24 samples.
 """
@@ -31,7 +31,7 @@ A step records at most 24 samples.
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """The samples to list. None means no filter. Bounds are inclusive. One of ``flags`` is enough."""
+    """Selects the samples to list. A filter with the value None is off. Bounds are inclusive. One of ``flags`` suffices."""
 
     step_from: int | None = None
     step_to: int | None = None
@@ -46,16 +46,16 @@ class SampleQuery:
 
 
 def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
-    """One page of the samples of a run.
+    """Return one page of the samples of a run.
 
     Returns:
         - ``recorded``: number of all samples
         - ``matching``: number of samples that pass the filters
-        - ``until``: number of samples that were considered
-        - ``samples``: entries as in :func:`describe_entry`, with ``reward_parts`` and ``excerpt``. If a line is damaged or too
-          long, its ``excerpt`` is null.
-        - ``next``: offset of the next page, or None at the end. A page of a text search may have few or no samples before
-          the end.
+        - ``until``: number of samples to which the filters were applied
+        - ``samples``: entries as in :func:`describe_entry`, with ``reward_parts`` and ``excerpt``. ``excerpt`` is null if the
+          sample's line is damaged or too long.
+        - ``next``: offset of the next page; None on the last page. In a text search, a page may have no samples although
+          later pages have some.
         - ``left_out``: total size in bytes of damaged or too long lines, which have no entry in the index
 
     Raises:
@@ -85,7 +85,7 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 
 
 def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
-    """The whole ``record`` of a sample, with ``index``, ``recorded`` and ``same_prompt``.
+    """Return the whole ``record`` of a sample, with ``index``, ``recorded`` and ``same_prompt``.
 
     ``recorded`` is the number of all samples. ``same_prompt`` has the entries of all samples of this prompt in this step.
 
@@ -94,12 +94,18 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     """
     entries = run.entries()
     if not 0 <= index < len(entries):
-        raise ApiError(404, f"there is no sample {index}; {len(entries)} are recorded", code="sample_not_found")
+        raise ApiError(
+            404,
+            f"there is no sample {index}; the run has recorded {len(entries)} samples, numbered from 0",
+            code="sample_not_found",
+        )
     start = max(index - _NEIGHBORS, 0)
     near, entry = entries[start : index + _NEIGHBORS], entries[index]
     same = np.flatnonzero((near["step"] == entry["step"]) & (near["prompt"] == entry["prompt"])) + start
     if (length := int(entry["length"])) > MAX_BYTES:
-        raise ApiError(403, f"this sample has {length} bytes; the limit is {MAX_BYTES}", code="sample_too_large")
+        raise ApiError(
+            403, f"this sample has {length} bytes, which is more than the limit of {MAX_BYTES}", code="sample_too_large"
+        )
     with run.open(run.files.samples_path) as file:
         record = read_sample(file, entry)
     if record is None:
@@ -109,7 +115,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
 
 
 def describe_entry(index: int, entry: Any) -> dict[str, Any]:
-    """An entry of the index as plain data. ``index`` is the position of the entry."""
+    """Return an entry of the index as plain data. ``index`` is the position of the entry."""
     numbers = {name: int(entry[name]) for name in ("step", "prompt", "sample", "tokens")}
     floats = {name: float(entry[name]) if np.isfinite(entry[name]) else None for name in ("reward", "advantage")}
     return {"index": index, **numbers, **floats, "flags": [name for name, bit in FLAGS.items() if entry["flags"] & bit]}
@@ -144,7 +150,7 @@ def _ordered(entries: Entries, chosen: NDArray[np.intp], order: str) -> NDArray[
 def _records(
     run: OpenedRun, entries: Entries, chosen: NDArray[np.intp], query: SampleQuery
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield (position in ``chosen``, record), starting at ``query.offset``. Ends after a limit of bytes or time."""
+    """Yield pairs (position in ``chosen``, record) from ``query.offset`` on, until a limit of bytes or time is reached."""
     if query.offset >= len(chosen):
         return
     needle = json.dumps(query.text.casefold(), ensure_ascii=False)[1:-1].casefold()
@@ -164,7 +170,7 @@ def _texts(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings in a value of any nesting depth, in order."""
+    """Yield the strings in a nested value, in order."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -175,7 +181,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
-    """The excerpt of a record around the first match of ``needle``, and the reward parts. None without a match."""
+    """Return an excerpt of a record around the first match of ``needle``, and the reward parts; None if nothing matches."""
     if record is None:
         return None if needle else {"excerpt": None, "reward_parts": {}}
     texts = _texts(record) if needle else [str(record.get("completion") or "")]

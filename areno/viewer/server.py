@@ -1,4 +1,4 @@
-"""The process of ``areno view``: its address, the event loop, and the shutdown on a signal."""
+"""Runs the server of ``areno view``: opens its address, runs the event loop, and stops on a signal."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class ViewerServer:
     """Serves the runs below a folder.
 
     Args:
-        port: port to listen on. None means ``PORT``. If ``PORT`` is in use, None means a free port.
+        port: port to listen on. If None, the server uses ``PORT``, or a free port if ``PORT`` is in use.
         key: API key, which is required if ``host`` is not loopback.
 
     Raises:
@@ -53,11 +53,11 @@ class ViewerServer:
         self.url = address_of(self._socket)
 
     def serve(self, started: Callable[[], object] = lambda: None) -> None:
-        """Serve until SIGTERM, SIGINT or :meth:`stop`. Calls ``started`` when connections are accepted."""
+        """Serve until SIGTERM, SIGINT or :meth:`stop`. ``started`` is called when the server accepts connections."""
         run_loop(self._serve(started))
 
     def stop(self) -> None:
-        """Stop :meth:`serve` from another thread. If :meth:`serve` has not been called yet, it will return at once."""
+        """Stop :meth:`serve` from another thread. If :meth:`serve` is called later, :meth:`serve` returns at once."""
         if self._loop is None:
             self._stopping.set()
             return
@@ -81,7 +81,7 @@ class ViewerServer:
     def _problems(self) -> Iterator[str]:
         yield from key_problems(self.host, self.key)
         if self.port is not None and not 0 <= self.port <= _LAST_PORT:
-            yield f"--port {self.port} is not between 0 and {_LAST_PORT}; 0 selects a free port"
+            yield f"--port {self.port} is not between 0 and {_LAST_PORT}; use a port in this range, or 0 for a free port"
 
     def _listen(self) -> socket.socket:
         if self.port is not None:
@@ -90,5 +90,5 @@ class ViewerServer:
             return listen(self.host, PORT)
         except UsageError:
             sock = listen(self.host, 0)
-            self.notices.append(f"port {PORT} is in use; using {sock.getsockname()[1]}")
+            self.notices.append(f"port {PORT} is in use; areno view uses port {sock.getsockname()[1]} instead")
             return sock

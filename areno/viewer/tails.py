@@ -1,4 +1,4 @@
-"""Reads parts of files to which a run appends: the last lines, or the lines around a time. The rest is not read."""
+"""Reads parts of files to which a run appends: the last lines, or the lines around a time."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ _PROBE = 2**16
 
 
 def file_size(path: Path) -> int:
-    """Size of a file in bytes. 0 if the file does not exist or is inaccessible."""
+    """Return the size of a file in bytes; 0 if the file does not exist or is inaccessible."""
     try:
         return path.stat().st_size
     except OSError:
@@ -17,7 +17,7 @@ def file_size(path: Path) -> int:
 
 
 def file_version(path: Path) -> tuple[int, int]:
-    """Size of a file in bytes, and time of its last change in ns. Zeros if the file does not exist or is inaccessible."""
+    """Return the size of a file in bytes, and the time of its last change in ns; zeros if the file is inaccessible."""
     try:
         stat = path.stat()
     except OSError:
@@ -36,7 +36,7 @@ def lines_between(file: BinaryIO, start: int, stop: int) -> tuple[int, list[byte
 
 
 def json_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The objects of JSON lines; malformed lines are skipped."""
+    """Yield the objects of JSON lines. Malformed lines are skipped."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -47,9 +47,10 @@ def json_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def position_of(file: BinaryIO, time: float, time_of: Callable[[dict[str, Any]], float | None]) -> int:
-    """The byte position of the first record at or after ``time``. The file is bisected, so its times must increase.
+    """Return the byte position of the first record at or after ``time``. The file is bisected, so its times must increase.
 
-    ``time_of`` returns the time of a record, or None. If records are slightly out of order, the position is slightly off.
+    ``time_of`` returns the time of a record; None for a record without a time. If records are slightly out of order, the
+    position is slightly wrong.
     """
     size = file.seek(0, 2)
     low, high = 0, size

@@ -1,4 +1,4 @@
-"""The timeline of an asynchronous run: sessions, phases and weight versions over time.
+"""Reads the timeline of an asynchronous run: sessions, phases and weight versions over time.
 
 Phases are recorded with ``--trace`` or with an experiment's ``perf_tracer``. Sessions are recorded with
 ``perf_tracer.session_tracer``. The files are bisected to find the last sessions before a time. Therefore, only a bounded part
@@ -21,7 +21,7 @@ _NO_PHASES = ("step",)
 
 
 def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
-    """The last sessions that ended before a time, and the phases in the window of these sessions.
+    """Return the last sessions that ended before ``until``, and the phases in the time window of these sessions.
 
     ``until`` and all times are in Unix seconds. If ``until`` is None, the window is at the end of the run.
 
@@ -30,10 +30,10 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
           last minute.
         - ``sessions`` in order of submission. Each has ``task, session, role, begin, end, status, reason``, ``phases`` (a
           list of ``name, begin, end``), and ``version`` (the weight version when the session began).
-        - ``phases`` of the trainer, in order of their begin
-        - ``left_out``: whether earlier phases of the window are not in ``phases``, because there are too many
+        - ``phases`` of the trainer, in the order in which they began
+        - ``left_out``: whether ``phases`` omits the first phases of the window, because the window has too many phases
         - ``versions`` (``version, time``), starting with the last version before the window
-        - ``earlier``: the ``until`` of the previous window, or null
+        - ``earlier``: the value of ``until`` for the previous window; null if there is no previous window
         - ``traced``: whether the run has traces
     """
     session_files, trace_files = run.traces("session_tracer"), run.traces("perf_tracer")
@@ -66,7 +66,7 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
 
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
-    """The last sessions that ended before ``until``, and ``until`` of the previous window (None without one)."""
+    """Return the last sessions that ended before ``until``, and ``until`` of the previous window (None if there is none)."""
     sessions, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -125,7 +125,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(event: dict[str, Any]) -> float | None:
-    """The time at which a trace event ended and was written. None for other records."""
+    """Return the time in seconds at which a trace event ended and was written; None for other records."""
     begin, duration = event.get("ts"), event.get("dur", 0)
     if event.get("ph") not in ("X", "i") or not (_is_number(begin) and _is_number(duration)):
         return None
@@ -138,7 +138,7 @@ def _is_phase(event: dict[str, Any]) -> bool:
 
 
 def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float | None:
-    """The end of the last phase that ended before a time. None without such a phase."""
+    """Return the end of the last phase that ended before ``until``; None if there is no such phase."""
     ends = []
     for path in files:
         with run.open(path) as file:
@@ -154,7 +154,7 @@ def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float
 
 
 def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
-    """The last phases that overlap a window, in order of their ends. Also whether earlier phases of the window are missing."""
+    """Return the last phases that overlap a window, in order of their ends, and whether earlier phases are omitted."""
     phases, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -182,10 +182,11 @@ def _phase(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    """The time at which each weight version became available: the end of the weight update in the trace.
+    """Return the time at which each weight version became available.
 
-    Without a trace, it is the time at which the step's metrics were recorded, right after the update. An evaluation after the
-    last update has the step of the next update, so its record is skipped.
+    With a trace, this time is the end of the weight update. Without a trace, this time is when the step's metrics were
+    recorded, right after the update. An evaluation after the last update has the step of the next update, so its record is
+    skipped.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

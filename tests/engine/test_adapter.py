@@ -389,7 +389,9 @@ def test_a_model_whose_configuration_cannot_be_read_is_not_exported(tmp_path, co
 
 
 def test_missing_target_layers_are_named_with_the_existing_ones(open_engine):
-    with pytest.raises(UsageError, match=r"wq, o: no linear layer of LlamaForCausalLM.*down_proj, gate_proj, k_proj"):
+    with pytest.raises(
+        UsageError, match=r"LlamaForCausalLM has no linear layers named wq, o; .*down_proj, gate_proj, k_proj"
+    ):
         open_engine(target_modules="q_proj, wq, o")
 
 
@@ -413,13 +415,13 @@ def test_an_adapter_of_another_model_or_type_is_refused(open_engine, tiny_checkp
         open_engine(rank=0, adapter_path=str(tmp_path / "adapter"))
     stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     peft.get_peft_model(stock, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "ia3")
-    with pytest.raises(UsageError, match=r"^the adapter \S+ has the type IA3; areno supports only LORA"):
+    with pytest.raises(UsageError, match=r"^the adapter \S+ has the type IA3, but areno supports only the type LORA"):
         open_engine(rank=0, adapter_path=str(tmp_path / "ia3"))
     with pytest.raises(UsageError, match="pass the base model, and this adapter as --lora-adapter-path"):
         open_engine(tmp_path / "adapter")
     with pytest.raises(UsageError, match=r"role 'critic' .* is an adapter"):
         open_engine(wide).ensure_roles({"critic": ModelRole("critic", str(tmp_path / "adapter"), trainable=True)})
-    with pytest.raises(UsageError, match=r"invalid adapter options rank=4, alpha=None, dropout=1\.5"):
+    with pytest.raises(UsageError, match=r"peft rejects the adapter options rank=4, alpha=None, dropout=1\.5"):
         open_engine(dropout=1.5)
 
 
@@ -428,11 +430,11 @@ def test_an_adapter_of_another_model_or_type_is_refused(open_engine, tiny_checkp
     [
         (
             lambda w: {k.replace(".layers.", ".language_model.layers."): v for k, v in w.items()},
-            r"\.layers\.0\S+ is missing",
+            r"the adapter has no \S+\.layers\.0",
         ),
         (
             lambda w: {k: v for k, v in w.items() if ".layers.0." in k},
-            r"\S+\.layers\.1\.\S+ is missing, .* and 12 more",
+            r"the adapter has no \S+\.layers\.1\.\S+, .* and 12 more",
         ),
         (
             lambda w: w | {k.replace(".layers.1.", ".layers.2."): v for k, v in w.items()},
@@ -447,7 +449,7 @@ def test_an_adapter_whose_matrices_are_not_those_of_the_model_is_refused(change,
     engine.save_model(folder)
     weights = folder / "adapter_model.safetensors"
     save_file({k: v.clone() for k, v in change(load_file(weights)).items()}, weights, {"format": "pt"})
-    message = rf"^the adapter \S+ does not fit LlamaForCausalLM: .*{message}.*; use an adapter of this model$"
+    message = rf"^the adapter \S+ does not fit LlamaForCausalLM: .*{message}.*; use an adapter that was trained on this model$"
     with pytest.raises(UsageError, match=message):
         open_engine(rank=0, adapter_path=str(folder))
     with pytest.raises(UsageError, match=message):
@@ -457,8 +459,8 @@ def test_an_adapter_whose_matrices_are_not_those_of_the_model_is_refused(change,
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rnk": 4}, "lora has no key rnk; known keys: adapter_path, alpha"),
-        ({}, "lora rank=0: give a rank of at least 1"),
+        ({"rnk": 4}, "lora has no key rnk; its keys are adapter_path, alpha"),
+        ({}, "lora rank=0: a new adapter needs a rank of at least 1"),
     ],
 )
 def test_invalid_adapter_options_are_refused(values, message):

@@ -379,7 +379,7 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
     engine.drop_role("ref")
     with pytest.raises(EngineError, match="no role 'ref'"):
         engine.drop_role("ref")
-    with pytest.raises(UsageError, match=r"^role 'reward' \S+ has no scalar head \(looked for score, v_head"):
+    with pytest.raises(UsageError, match=r"^role 'reward' \S+ has no scalar head with one of the names score, v_head"):
         engine.ensure_roles(role("reward", other_checkpoint))
     with pytest.raises(UsageError, match=r"ModelRole\('critic'\).optimizer has no key learning_rate"):
         engine.ensure_roles(role("critic", classifier, trainable=True, optimizer={"learning_rate": 1.0}))
@@ -435,7 +435,7 @@ def test_a_head_of_another_width_is_refused(tmp_path, classifier):
     del tensors["score.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
-    with pytest.raises(UsageError, match="takes 48 features, but the model has 32"):
+    with pytest.raises(UsageError, match="takes 48 features, but the hidden states of the model have 32"):
         load_value_model(str(folder), LoadOptions(dtype=torch.float32))
 
 

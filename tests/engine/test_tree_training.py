@@ -165,7 +165,7 @@ def test_rows_that_share_most_go_to_one_tree():
 def test_models_and_options_that_do_not_support_trees_are_refused():
     model = prepare(tiny_module("qwen3_5"), "qwen3_5")
     batch = pack_rows(branching_rows(), tree=True)
-    with pytest.raises(EngineError, match="recurrent layers, which cannot follow a tree"):
+    with pytest.raises(EngineError, match="recurrent layers, which cannot process a tree"):
         model.body(batch.tokens, batch.plan.position_ids, batch.plan)
     with pytest.raises(ValueError, match=r"set mb_spec\.packing_algorithm=ffd"):
         MicroBatching(packing_algorithm="kk", tree=True)

@@ -111,8 +111,8 @@ def test_a_correct_kernel_passes_and_a_wrong_one_is_refused():
         return flash(*[x.detach() for x in tensors[:3]], *tensors[3:], **more)
 
     for wrong, reason in (
-        (off_by_one, "differ from the reference by"),
-        (top_left, "differ from the reference by"),
+        (off_by_one, "differ from PyTorch's attention by"),
+        (top_left, "differ from PyTorch's attention by"),
         (no_gradient, "does not require grad"),
     ):
         assert reason in str(why_not(dataclasses.replace(KERNEL, call=wrong), CPU, torch.float32))

@@ -87,7 +87,7 @@ def test_chosen_runs_link_to_their_curves_and_differences(page, url, ids):
     show(page, url)
     for run in ids.values():
         page.run(f"document.getElementById('choose-{run}').click()")
-    assert "Curves of 2 chosen" in page.text()
+    assert "Curves of 2 chosen runs" in page.text()
     page.run("[...document.querySelectorAll('main a')].find(link => link.innerText === 'What differs').click()")
     page.wait("document.querySelector('h1').innerText === 'What differs' && document.querySelector('.diff')")
     cells = page.run(
@@ -96,7 +96,7 @@ def test_chosen_runs_link_to_their_curves_and_differences(page, url, ids):
     # Which run is left depends on the order of the list.
     assert {tuple(sorted(row[1:])) for row in cells if row[0] == "lr"} == {("0.001", "0.01")}
     assert {tuple(sorted(row[1:])) for row in cells if row[0] == "algo"} == {("grpo", "gspo")}
-    assert "that both recorded are bit-equal" in page.text()
+    assert "that both runs recorded are bit-equal" in page.text()
     titles = ["First difference", "Settings that may change results", "Other settings", "Environment"]
     assert page.run("[...document.querySelectorAll('h2')].map(title => title.innerText)")[:4] == titles
     page.run("[...document.querySelectorAll('#pages a')].find(link => link.innerText.startsWith('Curves')).click()")
@@ -176,7 +176,7 @@ def test_samples_are_filtered_and_searched(page, url, ids, folder):
     assert names == [f"{one['step']}/{one['prompt_index']}/{one['sample_index']}" for one in chosen]
     show(page, f"{url}/#/run/{ids['one']}/samples?text=is+12+PLUS")
     page.wait("document.querySelectorAll('.samples li').length === 9")
-    assert f"9 found; {len(samples)} of {len(samples)} searched" in page.text()
+    assert f"9 samples match; {len(samples)} of {len(samples)} are searched" in page.text()
     show(page, f"{url}/#/run/{ids['one']}/samples")
     page.wait("document.querySelectorAll('.samples li').length === 50")
     for _ in range(3):

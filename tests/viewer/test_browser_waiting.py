@@ -91,7 +91,7 @@ def test_samples_that_arrived_before_a_click_on_more_are_still_offered(page, run
     append(2)
     page.wait(f"{fresh}?.innerText === 'Show 5 new samples'", 2 * PROMISED_S)
     page.run(f"{fresh}.click()")
-    page.wait("document.querySelector('main').innerText.includes('50 of 125 shown')")
+    page.wait("document.querySelector('main').innerText.includes('50 of 125 samples are shown')")
     page.open("about:blank")
 
 

@@ -2,13 +2,13 @@
 
 :mod:`areno.engine.model.attach_adapter` attaches adapters with ``peft``.
 
-Training runs the adapter as a separate branch of each frozen layer. Rollouts in fp32 on a CPU use merged weights, so a decode
-step costs the same as without an adapter. The weights are merged when generation begins, and the original weights are restored
-afterwards.
+In training, the adapter is a separate branch of each frozen layer. For rollouts in fp32 on a CPU, the adapter is merged into
+the weights, so a decode step costs the same as without an adapter. The weights are merged when generation begins. The original
+weights are restored when generation has ended.
 
-Merging in bf16 would round small updates away, and 4-bit weights cannot store the merged values. Rollouts with bf16 or 4-bit
-weights therefore run the adapter as a separate branch. On GPUs, all rollouts run the adapter as a separate branch. With the
-adapter disabled, the same module is the reference policy.
+Merged bf16 weights would lose small updates to rounding, and 4-bit weights cannot store the merged values. In rollouts with
+bf16 or 4-bit weights, and in all rollouts on GPUs, the adapter is therefore a separate branch. While the adapter is disabled,
+the module computes the outputs of the base model, which is the reference policy.
 """
 
 from __future__ import annotations
@@ -46,22 +46,26 @@ class AdapterOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], owner: str) -> AdapterOptions:
-        """Create options from a mapping.
+        """Create the options from a mapping of option names to values.
 
-        Raises UsageError: a key is unknown, both rank and adapter_path are missing, or a package is not installed.
+        Raises UsageError: a key is unknown, ``rank`` and ``adapter_path`` are both missing, or a required package is not
+        installed.
         """
         keys = {entry.name for entry in fields(cls)}
         if unknown := sorted(set(values) - keys):
-            raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(keys))}")
+            raise UsageError(f"{owner} has no key {', '.join(unknown)}; its keys are {', '.join(sorted(keys))}")
         options = cls(**values)
         if options.rank < 1 and options.adapter_path is None:
-            raise UsageError(f"{owner} rank={options.rank}: give a rank of at least 1, or adapter_path")
+            raise UsageError(
+                f"{owner} rank={options.rank}: a new adapter needs a rank of at least 1; set rank, or set adapter_path to "
+                "continue the training of a saved adapter"
+            )
         require_packages("qlora" if options.load_in_4bit else "lora", "LoRA needs")
         return options
 
     @property
     def targets(self) -> str | list[str]:
-        """Target modules in the form that ``peft`` expects."""
+        """Names of the layers that get an adapter, in the form that ``peft`` expects."""
         if self.target_modules == ALL_LINEAR:
             return ALL_LINEAR
         names = self.target_modules.split(",") if isinstance(self.target_modules, str) else self.target_modules
@@ -69,7 +73,7 @@ class AdapterOptions:
 
 
 class Adapter:
-    """The adapter of a module wrapped by ``peft``. ``may_merge`` allows rollouts with merged weights."""
+    """The LoRA adapter of a module that ``peft`` has wrapped. ``may_merge`` allows rollouts with merged weights."""
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         self._wrapped = wrapped
@@ -90,9 +94,7 @@ class Adapter:
 
     @property
     def merged_bytes(self) -> int:
-        """Size in bytes of the merged weights; 0 if merging is off. Merged weights take memory in addition to the original
-        weights.
-        """
+        """Size in bytes of the merged weights, which are stored in addition to the original weights; 0 if merging is off."""
         weights = [layer.get_base_layer().weight for layer in self._layers] if self.merges else []
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -103,7 +105,7 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Switch to merged weights, and keep the original weights. If :attr:`merges` is False, do nothing."""
+        """Replace the weights with merged weights, and keep the original weights. If :attr:`merges` is False, do nothing."""
         with self._changing:
             if self._base or not self.merges:
                 return
@@ -112,13 +114,13 @@ class Adapter:
                 layer.merged_adapters.append(NAME)
 
     def put(self, layer: Any, weight: Tensor) -> Callable[[], None]:
-        """Replace the weight of an adapted layer, and return a function that restores the weight."""
+        """Replace the weight of an adapted layer, and return a function that restores the original weight."""
         parameter = cast(nn.Parameter, layer.get_base_layer().weight)
         before, parameter.data = parameter.data, weight
         return functools.partial(setattr, parameter, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Return the merged weight of an adapted layer whose adapter is not merged yet."""
+        """Return the sum of an adapted layer's weight and its adapter. The adapter must not be merged yet."""
         return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:
@@ -132,7 +134,7 @@ class Adapter:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Unmerge the adapter while the block changes the weights. If the adapter was merged, merge it again afterwards."""
+        """Unmerge a merged adapter while the ``with`` block changes the weights, and merge the adapter again afterwards."""
         merged = self.merged
         self.unmerge()
         yield
@@ -143,17 +145,17 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapter in the block, so that the module computes the base model's outputs."""
+        """Disable the adapter within the ``with`` block, so that the module computes the base model's outputs."""
         self.unmerge()
         with self._wrapped.disable_adapter():
             yield
 
     def partial_names(self) -> set[str]:
-        """Names of replicated parameters for which each rank computes only a partial gradient."""
+        """Return the names of the replicated parameters for which each rank computes only a part of the gradient."""
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Unsharded tensors to save; None if the module's tensors are not sharded. All ranks must call this method."""
+        """Return the adapter's unsharded tensors; None if the module is not sharded. All ranks must call this method."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None
@@ -162,7 +164,7 @@ class Adapter:
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write the adapter's configuration and weights if ``writes`` is set. All ranks must call this method."""
+        """Write the adapter's files. All ranks must call this method, but only ranks with ``writes`` write the files."""
         state = self.state()
         if not writes:
             return
@@ -171,14 +173,14 @@ class Adapter:
 
 
 def adapted_layers(wrapped: nn.Module) -> list[Any]:
-    """The adapted layers of a module."""
+    """Return the layers of a module that have an adapter."""
     from peft.tuners.lora import LoraLayer
 
     return [layer for layer in wrapped.modules() if isinstance(layer, LoraLayer)]
 
 
 def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
-    """Whether every adapted layer can be merged into one matrix, and only the adapter is trainable."""
+    """Whether the adapters of all layers can be merged into the weights, and only the adapters are trainable."""
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Attach new or saved LoRA adapters to a model's linear layers, or merge saved adapters permanently."""
+"""Attach new or saved LoRA adapters to a model's linear layers, or merge saved adapters into its weights permanently."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _HEAD = "score"
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
     """Attach an adapter to a module in place, and freeze the module's weights.
 
-    The scalar head of a classifier stays trainable and is saved with the adapter. ``base`` is the base model's name in the
-    adapter's configuration. Raises UsageError: the adapter does not fit the model, or a target module does not exist.
+    The scalar head of a classifier stays trainable and is saved with the adapter. ``base`` is the name of the base model in the
+    adapter's configuration. Raises UsageError: the adapter does not fit the model, or the model lacks a target module.
     """
     require_packages("lora", "LoRA needs")
     with warnings.catch_warnings(), _unsharded_layers(module):
@@ -45,7 +45,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
 
 
 def merge_for_good(module: nn.Module, path: str) -> nn.Module:
-    """Merge the adapter in ``path`` into a model's weights permanently, and return the model."""
+    """Merge the saved adapter ``path`` into a model's weights permanently, and return the model."""
     require_packages("lora", "LoRA needs")
     with _unsharded_layers(module):
         wrapped = _load(module, path, trainable=False)
@@ -98,7 +98,7 @@ def _create(module: nn.Module, kind: str, options: AdapterOptions) -> Any:
             return peft.get_peft_model(cast(Any, module), config, adapter_name=NAME)
         except ValueError as error:
             raise UsageError(
-                f"invalid adapter options rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
+                f"peft rejects the adapter options rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
                 f"target_modules={options.target_modules!r}: {error}; change these --lora options"
             ) from error
 
@@ -110,7 +110,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
     unmatched: list[str] = []
 
     def compare(_: nn.Module, keys: Any) -> None:
-        unmatched.extend(f"{name} is missing" for name in keys.missing_keys if ".lora_" in name)
+        unmatched.extend(f"the adapter has no {name}" for name in keys.missing_keys if ".lora_" in name)
         if not any(isinstance(child, Absent) for child in module.modules()):  # a stage has only some of the layers
             unmatched.extend(f"the model has no {name}" for name in keys.unexpected_keys if ".lora_" in name)
 
@@ -128,50 +128,52 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
         text = " ".join(str(error).split())[:400]
         raise UsageError(
             f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; use an adapter "
-            "of this model"
+            "that was trained on this model"
         ) from error
     finally:
         hook.remove()
     if unmatched:
         more = f" and {len(unmatched) - 2} more" if len(unmatched) > 2 else ""
         raise UsageError(
-            f"the adapter {path} does not fit {type(module).__name__}: {', '.join(unmatched[:2])}{more}; use an adapter of "
-            "this model"
+            f"the adapter {path} does not fit {type(module).__name__}: {', '.join(unmatched[:2])}{more}; use an adapter "
+            "that was trained on this model"
         )
     return wrapped
 
 
 def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
-    """Reject adapters that are not LoRA, or that train the biases of the base model.
+    """Reject adapters that are not LoRA adapters, or that train the biases of the base model.
 
-    If the base model is sharded, also reject initializations that change its weights.
+    If the base model is sharded, also reject adapters whose initialization changes the weights of the base model.
     """
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        raise UsageError(f"the adapter {path} has the type {kind}; areno supports only LORA adapters")
+        raise UsageError(
+            f"the adapter {path} has the type {kind}, but areno supports only the type LORA; use a LoRA adapter"
+        )
     if config.bias != "none":
         raise UsageError(
-            f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which must stay frozen; "
+            f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), but areno freezes these biases; "
             "use an adapter with bias='none'"
         )
 
     if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UsageError(
-            f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the base weights, but "
-            "--tp-size shards them; use --tp-size 1, or convert the adapter to a plain one "
-            "(path_initial_model_for_weight_conversion of peft)"
+            f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the weights of the base "
+            "model, but these weights are sharded (--tp-size); use --tp-size 1, or convert the adapter with peft "
+            "(path_initial_model_for_weight_conversion)"
         )
 
 
 def _refuse_biases(module: nn.Module, layers: Sequence[Any], path: str) -> None:
-    """Reject an adapter with a bias (``lora_bias``) of a layer that has none, because the two cannot be merged."""
+    """Reject an adapter that has a bias (``lora_bias``) for a layer without a bias, because the bias cannot be merged."""
     names = {layer: name for name, layer in module.named_modules()}
     for layer in layers:
         biased = any(matrix.bias is not None for matrix in layer.lora_B.values())
         if biased and getattr(layer.get_base_layer(), "bias", None) is None:
             raise UsageError(
-                f"the adapter {path} has a bias (lora_bias) for {names[layer]}, which has none, so the adapter cannot be "
-                "merged into the model; use an adapter without lora_bias"
+                f"the adapter {path} has a bias (lora_bias) for the layer {names[layer]}, but this layer has no bias, so the "
+                "adapter cannot be merged into the model; use an adapter without lora_bias"
             )
 
 
@@ -182,13 +184,13 @@ def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
     unknown = [name for name in names if not any(full == name or full.endswith(f".{name}") for full in linear)]
     if unknown:
         raise UsageError(
-            f"--lora-target-modules {', '.join(unknown)}: no linear layer of {type(module).__name__} has this name; its "
-            f"linear layers are {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+            f"--lora-target-modules: {type(module).__name__} has no linear layers named {', '.join(unknown)}; use names of its "
+            f"linear layers: {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
         )
 
 
 def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
-    """Reject adapters on tied weights. Such an adapter would belong to one layer, but merging it would change both layers."""
+    """Reject adapters of layers with tied weights, because merging such an adapter would also change another layer."""
     owners: dict[int, list[str]] = {}
     for name, child in module.named_modules():
         weight = child._parameters.get("weight")
@@ -198,6 +200,6 @@ def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
         shared = owners.get(id(layer.get_base_layer()._parameters.get("weight")), [])
         if len(shared) > 1:
             raise UsageError(
-                f"--lora-target-modules: {' and '.join(shared)} share one weight in this model, so an adapter cannot belong "
-                "to only one of these layers; remove them from the list"
+                f"{' and '.join(shared)} share one weight in this model, so an adapter cannot change "
+                "only one of these layers; remove these layers from --lora-target-modules"
             )

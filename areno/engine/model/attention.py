@@ -1,8 +1,8 @@
 """The attention function that areno registers with ``transformers``.
 
-A forward pass gives every layer the same *plan* (keyword ``areno``). The plan determines which tokens attend to each other.
-Training and prefill use a plan for packed sequences. Decoding uses a plan for the KV cache. areno registers no mask function,
-so ``transformers`` builds no masks.
+A forward pass gives every layer the same attention plan (argument ``areno``). The plan determines which tokens attend to each
+other. Training and prefill use a plan for packed sequences. Decoding uses a plan for the KV cache. areno registers no mask
+function, so ``transformers`` builds no masks.
 
 Shapes: T tokens per call, H query heads, K key/value heads, head size D (Dv for values).
 """
@@ -45,21 +45,21 @@ class AttentionPlan(Protocol):
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [T, H, D] over k [T, K, D], v [T, K, Dv] and the plan's cached tokens. Returns [T, H, Dv]."""
+        """Return attention outputs [T, H, Dv] of queries [T, H, D] for keys [T, K, D], values [T, K, Dv] and cached tokens."""
         ...
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run the ``forward`` of a recurrent layer over hidden [T, C]. Returns [T, C]."""
+        """Run the ``forward`` of a recurrent layer over hidden states [T, C]. Return the layer's output [T, C]."""
         ...
 
 
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Attention of q [B, H, Lq, D] over k [B, K, Lk, D], v [B, K, Lk, Dv]. Returns [B, H, Lq, Dv].
+    """Return the attention outputs [B, H, Lq, Dv] of queries [B, H, Lq, D] for keys [B, K, Lk, D] and values [B, K, Lk, Dv].
 
-    ``mask`` is additive (0 or -inf) and broadcastable to [B, 1, Lq, Lk]. ``causal`` applies a causal mask and requires
-    Lq == Lk.
+    ``mask`` is added to the scores: its entries are 0 or -inf, and its shape is broadcastable to [B, 1, Lq, Lk]. ``causal``
+    applies a causal mask and requires Lq == Lk.
     """
     if layer.explicit or layer.softcap is not None or layer.sinks is not None:
         return _explicit_attention(q, k, v, layer, window_mask(q.shape[2], None, q) if causal else mask)
@@ -69,7 +69,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Attention with explicit scores. Fused kernels do not support soft-capping or sinks, and ``native`` does not use them."""
+    """Compute attention without a fused kernel: for soft-capping and sinks, and for the backend ``native``."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale
@@ -86,10 +86,10 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, 
 
 
 def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:
-    """Additive causal mask [length - first, length] in the dtype of ``like``.
+    """Return an additive causal mask [length - first, length] of 0 and -inf, in the dtype of ``like``.
 
-    Row i is the query at position ``first + i``. If ``window`` is set, a query sees only the last ``window`` keys, including
-    its own.
+    Row i belongs to the query at position ``first + i``. If ``window`` is set, a query sees only the last ``window`` keys,
+    including its own.
     """
     rows = torch.arange(first, length, device=like.device)
     columns = torch.arange(length, device=like.device)
@@ -114,9 +114,11 @@ def _areno_attention(
     explicit: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Entry point for ``transformers`` layers. Query, key and value are [1, heads, T, size]. Returns [1, T, H, Dv]."""
+    """Compute attention for a layer of ``transformers``. The inputs are [1, heads, T, size]; the result is [1, T, H, Dv]."""
     if areno is None:
-        raise RuntimeError("areno attention was called without a plan; call the model through areno.engine.model")
+        raise RuntimeError(
+            "areno's attention function was called without an attention plan; call the model through areno.engine.model"
+        )
     layer = LayerAttention(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,

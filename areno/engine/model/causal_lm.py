@@ -1,9 +1,9 @@
 """The policy: a ``transformers`` causal LM, split into a body and a head.
 
 ``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The head is
-the model class's ``forward`` with a pass-through module as body. It therefore also soft-caps or rescales the logits of models
-that do so (Gemma, Granite, Cohere). Rollout and training use the same body and head. With the same weights, their results
-differ only in rounding.
+the ``forward`` of the model's class, with the body replaced by a module that returns its input. The head therefore also
+soft-caps or rescales the logits if the architecture does (Gemma, Granite, Cohere). Rollout and training use the same body and
+head. With the same weights, the results of rollout and training differ only by rounding errors.
 """
 
 import copy
@@ -25,7 +25,7 @@ KEPT_CHUNK_ELEMENTS = 8 * CHUNK_ELEMENTS
 
 
 class _HiddenOnly:
-    """A base model output with hidden states only."""
+    """The output of a base model, reduced to the hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -39,7 +39,7 @@ class _HiddenOnly:
 
 
 class _PassThrough(nn.Module):
-    """Replaces the body, and returns the input embeddings as hidden states."""
+    """Replaces the body of a model, and returns the input embeddings as hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
         return _HiddenOnly(inputs_embeds)
@@ -62,29 +62,30 @@ class CausalLM(PackedModel):
             self._share = vocabulary_share(module)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, C], in the model's dtype. With a sharded vocabulary, logits have no gradient."""
+        """Return logits [N, V] of hidden states [N, C]. If the vocabulary is sharded, the logits have no gradient."""
         logits = self.own_logits(hidden)
         return logits if self._share is None else self._share.whole(logits)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, C]. With a sharded vocabulary, only this rank's slice of the logits."""
+        """Return logits [N, V] of hidden states [N, C]. If the vocabulary is sharded, V is the size of this rank's slice."""
         # Not through __call__: the head is a copy that shares the module's hooks, which are meant for full passes.
         return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        """Log-probs [N] of ``targets`` [N] given hidden states [N, C].
+        """Return the log-probs [N] of the tokens ``targets`` [N], given hidden states [N, C].
 
-        The logits are computed in chunks. If there are several chunks, the backward pass recomputes the logits of each chunk.
-        The memory for logits therefore does not grow with N. On a CPU, ``keeps_logits`` keeps all logits instead.
+        The logits are computed in chunks of rows. If there are several chunks, the backward pass recomputes the logits of each
+        chunk. The memory for logits therefore does not grow with N. On a CPU, ``keeps_logits`` keeps all logits instead.
         """
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 
     def logprobs_and_entropy(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True, bounds: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return :meth:`logprobs`, the entropies [N], and the minimum and maximum logits [N, 2].
+        """Return log-probs [N] as in :meth:`logprobs`, entropies [N], and the minimum and maximum logit of each row [N, 2].
 
-        Only the log-probs have a gradient. Tensors that are not requested are empty.
+        Only the log-probs have a gradient. Without ``entropy``, the entropies are empty. Without ``bounds``, the minimum and
+        maximum logits are empty.
         """
         kind = self.computes_on or self.device.type
         keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()

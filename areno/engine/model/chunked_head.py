@@ -1,7 +1,7 @@
-"""Output head computed in chunks, so that the logits of all rows need not be in memory at once.
+"""Computes an output head in chunks of rows, so that the logits of all rows need not be in memory at once.
 
 Small chunks are efficient on a CPU. On a GPU, a chunk must be large enough to occupy the device. :func:`run_chunks` sums the
-head's gradients over chunks in fp32. For bf16 weights, autograd would sum these gradients in bf16. Such a sum loses more
+head's gradients over chunks in fp32. For bf16 weights, autograd would sum these gradients in bf16. A bf16 sum loses more
 precision than the rest of the backward pass.
 """
 
@@ -20,14 +20,14 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
-    """Rows per chunk if this rank holds ``vocab`` tokens of the vocabulary. On a CPU, a chunk has about ``elements`` logits."""
+    """Return the number of rows per chunk. Each row has ``vocab`` logits; on a CPU, a chunk has about ``elements`` logits."""
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
     return max(elements // vocab, 1)
 
 
 def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) -> Chunk:
-    """Run a head over chunks of ``rows`` rows. The backward pass recomputes each chunk and sums weight gradients in fp32."""
+    """Call ``run`` for chunks of ``rows`` rows. The backward pass recomputes each chunk and sums weight gradients in fp32."""
     result: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
     return result
 

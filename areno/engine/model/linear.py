@@ -1,12 +1,13 @@
 """Faster fp32 linear layers for CPUs on which PyTorch chooses a slow matrix product.
 
-On x86, PyTorch multiplies fp32 matrices with MKL. On non-Intel CPUs, MKL does not use AVX-512, but oneDNN does, which is also
-part of PyTorch. On two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN reaches 440 GFLOP/s. These numbers hold for at
-least 256 rows, in the forward pass and in the gradient of the input.
+On x86, PyTorch multiplies fp32 matrices with MKL. On non-Intel CPUs, MKL does not use AVX-512. The library oneDNN, which is
+also part of PyTorch, does use AVX-512. For at least 256 rows on two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN
+reaches 440 GFLOP/s. These speeds are the same in the forward pass and in the gradient of the input.
 
-Without gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`). This requires AVX2 or
-AVX-512. On Intel CPUs, areno's kernel is used only for output layers with a large vocabulary: MKL would repack the weights of
-these layers for each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel 263 GFLOP/s.
+Without gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`). The kernel requires AVX2
+or AVX-512. On Intel CPUs, only output layers with a large vocabulary use areno's kernel, because MKL would repack the weights
+of these layers for each product. For 64 rows on a Xeon with AVX-512, MKL reaches 123 GFLOP/s and areno's kernel reaches 263
+GFLOP/s.
 """
 
 import functools
@@ -30,7 +31,7 @@ _FEW_ROWS = 256
 
 
 def use_fast_products(module: nn.Module) -> None:
-    """Replace a model's plain linear layers with :class:`FastLinear` where this class is faster on this CPU."""
+    """Replace the plain linear layers of a model with :class:`FastLinear` where :class:`FastLinear` is faster on this CPU."""
     least = least_weight()
     if least is None:
         return
@@ -42,14 +43,14 @@ def use_fast_products(module: nn.Module) -> None:
 def _gains(weight: Tensor, least: int) -> bool:
     """Whether :class:`FastLinear` is faster for a weight [O, C].
 
-    If ``least`` is 0, :class:`FastLinear` is always faster. Otherwise the weight must have at least ``least`` elements
-    and far more outputs than inputs.
+    If ``least`` is 0, :class:`FastLinear` is always faster. Otherwise :class:`FastLinear` is faster only for weights with at
+    least ``least`` elements and at least 8 times as many outputs as inputs.
     """
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
 
 def use_row_products(module: nn.Module) -> None:
-    """Use areno's kernel for products with few rows in all :class:`FastLinear` layers. The kernel must be loaded."""
+    """Make all :class:`FastLinear` layers use areno's kernel for products with few rows. The kernel must already be loaded."""
     for child in module.modules():
         if isinstance(child, FastLinear):
             child.row_products = True
@@ -57,9 +58,7 @@ def use_row_products(module: nn.Module) -> None:
 
 @functools.cache
 def least_weight() -> int | None:
-    """Minimum number of weight elements for which :class:`FastLinear` can be faster than MKL on this CPU; None if it never
-    is.
-    """
+    """Return the minimum number of weight elements for which :class:`FastLinear` can be faster; None if it is never faster."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
@@ -68,7 +67,7 @@ def least_weight() -> int | None:
 
 @functools.cache
 def _is_intel() -> bool:
-    """Whether the CPU is made by Intel. True if unknown: most layers then keep PyTorch's matrix product."""
+    """Whether the CPU is made by Intel. True if the maker is unknown, so that most layers keep PyTorch's matrix product."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -82,7 +81,7 @@ def _wide() -> bool:
 
 
 class FastLinear(nn.Linear):
-    """A :class:`torch.nn.Linear` that selects the fastest matrix product."""
+    """A :class:`torch.nn.Linear` that selects the fastest matrix product for each input."""
 
     row_products = False  # use our kernel for few rows without gradient
 
@@ -102,7 +101,7 @@ class FastLinear(nn.Linear):
         return out.view(*input.shape[:-1], self.out_features)
 
     def _in_decode_step(self, rows: Tensor) -> Tensor:
-        """The product in a traced decode step, which has few rows and no gradient."""
+        """Compute the product in a traced decode step, which has few rows and no gradient."""
         if row_product.KERNEL.loaded:
             return self._row_product(rows)
         if _wide() and self.weight.numel() >= _LEAST_WEIGHT:

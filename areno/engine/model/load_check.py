@@ -1,11 +1,11 @@
-"""Validation that areno runs a loaded model correctly.
+"""Validates that areno runs a loaded model correctly.
 
-Two short random sequences run individually through the model's ``eager`` attention. Then they run packed, with areno's
-attention plan. The results must agree. Rounding can change a router's choice between nearly equal scores, so the packed run
-uses the experts that the individual runs chose.
+The model first processes two short random sequences one at a time, with its own ``eager`` attention. The model then processes
+both sequences in one packed pass, with areno's attention plan. The results must agree up to rounding errors. Rounding can
+change a router's choice between nearly equal scores, so the packed pass uses the experts that the individual passes chose.
 
-If a layer ignores the plan (an unknown recurrent mixer or a custom attention), one packed sequence affects the results of
-another. A model with such a layer is rejected.
+If a layer ignores the attention plan, one packed sequence affects the results of the other sequence. Examples are unknown
+recurrent layers and custom attention layers. Models with layers that ignore the plan are rejected.
 """
 
 import logging
@@ -30,12 +30,12 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of logits or hidden states, relative to the largest value. Rounding errors are much smaller."""
+    """Return the accepted difference of logits or hidden states, relative to the largest value. Rounding errors are smaller."""
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
 def probe_inputs(module: Any, stage: StageLayers | None) -> list[Tensor]:
-    """Two sequences of tokens [n] or, for later pipeline stages, of hidden states [n, C]."""
+    """Return two random sequences of tokens [n]; for pipeline stages after the first, of hidden states [n, C]."""
     config, like = module.config.get_text_config(), next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     if stage is None or stage.first:
@@ -47,7 +47,7 @@ def probe_inputs(module: Any, stage: StageLayers | None) -> list[Tensor]:
 def run_individually(
     stock: Callable[[dict[str, Tensor]], Tensor], probe: list[Tensor]
 ) -> tuple[Tensor, list[ChoiceRecorder]]:
-    """Concatenated results of the sequences, each run alone, and the experts that each run chose."""
+    """Process each sequence of ``probe`` alone. Return the concatenated results, and the expert choices of each pass."""
     kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
     choices, outputs = [ChoiceRecorder() for _ in probe], []
     for sequence, choice in zip(probe, choices, strict=True):
@@ -66,10 +66,10 @@ def validate(
     name: str,
     unsupported: str,
 ) -> None:
-    """Run the sequences packed, and compare the results with ``expected``.
+    """Process the sequences in one packed pass, and compare the results with ``expected``.
 
-    Raises UnsupportedModelError: the packed sequences cannot run, or the results differ. ``unsupported`` is the reason for
-    different results.
+    Raises UnsupportedModelError: the packed pass fails, or the results differ. If the results differ, the error message gives
+    the reason ``unsupported``.
     """
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
@@ -79,19 +79,19 @@ def validate(
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedModelError(f"{name}: {kind} cannot run packed sequences ({first_lines(error)})") from error
+        raise UnsupportedModelError(f"{name}: {kind} cannot process packed sequences ({first_lines(error)})") from error
     scale = expected.abs().max().clamp(min=1e-6)
     gap = float((actual - expected).abs().max() / scale)
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
-            f"{name}: packed sequences of {kind} differ from the same sequences run individually "
-            f"(relative gap {gap:.1e}), so {unsupported}"
+            f"{name}: {kind} computes different results for packed sequences than for individual sequences (relative "
+            f"difference {gap:.1e}), so {unsupported}"
         )
-    logger.debug("packed-versus-individual probe of %s: relative gap %.1e", name, gap)
+    logger.debug("%s: results for packed and for individual sequences differ by %.1e (relative difference)", name, gap)
 
 
 def broken_weights(module: nn.Module, name: str) -> str:
-    """The message for a model that computes non-finite numbers."""
+    """Return the error message for a model that computes non-finite numbers."""
     broken = [key for key, weights in module.named_parameters() if not weights.isfinite().all()]
     if not broken:
         kind = str(next(module.parameters()).dtype).removeprefix("torch.")
@@ -100,11 +100,11 @@ def broken_weights(module: nn.Module, name: str) -> str:
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return (
         f"{name}: weights are not finite: {', '.join(broken[:3])}{more}; use an earlier checkpoint, or "
-        "download this one again"
+        "download this checkpoint again"
     )
 
 
 def first_lines(error: Exception, limit: int = 400) -> str:
-    """The type and the first characters of an error, on one line."""
+    """Return the type of an error and the beginning of its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}"

@@ -1,7 +1,7 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
-Loading validates that areno runs the model correctly; see :mod:`areno.engine.model.load_check`. If the context exceeds the
-model's attention window, the validation is repeated with a narrow window.
+Loading validates that areno runs the model correctly; see :mod:`areno.engine.model.load_check`. If the model's context is
+longer than its attention window, the validation is repeated with a narrow window.
 """
 
 import logging
@@ -50,7 +50,7 @@ M = TypeVar("M", bound=PackedModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load a checkpoint."""
+    """Options for loading a checkpoint."""
 
     dtype: torch.dtype
     device: torch.device | str = "cpu"
@@ -65,10 +65,10 @@ class LoadOptions:
 
 
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
-    """Load a causal LM from a folder or hub id, and prepare it for packed calls. An adapter is merged into its base model.
+    """Load a causal LM from a folder or hub id, and prepare the model for packed sequences.
 
-    Raises UsageError: the checkpoint cannot be read. Raises UnsupportedModelError: the architecture does not follow
-    attention plans.
+    If the checkpoint is an adapter, the adapter is merged into its base model. Raises UsageError: the checkpoint cannot be
+    read. Raises UnsupportedModelError: a layer ignores the attention plan.
     """
     with _naming_full_memory(path, options):
         with _reading(path, options, "causal language model"):
@@ -82,13 +82,13 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
     """Load a critic or a reward model from a sequence classifier or a causal LM.
 
-    A checkpoint without a scalar head gets a zero head.
+    If the checkpoint has no scalar head, the model gets a head of zeros.
 
     Args:
         needs_head: whether to reject a checkpoint without a scalar head.
 
     Raises:
-        UsageError: the checkpoint cannot be read, or lacks a required scalar head.
+        UsageError: the checkpoint cannot be read, or has no scalar head although ``needs_head`` is set.
     """
     with _naming_full_memory(path, options):
         with _reading(path, options, "sequence classifier"):
@@ -98,7 +98,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
             head = None if options.dummy else read_head(base)
             if head is None and needs_head and not (is_adapter(path) and brings_head(path)):
                 raise UsageError(
-                    f"{options.option} {path} has no scalar head (looked for {', '.join(HEAD_NAMES)}); "
+                    f"{options.option} {path} has no scalar head with one of the names {', '.join(HEAD_NAMES)}; "
                     "train a reward model with `areno train --algo rm`, or use a sequence classifier"
                 )
             config.num_labels = 1 if head is None else len(head[0])
@@ -111,19 +111,19 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
-    """Attach an adapter that is trained instead of the model's weights, and return the new model."""
+    """Attach an adapter to a model, and return the new model. Training changes the adapter instead of the model's weights."""
     may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
     attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
     adapted = type(model)(model.module)  # rewrap: body and head refer to the module's current layers
     adapted.adapter = attached
     trained = sum(p.numel() for _, p in adapted.parameters())
     counts = (attached.rank, attached.layers, trained / 1e6)
-    logger.info("adapter: rank %d on %d layers, %.2f M trained parameters", *counts)
+    logger.info("the adapter has rank %d and adapts %d layers; it has %.2f million trained parameters", *counts)
     return adapted
 
 
 def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
-    """Move the module to its device. If ``path`` is an adapter, merge the adapter."""
+    """Move the module to its device. If ``path`` is an adapter, merge the adapter into the module."""
     if options.four_bit:  # already on its device
         child: Any
         for child in module.modules():
@@ -137,9 +137,9 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 
 
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
-    """Build a checkpoint's architecture for planning, without reading or validating weights. ``options.dummy`` must be set.
+    """Build a model with a checkpoint's architecture, but without reading its weights. ``options.dummy`` must be set.
 
-    In a mode that creates tensors without storage, the model takes no memory.
+    areno uses the model to estimate memory. If PyTorch creates tensors without storage, the model takes no memory.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = _config_of(path, options)
@@ -154,7 +154,7 @@ def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedMo
 
 
 def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
-    """Wrap a loaded causal LM; see :func:`prepare_as`."""
+    """Prepare a loaded causal LM for packed sequences; see :func:`prepare_as`."""
     return prepare_as(CausalLM, module, name, attn_backend)
 
 
@@ -167,11 +167,11 @@ def prepare_as(
     *,
     validates: bool = True,
 ) -> M:
-    """Wrap a loaded model or pipeline stage so that attention follows a plan, and validate the result. Dropout is disabled.
+    """Make a loaded model or pipeline stage follow attention plans, disable its dropout, and validate the result.
 
-    The validation compares areno's results with those of ``transformers``. For a policy, these are the logits. For a critic, a
-    reward model or a stage without the output layer, they are the hidden states. ``validates`` is False if another rank reads
-    and validates the weights.
+    The validation compares areno's results with those of ``transformers``. For a policy, the compared results are the logits.
+    For a critic, a reward model or a stage without the output layer, the compared results are the hidden states. ``validates``
+    is False if another rank reads and validates the weights.
     """
     _repair_generation_config(module)
     _disable_dropout(module)
@@ -203,8 +203,8 @@ def prepare_as(
     validate(model, ours, probe, expected, choices, name, unsupported)
     if window is not None:
         unsupported = (
-            f"a layer ignores its attention window of {window} tokens, which only the masks of transformers apply; use "
-            f"another model, or set max_position_embeddings in its config.json to {window}"
+            f"a layer ignores its attention window of {window} tokens (only the masks of transformers apply this window); "
+            f"use another model, or set max_position_embeddings in the model's config.json to {window}"
         )
         with narrow_windows(module):
             validate(model, ours, probe, *in_window, name, unsupported)
@@ -221,7 +221,7 @@ def _wrapped(kind: type[M], module: nn.Module, name: str, attn_backend: str, sta
 
 
 def _disable_dropout(module: nn.Module) -> None:
-    """Disable dropout also in training, because dropout would add noise to importance ratios."""
+    """Disable dropout, even in training, because dropout would add noise to the importance ratios."""
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0
@@ -237,14 +237,15 @@ def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | Non
         return None
     if options.dummy:
         raise UsageError(
-            f"{options.option} {path}: random weights (dummy_load) cannot be split into stages; use a layout without p"
+            f"{options.option} {path}: random weights (dummy_load) cannot be split into pipeline stages; use a layout "
+            "without pipeline parallelism (p)"
         )
     layers = int(config.get_text_config().num_hidden_layers)
     try:
         return StageLayers(layout, options.peers.place.stage, layers)
     except ValueError as error:
         raise UsageError(
-            f"{options.option} {path}: {error} of a pipeline; use fewer stages, or pp_schedule 1F1B, which needs one model "
+            f"{options.option} {path}: {error}; use fewer pipeline stages, or pp_schedule=1F1B, which needs only one model "
             "chunk per stage"
         ) from error
 
@@ -295,7 +296,7 @@ def _build(
 
 
 def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Build the architecture with uninitialized weights. The rank that reads the checkpoint sends the weights."""
+    """Build the model with uninitialized weights. The rank that reads the checkpoint sends the weights later."""
     with no_init_weights():
         module: Any = kind.from_config(config, **arguments) if auto else kind._from_config(config, **arguments)
     module.tie_weights()  # skipped by no_init_weights
@@ -303,18 +304,18 @@ def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, arguments:
 
 
 def _known_class(kind: Any, config: PretrainedConfig) -> Any:
-    """Resolve an auto class of ``transformers`` to the class of an architecture."""
+    """Return the model class that an auto class of ``transformers`` selects for a configuration."""
     resolved = getattr(kind, "_model_mapping", {type(config): kind}).get(type(config), None)
     if resolved is None or isinstance(resolved, tuple):
         raise UnsupportedModelError(
-            f"{type(config).__name__}: only classes of transformers can be split into pipeline stages; use a "
-            "layout without p"
+            f"{type(config).__name__}: only model classes of transformers can be split into pipeline stages; use a "
+            "layout without pipeline parallelism (p)"
         )
     return resolved
 
 
 def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments that make ``transformers`` load this rank's shards."""
+    """Return the arguments with which ``transformers`` loads this rank's shards."""
     from areno.engine.parallel.sharding import distributed_config  # slow import (1 s), rarely needed
 
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
@@ -324,7 +325,10 @@ def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: Pret
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
-    """Reject missing or mismatched weights, which ``transformers`` would initialize randomly. A scalar head may be missing."""
+    """Reject weights that are missing or have a wrong shape, except a missing scalar head.
+
+    ``transformers`` would initialize these weights randomly.
+    """
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name} has the shape {tuple(shape)}" for name, shape, _ in sorted(report["mismatched_keys"])]
     problems = [text for text in problems if not text.startswith("score.")]
@@ -332,7 +336,7 @@ def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> No
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UsageError(
             f"{option} {path}: the weights do not match the configuration: {', '.join(problems[:3])}{more}; "
-            "download the checkpoint again, or use a causal language model (a classifier has no output layer for tokens)"
+            "download the checkpoint again; if the policy is a classifier, use a causal language model instead"
         )
 
 
@@ -343,7 +347,7 @@ def _naming_full_memory(path: str, options: LoadOptions) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"{options.option} {path}: the GPU has too little free memory for this model; stop other programs that use the "
-            f"GPU, or choose a smaller model or more GPUs ({first_lines(error)})"
+            f"GPU, use a smaller model, or use more GPUs ({first_lines(error)})"
         ) from error
 
 
@@ -354,15 +358,15 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
     except (ArenoError, torch.OutOfMemoryError):
         raise
     except UNREADABLE as error:
-        where = "folder" if Path(path).expanduser().exists() else "hub id"
+        where = "this folder" if Path(path).expanduser().exists() else "the model with this hub id"
         raise UsageError(
-            f"{options.option} {path}: this {where} could not be loaded as a {what}: {first_lines(error)}"
+            f"{options.option} {path}: {where} could not be loaded as a {what}: {first_lines(error)}"
         ) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence reports about weights that are expected to be missing, such as a head that is set after loading."""
+    """Silence the reports of ``transformers`` about missing weights, such as a head that is set after loading."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -377,14 +381,14 @@ def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> Non
     except (ValueError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
             f"{name}: {type(module).__name__} does not support registered attention functions ({first_lines(error)}); "
-            "use a model that does"
+            "use another model"
         ) from error
 
 
 def _repair_generation_config(module: Any) -> None:
-    """Enable sampling if ``transformers`` rejects the generation config.
+    """Enable sampling in the generation config if ``transformers`` rejects the config.
 
-    An example is a config with a temperature, but without sampling.
+    For example, ``transformers`` rejects a config that sets a temperature without sampling.
     """
     config = getattr(module, "generation_config", None)
     if config is None:

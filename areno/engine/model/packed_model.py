@@ -1,6 +1,6 @@
 """Base class of policies, critics and reward models.
 
-Each has a ``transformers`` body that runs packed tokens with an attention plan.
+Each model has a ``transformers`` body that computes the hidden states of packed tokens with an attention plan.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,7 @@ from areno.engine.model.stages import StageLayers, model_body
 
 
 class Weights:
-    """Storage of the weights between passes. In this class, weights are unsharded. :mod:`areno.engine.parallel.fsdp` shards
-    them.
-    """
+    """Storage of a model's weights between passes. This class stores unsharded weights; a subclass shards the weights."""
 
     dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
     whole: bool = True  # whether all weights are gathered on this rank
@@ -32,7 +30,7 @@ class Weights:
         """Reshard gathered weights."""
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run a differentiable pass. While the weights are sharded, all ranks must run the same passes."""
+        """Run a differentiable pass. While the weights are sharded, all ranks must run the same passes in the same order."""
         return work()
 
 
@@ -65,7 +63,7 @@ class PackedModel:
 
     @property
     def context_length(self) -> int | None:
-        """Maximum number of positions; None if the configuration states no limit."""
+        """Maximum number of tokens of a sequence; None if the configuration states no limit."""
         return context_length(self.config)
 
     @property
@@ -75,13 +73,14 @@ class PackedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Size in bytes of all weights, trainable or not, in the compute dtype."""
+        """Total size in bytes of the trainable and the frozen weights, in the compute dtype."""
         kind = self.weights.dtype
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers. Sharded parameters are this rank's shards. Tied parameters appear under all their
-        names.
+        """Return parameters and persistent buffers by name. A tied parameter appears under each of its names.
+
+        For sharded parameters, the state contains this rank's shards.
         """
         tensors: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         for place, child in self.module.named_modules():
@@ -102,11 +101,11 @@ class PackedModel:
                 self.weights.release()
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters with their names. Tied parameters appear once."""
+        """Return the trainable parameters with their names. A tied parameter appears only once."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def body(self, tokens: Tensor, position_ids: Tensor, plan: AttentionPlan, run: int | None = None) -> Tensor:
-        """Hidden states [T, C] of tokens [T] at positions [T]. The tokens attend according to ``plan``.
+        """Return the hidden states [T, C] of tokens [T] at positions [T]. The attention follows ``plan``.
 
         Later pipeline stages take the hidden states [T, C] of the previous stage instead of tokens. ``run`` is the index of the
         model chunk to apply; None applies all layers of this rank.

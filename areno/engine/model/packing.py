@@ -1,8 +1,9 @@
 """The attention plan of training and prefill, for packed sequences of different lengths.
 
 Sequences are concatenated into one row of T tokens and do not attend to each other. For attention, sequences of similar length
-form groups, and each group is padded to its longest sequence. A group has at most one padding token per five other tokens, so a
-long sequence does not make short sequences expensive. With a variable-length kernel on a GPU, there is no padding.
+form a group, and the sequences of a group are padded to the length of the group's longest sequence. A group has at most one
+padding token per five other tokens, so a long sequence does not make short sequences expensive. Variable-length kernels on GPUs
+need no padding.
 """
 
 import functools
@@ -23,7 +24,7 @@ MAX_PADDED_SHARE = 1.2
 
 
 class _Scatter(torch.autograd.Function):
-    """Scatter rows of x [N, ...] into zeros [cells, ...] at unique indices ``index``. The backward pass is a gather."""
+    """Write the rows of x [N, ...] into zeros [cells, ...] at unique indices ``index``. The backward pass is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, cells: int) -> Tensor:
@@ -53,10 +54,10 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that are padded together, to a batch [B, L].
+    """Sequences of similar length, which are padded to one batch [B, L].
 
-    ``rows`` are the positions of their tokens in the packed row. ``cells`` are the positions of the same tokens in the
-    flattened batch [B * L].
+    ``rows`` holds the positions of the sequences' tokens in the packed row. ``cells`` holds the positions of these tokens in
+    the flattened batch [B * L].
     """
 
     size: int
@@ -66,19 +67,19 @@ class _Group:
     prefix: Tensor | None  # packed positions of the common prefix of S tokens, or None
 
     def pad(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, L, ...] with zeros after each sequence's end."""
+        """Convert packed values [T, ...] to a batch [B, L, ...], with zeros after the end of each sequence."""
         rows = x if len(self.rows) == len(x) else _Gather.apply(x, self.rows)
         return _Scatter.apply(rows, self.cells, self.size * self.length).view(self.size, self.length, *x.shape[1:])
 
     def contexts(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [B, S + L, ...]: for each sequence, the prefix, the sequence's tokens, and padding."""
+        """Convert packed values [T, ...] to a batch [B, S + L, ...]; each row holds the prefix, a sequence and padding."""
         if self.prefix is None:
             return self.pad(x)
         prefix = _Gather.apply(x, self.prefix)
         return torch.cat([prefix.expand(self.size, *prefix.shape), self.pad(x)], 1)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """[B, L, ...] -> this group's tokens, in packed order."""
+        """Convert a batch [B, L, ...] to packed values of this group's tokens."""
         return _Gather.apply(x.reshape(self.size * self.length, *x.shape[2:]), self.cells)
 
 
@@ -86,8 +87,7 @@ class PackedPlan:
     """Attention plan of concatenated sequences. ``routing`` records or replays expert choices.
 
     Args:
-        lengths: number of tokens of each sequence, in packed order.
-        device: device of the plan.
+        lengths: number of tokens of each sequence, in packed order. device: device of the plan's tensors.
         prefixes: for each sequence, the packed positions of its prefix. The sequence also attends to these positions. None: no
             sequence has a prefix.
     """
@@ -124,7 +124,7 @@ class PackedPlan:
 
     @functools.cached_property
     def boundaries(self) -> Tensor:
-        """Start of each sequence, followed by the total number of tokens: int32 [N + 1]."""
+        """Packed position of each sequence's first token, followed by the total number of tokens: int32 [N + 1]."""
         return upload(torch.tensor(self.starts, dtype=torch.int32), self.device)
 
     def _group(self, members: list[int]) -> _Group:
@@ -139,7 +139,7 @@ class PackedPlan:
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
         """Packed positions of all contexts, starts of the contexts (int32 [N + 1]), and length of the longest context.
 
-        The context of a sequence is its prefix followed by its tokens.
+        The context of a sequence consists of its prefix and its tokens.
         """
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
@@ -153,21 +153,21 @@ class PackedPlan:
         return inverse
 
     def _mask(self, group: _Group, window: int | None, like: Tensor) -> Tensor | None:
-        """The group's mask; None if plain causal attention suffices."""
+        """Return the attention mask of a group; None if a plain causal mask suffices."""
         before = 0 if group.prefix is None else len(group.prefix)
         if not before and (window is None or group.length <= window):
             return None
         return self._causal_mask(before, group.length, window, like)
 
     def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive causal mask [length, before + length] for ``length`` tokens that follow ``before`` earlier tokens."""
+        """Return an additive causal mask [length, before + length] for ``length`` tokens after ``before`` earlier tokens."""
         key = (before, length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = window_mask(before + length, window, like, before)
         return self._masks[key]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention within each sequence; see :class:`~areno.engine.model.attention.AttentionPlan`."""
+        """Compute causal attention within each sequence; see :class:`~areno.engine.model.attention.AttentionPlan`."""
         kernel = find_kernel(layer, q, v)
         if kernel is not None:
             starts, longest = self.boundaries, max(self.lengths)
@@ -184,20 +184,20 @@ class PackedPlan:
         return self.join(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run a recurrent layer over hidden [T, C] with one padded row per sequence."""
+        """Run a recurrent layer over hidden states [T, C], with one padded row per sequence."""
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 
     def join(self, outputs: list[Tensor]) -> Tensor:
-        """Concatenate the groups' tokens and restore packed order."""
+        """Concatenate the outputs of all groups, and restore the packed order of the tokens."""
         if self._inverse is None:
             return outputs[0]
         return _Gather.apply(torch.cat(outputs), self._inverse)
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group the indices of sequences of similar length.
+    """Divide sequences into groups of similar length, and return the indices of each group.
 
-    The padded size of a group is at most ``MAX_PADDED_SHARE`` times the number of its tokens.
+    The padded size of a group is at most ``MAX_PADDED_SHARE`` times the number of tokens in the group.
     """
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]

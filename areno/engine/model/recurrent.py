@@ -1,11 +1,11 @@
-"""Linear-attention layers (gated delta nets) in packed calls.
+"""Runs linear-attention layers (gated delta nets) over packed sequences.
 
-A recurrent layer carries a state along the tokens of a call. With the code of ``transformers``, the state of one packed
-sequence would silently enter the next sequence. areno therefore wraps each layer's ``forward``.
+A recurrent layer updates a state from token to token. With the ``forward`` of ``transformers``, the last state of one packed
+sequence would be the first state of the next sequence. areno therefore wraps each layer's ``forward``.
 
-In training, ``forward`` runs on one padded row per sequence. The results are exact, because a causal scan never reads the
-padding on the right. In rollouts, every cache slot has its own state. A prefill runs ``forward`` on one sequence at a time,
-because padding would decay the cached state.
+In training, ``forward`` processes one padded row per sequence. Padding does not change the results, because padding follows the
+tokens of a sequence, and the layers are causal. In rollouts, every cache slot has its own state. A prefill runs ``forward`` on
+one sequence at a time, because padding would change the cached state.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SCRATCH = 8
 
 
 class SlotStates:
-    """Convolution and recurrent states of the recurrent layers, with one row per cache slot. A zero row is an empty state.
+    """Convolution and recurrent states of the recurrent layers, with one row per cache slot. A row of zeros is an empty state.
 
-    Implements the ``transformers`` cache methods that gated delta nets call. A layer's forward pass reads the
-    rows selected by :meth:`at`, and writes them back.
+    The class implements the cache methods of ``transformers`` that gated delta nets call. A layer's forward pass reads and
+    updates the rows that :meth:`at` has selected.
     """
 
     def __init__(self, slots: int) -> None:
@@ -36,7 +36,7 @@ class SlotStates:
         self._conv_rows: Tensor | None = None
 
     def at(self, module: Any, rows: Tensor) -> SlotStates:
-        """Select the slots that the next call of ``module`` reads and writes."""
+        """Select the slots ``rows``, which the next call of ``module`` reads and updates."""
         layer = module.layer_idx
         if layer not in self._conv:
             weight = module.conv1d.weight
@@ -53,51 +53,51 @@ class SlotStates:
         return _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Always True, because zeros are a valid empty state."""
+        """Return True, because zeros are a valid empty state."""
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Convolution state [rows, channels, kernel]. A single-token step updates this tensor in place."""
+        """Return the convolution states [rows, channels, kernel]. A single-token step updates the returned tensor in place."""
         self._conv_rows = self._conv[layer_idx][self._rows]
         return self._conv_rows
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Recurrent state [rows, heads, key, value]."""
+        """Return the recurrent states [rows, heads, key, value]."""
         return self._recurrent[layer_idx][self._rows]
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Always False, because there is no rollback."""
+        """Return False, because earlier states are never restored."""
         return False
 
     def update_conv_state(self, values: Tensor, layer_idx: int, conv_kernel_size: int = 0, **_: Any) -> Tensor:
-        """Append values [rows, channels, L] to the state, and return the old and new values concatenated."""
+        """Append ``values`` [rows, channels, L] to the convolution states. Return the old and the new values, concatenated."""
         state = self.get_conv_state(layer_idx) if self._conv_rows is None else self._conv_rows
         full = torch.cat([state, values], -1)
         self._conv_rows = full[..., -conv_kernel_size:]
         return full
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
-        """Write back the convolution and recurrent states of the selected slots."""
+        """Store the new convolution and recurrent states of the selected slots."""
         assert self._conv_rows is not None
         self._recurrent[layer_idx][self._rows] = state.to(self._recurrent[layer_idx].dtype)
         self._conv[layer_idx][self._rows] = self._conv_rows
 
     def tensors(self) -> list[Tensor]:
-        """All state tensors. The first axis is the slot."""
+        """Return the state tensors of all layers. The first axis of each tensor is the slot."""
         return [*self._conv.values(), *self._recurrent.values()]
 
     def copy(self, source: int, targets: Tensor) -> None:
-        """Copy one slot's states into other slots."""
+        """Copy the states of the slot ``source`` to the slots ``targets``."""
         for tensor in self.tensors():
             tensor[targets] = tensor[source].clone()
 
     def clear(self, rows: Tensor) -> None:
-        """Reset the states of slots."""
+        """Reset the states of the slots ``rows`` to zero."""
         for tensor in self.tensors():
             tensor[rows] = 0
 
     def grow(self, slots: int) -> None:
-        """Grow to more slots, preserving existing states."""
+        """Increase the number of slots to ``slots``, and keep the existing states."""
         for table in (self._conv, self._recurrent):
             for layer, tensor in table.items():
                 bigger = tensor.new_zeros(slots + SCRATCH, *tensor.shape[1:])
@@ -107,7 +107,7 @@ class SlotStates:
 
 
 class _Layers:
-    """Indexing by layer; see :attr:`SlotStates.layers`."""
+    """The states, indexed by layer; see :attr:`SlotStates.layers`."""
 
     def __init__(self, states: SlotStates) -> None:
         self._states = states
@@ -137,7 +137,7 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
-    """Make every gated delta net follow the attention plan."""
+    """Wrap the ``forward`` of every gated delta net of a model, so that the layer follows the attention plan."""
     for module in filter(is_recurrent, model.modules()):
         _wrap(module)
 

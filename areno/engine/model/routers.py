@@ -1,4 +1,4 @@
-"""Find the routers of a model, and hook them to record and replay expert choices."""
+"""Find the routers of an MoE model, and make the routers record or replay expert choices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ OPTION = "rollout.return_routed_experts (--return-routed-experts)"
 _PROBE_TOKENS = 3
 
 AllGather = Callable[[Any], list[Any]]
-"""Gathers a value from all pipeline stages, in order."""
+"""Gathers a value from each pipeline stage, in the order of the stages."""
 
 
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
-    """Make the routers of a model follow the routing of each pass. All ranks of the model must call this function.
+    """Make a model's routers follow the :class:`~areno.engine.model.routing.Routing` of each pass.
 
-    Raises UsageError: the model has no routers. Raises UnsupportedModelError: the routers' choices cannot be recorded.
+    All ranks must call this function. Raises UsageError: the model has no routers. Raises UnsupportedModelError: the choices of
+    the routers cannot be recorded.
     """
     mixtures = dict(_mixtures(model.module))
     names = sorted((name for stage in all_gather(list(mixtures)) for name in stage), key=_layer_order)
@@ -38,8 +39,8 @@ def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None
     distinct = {shape for stage in shapes for shape in stage}
     if len(distinct) != 1:
         raise UnsupportedModelError(
-            f"{OPTION} is not supported for {name}: its routers differ in their number of experts or of experts per token; "
-            "remove the option"
+            f"{OPTION} is not supported for {name}: its routers differ in the number of experts, or in the number of experts "
+            "per token; remove the option"
         )
     model.routers = Routers(len(names), *distinct.pop())
     for number, mixture in enumerate(names):
@@ -48,7 +49,7 @@ def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None
 
 
 def refuse_without_experts(path: str, trust_remote_code: bool = False) -> None:
-    """Raise UsageError if a checkpoint's configuration has no experts. Reads no weights."""
+    """Raise UsageError if the configuration of the checkpoint ``path`` contains no experts. No weights are read."""
     config: Any = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     if "experts" not in " ".join(_names(config.get_text_config().to_dict())):
         raise UsageError(_no_routers(path))
@@ -66,7 +67,7 @@ def _no_routers(name: str) -> str:
 
 
 def _mixtures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """MoE layers with their names."""
+    """Yield the name and the module of each MoE layer."""
     for name, child in module.named_modules():
         if any(_is_experts(part) for part in child.children()):
             yield name, child
@@ -95,7 +96,7 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(ChoiceRecorder):
-    """Observes a pass of an MoE layer: the ``topk`` calls, and the indices passed to the experts."""
+    """Records the ``topk`` calls in a pass of an MoE layer, and the indices that the layer passes to its experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -103,16 +104,17 @@ class _Probe(ChoiceRecorder):
         self._indices: Tensor | None = None
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the experts."""
+        """Record the indices that are passed to the experts. This method is a forward pre-hook of the experts' module."""
         indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
         self._indices = indices[0] if indices else self._indices  # shared experts get no indices
 
     def shape(self) -> tuple[int, int]:
-        """Number of experts, and of experts per token, in the ``topk`` call that selects the experts."""
+        """Return the number of experts and the number of experts per token, from the ``topk`` call that selects the experts."""
         calls = [call for call in self.calls if self._indices is None or _same(call[1], self._indices)]
         if not calls or (self._indices is None and len(self.calls) > 1):
             raise UnsupportedModelError(
-                f"{OPTION}: the routers of {self._name} do not select experts by a topk that can be recorded; remove the option"
+                f"{OPTION}: areno cannot identify the topk call with which the routers of {self._name} select experts; remove "
+                "the option"
             )
         experts, indices = calls[-1]
         return experts, indices.shape[-1]
@@ -124,9 +126,9 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @torch.no_grad()
 def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
-    """Pairs of the number of experts and the number of experts per token, for all MoE layers.
+    """Return the distinct pairs (number of experts, number of experts per token) of the MoE layers.
 
-    The pairs are observed in a pass over a few tokens.
+    The function runs a forward pass over a few tokens to find the pairs.
     """
     probes = [_Probe(name) for _ in mixtures]
     with ExitStack() as held:
@@ -139,7 +141,7 @@ def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> se
 
 
 def _probe_tokens(model: PackedModel) -> Tensor:
-    """Token ids, or hidden states for later pipeline stages."""
+    """Return token ids; for pipeline stages after the first, hidden states."""
     if model.stage is None or model.stage.first:
         return torch.arange(_PROBE_TOKENS, device=model.device) % model.vocab_size
     width = int(model.config.get_text_config().hidden_size)
@@ -148,7 +150,7 @@ def _probe_tokens(model: PackedModel) -> Tensor:
 
 
 def _watched(mixture: nn.Module, probe: _Probe) -> ExitStack:
-    """A context manager in which a probe observes the passes of an MoE layer."""
+    """Return a context manager in which a probe records the passes of an MoE layer."""
     stack, forward = ExitStack(), mixture.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:

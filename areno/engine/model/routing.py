@@ -1,13 +1,14 @@
 """Routing replay for mixture-of-experts (MoE) models: record expert choices in rollouts, and replay them in training.
 
-Rollout and training compute router scores with different kernels. After an update, they also use different weights. If two
-scores are close, training may choose different experts than the rollout. The log-probs of training and rollout then differ by
-much more than rounding errors. Replaying the rollout's choices removes this difference (Ma et al. 2025, arXiv:2510.11370,
-"R3"). The router is still trained, because the routing weights come from the router's current scores.
+Rollout and training compute router scores with different kernels. After an update, training also uses newer weights than the
+rollout. If two scores are close, training may choose different experts than the rollout. In this case, the log-probs of
+training and rollout differ by much more than rounding errors. Replaying the rollout's choices removes this difference (Ma et
+al. 2025, arXiv:2510.11370, "R3"). The router is still trained, because the weights of the experts' outputs are computed from
+the router's current scores.
 
 This module supports any MoE architecture that selects experts with ``topk``. During the forward pass of an MoE layer, a
-:class:`Routing` replaces the result of the ``topk`` over all experts. The model then computes the routing weights.
-:mod:`areno.engine.model.routers` finds the MoE layers.
+:class:`Routing` replaces the result of the ``topk`` over all experts. The model computes the weights of the experts' outputs
+from the replaced result. :mod:`areno.engine.model.routers` finds the MoE layers.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routing(Protocol):
-    """Observes the choices of routers, and can override them."""
+    """Records or replaces the choices of routers."""
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
-        """Return the experts [T, K] to use for the tokens of a pass.
+        """Return the ids [T, K] of the experts to use for the T tokens of a pass.
 
         ``mixture`` is the index of the MoE layer. ``chosen`` [T, K] is the router's own choice.
         """
 
     def again(self) -> Routing:
-        """The routing to use when activation checkpointing recomputes the forward pass."""
+        """Return the routing to use when activation checkpointing recomputes the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Routers:
 
     @property
     def kind(self) -> torch.dtype:
-        """Integer dtype whose maximum exceeds all expert ids. The maximum marks a token without a record."""
+        """Integer dtype of recorded expert ids. The maximum of the dtype marks a token without a record."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
     def bytes_per_token(self) -> int:
-        """Size in bytes of the recorded choices per token."""
+        """Size in bytes of the recorded choices of one token."""
         return self.mixtures * self.each * self.kind.itemsize
 
 
@@ -63,7 +64,10 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A context manager in which forward passes follow a routing. It can be entered repeatedly, but by one thread at a time."""
+    """A context manager in which forward passes follow ``routing``; None means that no choices are recorded or replaced.
+
+    The context manager can be entered repeatedly, but only by one thread at a time.
+    """
 
     def __init__(self, routing: Routing | None) -> None:
         self.routing = routing
@@ -77,12 +81,12 @@ class Routed(AbstractContextManager[None]):
 
 
 def current_routing() -> Routing | None:
-    """The routing of the current pass; None if routers choose freely."""
+    """Return the routing of the current pass; None if no choices are recorded or replaced."""
     return _CURRENT.get()
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Context managers for a layer under activation checkpointing: one for the forward pass, one for its recomputation.
+    """Return two context managers for activation checkpointing: one for the forward pass, and one for its recomputation.
 
     The recomputation may run in another thread, while the forward pass of other rows is running. The second context manager
     therefore sets the routing for the recomputation.
@@ -92,7 +96,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _TopkMode(TorchFunctionMode, ABC):
-    """Lets a subclass replace the result of a router's ``topk`` over scores [T, experts]."""
+    """Lets a subclass replace the result of each ``topk`` over scores [T, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,14 +118,14 @@ class _TopkMode(TorchFunctionMode, ABC):
 
 
 class Choosing(_TopkMode):
-    """Lets a routing replace the choices of one MoE layer."""
+    """Lets a routing record or replace the choices of one MoE layer."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the choices of the routing. If this ``topk`` is not over all experts, return ``chosen``."""
+        """Return the choices of the routing. If this ``topk`` does not select from all experts, return ``chosen``."""
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
         return self._routing.choose(self._mixture, chosen)
@@ -130,10 +134,10 @@ class Choosing(_TopkMode):
 class ChoiceRecorder(_TopkMode):
     """Records the choices of all routers in a forward pass.
 
-    ``calls`` lists the number of experts and the choices of each call, in order.
+    ``calls`` lists the number of experts and the choices of each ``topk`` call, in order.
 
-    Rounding can make two forward passes over the same tokens choose different experts. When two passes are compared,
-    :class:`ChoiceReplay` removes this difference.
+    Because of rounding, two forward passes over the same tokens can choose different experts. :class:`ChoiceReplay` repeats the
+    choices of the first pass in the second pass, so that the passes can be compared.
     """
 
     def __init__(self) -> None:
@@ -147,15 +151,15 @@ class ChoiceRecorder(_TopkMode):
 
 
 class ChoiceReplay(_TopkMode):
-    """Repeats recorded choices that differ from a router's own choices only by rounding.
+    """Repeats a recorded choice if it differs from the router's own choice only because of rounding.
 
     Args:
-        recorded: the recordings to repeat, concatenated along the tokens. If the recordings have calls of different shapes,
-            nothing is repeated.
+        recorded: the recordings to repeat, concatenated along the tokens. If the recordings have calls of different shapes, no
+            choice is repeated.
         first: index of the recorded token that is the first token of the pass. Tokens after the last recorded token keep the
             router's choices.
-        tolerance: maximum difference between the scores of a recorded choice and the router's own choice, relative to the
-            largest score. With a larger difference, the router's choice is kept.
+        tolerance: maximum difference between the scores of the recorded experts and of the router's own experts, relative to
+            the largest score. If the difference is larger, the router's own choice is used.
     """
 
     def __init__(self, *recorded: ChoiceRecorder, first: int = 0, tolerance: float) -> None:
@@ -166,7 +170,7 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the recorded choices of the next call. If a token's choices differ by more than rounding, keep ``chosen``."""
+        """Return the recorded choices of the next call; ``chosen`` for tokens whose choices differ by more than rounding."""
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
             return chosen
@@ -194,8 +198,9 @@ class Recording:
 
 
 class RoutingCount:
-    """Counts replayed choices, and how many of them differ from the router's choice. Each token has one choice per MoE
-    layer.
+    """Counts the replayed choices, and those replayed choices that differ from the router's own choice.
+
+    A choice is the set of experts of one token in one MoE layer.
     """
 
     def __init__(self) -> None:
@@ -203,7 +208,7 @@ class RoutingCount:
         self.changed: Tensor | float = 0.0
 
     def add(self, recorded: Tensor, chosen: Tensor, replayed: Tensor) -> None:
-        """Count the tokens that are ``replayed`` [T, 1]. The order of a token's experts does not matter."""
+        """Count the tokens for which ``replayed`` [T, 1] is True. The order of a token's experts does not matter."""
         missed = (recorded[:, :, None] != chosen[:, None, :]).all(-1).any(-1) & replayed[:, 0]
         self.replayed = self.replayed + replayed.sum()
         self.changed = self.changed + missed.sum()
@@ -213,9 +218,8 @@ class Replay:
     """Replays recorded choices. For a token without a record, the router chooses the experts.
 
     Args:
-        recorded: expert choices of a pass [T, MoE layers, K]; invalid ids mark a token without a record.
-        routers: the routers of the model.
-        count: counter of the replayed choices, or None.
+        recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token without a record.
+        routers: the routers of the model. count: counter of the replayed choices; None counts nothing.
     """
 
     def __init__(self, recorded: Tensor, routers: Routers, count: RoutingCount | None = None) -> None:
@@ -230,11 +234,11 @@ class Replay:
         return torch.where(replayed, recorded, chosen)
 
     def again(self) -> Routing:
-        """A replay of the same choices that does not count them again."""
+        """Return a replay of the same choices that does not count the choices again."""
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:
-        """The replay of ``count`` tokens from ``first`` on. Tokens after the last recorded token have no record."""
+        """Return the replay of ``count`` tokens from index ``first`` on. Tokens after the recorded tokens have no record."""
         records = self.recorded[first : first + count]
         missing = (0, 0, 0, 0, 0, count - len(records))
         return Replay(pad(records, missing, value=torch.iinfo(records.dtype).max), self.routers, self._count)

@@ -1,9 +1,9 @@
-"""Adapters of tensor-parallel models.
+"""LoRA adapters of tensor-parallel models.
 
-An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated, and matrix B is sharded by
-rows. In a row-parallel layer, A is sharded by columns, and B is replicated. The adapter's output is added before the
-layer's output is gathered or reduced, so a pass needs no extra communication. Each rank computes a partial
-gradient of the replicated matrix, and the optimizer sums the partial gradients once per step.
+An adapter is sharded like its layer. In a column-parallel layer, matrix A is replicated, and matrix B is sharded by rows. In a
+row-parallel layer, A is sharded by columns, and B is replicated. The adapter's output is added before the layer's output is
+gathered or reduced, so the adapter needs no extra communication in a pass. Each rank computes a partial gradient of the
+replicated matrix. The optimizer sums the ranks' partial gradients once per step.
 """
 
 import functools
@@ -27,7 +27,7 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class ShardedAdapter(Adapter):
-    """The adapter of a sharded module. All ranks must make the same calls.
+    """The LoRA adapter of a tensor-parallel module. All ranks must make the same calls.
 
     Raises UsageError: a layer has an unsupported tensor-parallel style.
     """
@@ -56,16 +56,17 @@ class ShardedAdapter(Adapter):
         return functools.partial(base._parameters.__setitem__, "weight", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """This rank's shard of weight plus adapter; see :meth:`Adapter.sum_of`."""
+        """Return this rank's shard of the sum of weight and adapter; see :meth:`Adapter.sum_of`."""
         first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
 
 
 @contextmanager
 def as_if_unsharded(module: Any) -> Iterator[None]:
-    """Within the block, sharded linear layers have unsharded placeholder weights that take no memory.
+    """Within the ``with`` block, give sharded linear layers unsharded placeholder weights that take no memory.
 
-    ``peft`` then creates and reads unsharded matrices, with the same random numbers as for an unsharded model.
+    With these placeholders, ``peft`` creates and reads unsharded matrices, with the same random numbers as for an unsharded
+    model.
     """
     mesh, module._device_mesh = module._device_mesh, None
     swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []
@@ -105,7 +106,7 @@ def refuse_other_layers(module: Any, layers: list[Any]) -> None:
 
 
 def _sharded_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Name, layer and tensor-parallel style of each sharded layer."""
+    """Yield the name, the layer and the tensor-parallel style of each sharded layer."""
     names = {id(layer): name for name, layer in module.named_modules()}
     for layer in layers:
         name = names[id(layer)]
@@ -122,8 +123,8 @@ def _refuse_other_layer(name: str, layer: Any, style: str) -> None:
     if not plain or style not in (*_COLUMNS, *_ROWS) or layer.lora_B[NAME].bias is not None:
         what = f"{name} ({type(layer.get_base_layer()).__name__}, {style})"
         raise UsageError(
-            f"--tp-size: an adapter of {what} cannot be sharded; only plain column-parallel or row-parallel linear layers can "
-            "have adapters; remove the layer from --lora-target-modules, or use --tp-size 1, with any --world-size"
+            f"--tp-size: an adapter of {what} cannot be sharded, because the layer is not a plain column-parallel or "
+            "row-parallel linear layer; remove the layer from --lora-target-modules, or use --tp-size 1"
         )
 
 
@@ -145,9 +146,9 @@ def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
 def _product_and_adapter(
     product: Callable[[nn.Module, Tensor], Tensor], base: nn.Module, layer: Any, in_columns: bool, x: Tensor
 ) -> Tensor:
-    """Compute this rank's part of the layer's output [..., O], with the adapter.
+    """Compute this rank's part of the output [..., O] of a layer and its adapter.
 
-    In a column-parallel layer, this is a part of the columns. In a row-parallel layer, it is a partial sum.
+    In a column-parallel layer, the part consists of some columns. In a row-parallel layer, the part is a partial sum.
     """
     out = product(base, x)
     if layer.disable_adapters or layer.merged:
@@ -165,7 +166,7 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """This rank's shard. ``gradient`` is the placement of the shard's gradient; None uses the tensor's placement."""
+    """Return this rank's shard of a tensor. ``gradient`` is the gradient's placement; None: the placement of the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

@@ -20,7 +20,7 @@ from areno.errors import UnsupportedModelError
 
 
 class Absent(nn.Module):
-    """Identity module that replaces a module of another stage."""
+    """Identity module that replaces a module that is on another stage."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Absent(nn.Module):
 
 
 class StageLayers:
-    """The model chunks of a stage. Each chunk is a range of consecutive layers.
+    """The model chunks of a pipeline stage. Each chunk is a range of consecutive layers.
 
     Args:
         layout: how the ranks divide the model.
@@ -41,7 +41,7 @@ class StageLayers:
         layers: number of layers of the full model.
 
     Raises:
-        ValueError: there are too few layers.
+        ValueError: the model has fewer layers than model chunks.
     """
 
     def __init__(self, layout: Layout, stage: int, layers: int) -> None:
@@ -52,14 +52,14 @@ class StageLayers:
         self.runs = {index: runs[index] for index in range(stage, len(runs), layout.pp_size)}
 
     def held(self) -> set[int]:
-        """Indices of all layers of the stage."""
+        """Return the indices of all layers of the stage."""
         return {layer for run in self.runs.values() for layer in run}
 
     def tied_names(self, module: Any) -> set[str]:
-        """Names of the embedding's weight, if it is tied to the output layer and therefore on both the first and the last
-        stage.
+        """Return the parameter names of an embedding that is tied to the output layer.
 
-        For other stages, and without tied weights, the result is empty.
+        The first and the last stage each have a copy of this weight. On other stages, and without tied weights, the result is
+        empty.
         """
         if not self.tied or not (self.first or self.last):
             return set()
@@ -67,7 +67,10 @@ class StageLayers:
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """The body with the layers of chunk ``run`` and, in the last chunk, the norm. None omits all layers and the norm."""
+        """Return the body with only the layers of chunk ``run``, and with the norm if ``run`` is the last chunk.
+
+        If ``run`` is None, the body has neither layers nor norm.
+        """
         layers = self.runs[run] if run is not None else ()
         partial = copy.copy(body)
         partial._modules = dict(body._modules)
@@ -86,9 +89,9 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 
 
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
-    """Names of the layer list and of the final norm.
+    """Return the attribute names of a body's layer list and final norm.
 
-    Raises UnsupportedModelError: besides its embedding, the body does not consist of one layer list and one other module with
+    Raises UnsupportedModelError: besides its embedding, the body does not have exactly one layer list and one other module with
     weights.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
@@ -107,15 +110,15 @@ def parts_of_body(body: nn.Module) -> tuple[str, str]:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise UnsupportedModelError(
-            f"{type(body).__name__} cannot be split into pipeline stages: besides its embedding it has "
-            f"{', '.join([*lists, *others]) or 'nothing'}, but one list of layers and one norm are expected; use a layout "
-            "without p"
+            f"{type(body).__name__} cannot be split into pipeline stages: besides its embedding, it has "
+            f"{', '.join([*lists, *others]) or 'nothing'}, but it must have one list of layers and one norm; use a layout "
+            "without pipeline parallelism (p)"
         )
     return lists[0], others[0]
 
 
 def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
-    """Derive a class that has the original name but only a stage's layers."""
+    """Return a subclass of ``kind`` that has the same name, but only a stage's layers."""
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -125,18 +128,18 @@ def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
 
 
 def model_body(module: Any) -> Any:
-    """The body of a ``transformers`` model with a head. Raises UnsupportedModelError if ``base_model_prefix`` is wrong."""
+    """Return the body of a ``transformers`` model. Raises UnsupportedModelError if ``base_model_prefix`` is wrong."""
     body = getattr(module, module.base_model_prefix, None)
     if body is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has no attribute {module.base_model_prefix!r}, which should be its body "
-            "(base_model_prefix); this architecture is not supported"
+            f"{type(module).__name__} has no attribute {module.base_model_prefix!r}, but its base_model_prefix gives "
+            "this name to the body; this architecture is not supported"
         )
     return body
 
 
 def keep_stage(module: Any, layers: StageLayers) -> None:
-    """Replace the modules of other stages with :class:`Absent`."""
+    """Replace the modules that are on other stages with :class:`Absent`."""
     body = model_body(module)
     list_name, norm_name = parts_of_body(body)
     body._modules[list_name] = _only(body._modules[list_name], layers.held())
@@ -155,9 +158,7 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
 
 @torch.no_grad()
 def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
-    """Raise UnsupportedModelError if the body changes its input before the first layer. Every stage would repeat this
-    change.
-    """
+    """Raise UnsupportedModelError if a body changes its input before its first layer: every stage would repeat this change."""
     body = layers.body_of(getattr(module, module.base_model_prefix), None)
     width = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())
@@ -165,6 +166,6 @@ def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any)
     out = body(inputs_embeds=hidden[None], position_ids=plan.position_ids[None], use_cache=False, areno=plan)
     if not torch.equal(out.last_hidden_state[0], hidden):
         raise UnsupportedModelError(
-            f"{name}: {type(module).__name__} changes embeddings before its first layer, which every pipeline stage would "
-            "repeat; use a layout without p"
+            f"{name}: {type(module).__name__} changes its input before the first layer, and every pipeline stage would "
+            "repeat this change; use a layout without pipeline parallelism (p)"
         )

@@ -1,7 +1,8 @@
-"""Log-probs and entropies from logits. The backward pass needs one buffer as large as the logits. With autograd, it would need
-five.
+"""Computes log-probs and entropies from logits.
 
-The vocabulary may be sharded across ranks. Each rank then has a slice of every row's logits. For each row, the rank sends three
+The backward pass needs one buffer as large as the logits; with autograd, the backward pass would need five such buffers.
+
+If the vocabulary is sharded across ranks, each rank has a slice of every row's logits. For each row, the rank sends three
 numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the entropy. The gradient
 of a slice needs no further communication.
 """
@@ -27,7 +28,7 @@ class VocabularyShare:
     channel: Channel  # channel to the ranks with the other slices, in slice order
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather logits [N, total] from slices [N, width], without gradient. All ranks must call this method."""
+        """Gather the logits [N, total] from the ranks' slices [N, width], without gradient. All ranks must call this method."""
         mine = pad(logits.detach(), (0, self.longest - self.width))
         slices = self.channel.all_gather_tensor(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
         return slices.movedim(0, 1).reshape(len(logits), -1)[:, : self.total]
@@ -36,16 +37,16 @@ class VocabularyShare:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool, share: VocabularyShare | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of tokens, and entropies in nats. The entropies have no gradient.
+    """Return the log-probs of tokens, and the entropies in nats. The entropies have no gradient.
 
     Args:
-        logits: logits [N, V], or this rank's slice of them.
+        logits: logits [N, V]; if the vocabulary is sharded, this rank's slice of the logits.
         tokens: token ids [N] in the whole vocabulary.
         temperatures: sampling temperatures [N].
         share: this rank's slice of the vocabulary; None if the vocabulary is not sharded.
 
     Returns:
-        Log-probs [N] in fp32, and entropies [N]. If entropies are not requested, their tensor is empty.
+        Log-probs [N] in fp32, and entropies [N]. Without ``entropy``, the tensor of entropies is empty.
     """
     width = logits.shape[-1]
     share = share or VocabularyShare(0, width, width, width, Channel())
@@ -66,16 +67,15 @@ def logit_bounds(logits: Tensor, share: VocabularyShare | None = None) -> Tensor
 
 
 def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Logits [N, V] divided by each row's temperature, in fp32."""
+    """Divide logits [N, V] by the temperature of each row. The result is fp32."""
     return logits.float() / temperatures[:, None]
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row, from this rank's slice of each row. All ranks make the same calls and get the same
-    results.
+    """Computes the log-softmax at one index per row, from this rank's slice of each row.
 
-    If the entropy is requested, the slice's probabilities are saved for the backward pass. Otherwise, the scaled logits are
-    saved.
+    All ranks make the same calls and get the same results. With ``entropy``, the probabilities of the slice are saved for the
+    backward pass. Without ``entropy``, the scaled logits are saved.
     """
 
     @staticmethod
@@ -114,5 +114,5 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
-    """The tensors ``numbers`` of all ranks, in rank order: [size, *numbers.shape]."""
+    """Gather the tensors ``numbers`` of all ranks, in rank order: [size, *numbers.shape]."""
     return channel.all_gather_tensor(numbers.reshape(-1)).view(channel.size, *numbers.shape)

@@ -4,8 +4,8 @@ A token attends to itself and to its ancestors. The ancestors are exactly the to
 token's position is its depth in the tree. Up to rounding, hidden states, log-probs and gradients therefore equal those of
 separate sequences.
 
-A sequence may begin with a prefix of an earlier sequence. It then adds nodes only for the tokens after the longest such prefix.
-Attention is computed only for these new tokens, which also attend to the prefix.
+If a sequence has a prefix in common with an earlier sequence, the sequence adds nodes only for the tokens after the longest
+common prefix. Attention is computed only for these new tokens, which also attend to the prefix.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ class TokenTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def shared(self, sequence: Sequence[int]) -> int:
-        """Length of the longest prefix of ``sequence`` that is in the tree."""
+        """Return the length of the longest prefix of ``sequence`` that the tree contains."""
         node = -1
         for count, token in enumerate(sequence):
             child = self._children.get((node, token))
@@ -37,7 +37,7 @@ class TokenTree:
         return len(sequence)
 
     def add(self, sequence: Sequence[int]) -> list[int]:
-        """Insert a sequence, and return the node of each token."""
+        """Insert a sequence, and return the index of each token's node."""
         path, node = [], -1
         for token in sequence:
             child = self._children.setdefault((node, token), len(self.tokens))
@@ -62,7 +62,7 @@ class TreePlan(PackedPlan):
         super().__init__(lengths, device, prefixes)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Raise EngineError: a token of a tree can have several successors, but a recurrent layer supports only one."""
+        """Raise EngineError: a token of a tree can have several successors, but a recurrent layer needs a single successor."""
         raise EngineError(
-            "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"
+            "this model has recurrent layers, which cannot process a tree of sequences; set enable_tree_training=false"
         )

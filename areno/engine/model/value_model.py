@@ -1,8 +1,8 @@
 """Critics and reward models: a body, and a linear head that is applied to each token.
 
-The module is a ``transformers`` sequence classifier, so that other programs can load saved checkpoints. The head is read from
-the checkpoint under any of the common names. If the checkpoint has no head, the head is initialized to zero. If the head has
-several outputs, the last output is used.
+The module is a ``transformers`` sequence classifier, so that other programs can load saved checkpoints. The checkpoint may
+store the head under any of the names in ``HEAD_NAMES``. If the checkpoint has no head, the head is initialized to zero. If the
+head has several outputs, the last output is used.
 """
 
 from pathlib import Path
@@ -26,20 +26,23 @@ class ValueModel(PackedModel):
     """A ``transformers`` sequence classifier. Its head ``score`` computes one scalar per token."""
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Values [N] of hidden states [N, C], in fp32."""
+        """Return the values [N] of hidden states [N, C], in fp32."""
         head = cast(nn.Linear, self.module.score)
         bias = None if head.bias is None else head.bias[-1:].float()
         return nn.functional.linear(hidden.float(), head.weight[-1:].float(), bias)[:, 0]
 
 
 def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
-    """Sequence classifier class of an architecture. The class is created if ``transformers`` has none."""
+    """Return the sequence classifier class of an architecture. If ``transformers`` has no such class, the class is created."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None:
-        raise UnsupportedModelError(f"{type(config).__name__}: transformers has no causal language model of this kind")
+        raise UnsupportedModelError(
+            f"{type(config).__name__}: transformers has no causal language model of this architecture; use another "
+            "model"
+        )
     base = next(kind for kind in causal.__mro__ if kind.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
     return type(name, (GenericForSequenceClassification, base), {})
@@ -51,9 +54,9 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight [outputs, C] and bias [outputs] of a checkpoint's scalar head; None if there is no head.
+    """Return the weight [outputs, C] and the bias [outputs] of a checkpoint's scalar head; None if there is no head.
 
-    A head without a bias has the bias None. ``path`` is a folder or a hub id. For a hub id, the weights are downloaded.
+    The bias is None if the head has no bias. ``path`` is a folder or a hub id; for a hub id, the weights are downloaded.
     """
     names = [f"{prefix}{name}" for name in HEAD_NAMES for prefix in ("", "model.")]
     for file in _weight_files(path):
@@ -65,7 +68,7 @@ def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint. If there are none, PyTorch's files."""
+    """Return the safetensors files of a checkpoint; if there are none, return its PyTorch files."""
     folder = Path(path).expanduser()
     is_local = folder.is_dir()
     # On the hub, other safetensors files are copies in other formats, such as Mistral's consolidated.safetensors.
@@ -78,7 +81,7 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def _read_tensors(file: Path, names: set[str]) -> dict[str, Tensor]:
-    """Read some tensors of a weight file. Names that the file lacks are omitted."""
+    """Read the tensors ``names`` of a weight file. The result omits names that the file does not contain."""
     if file.suffix == ".bin":
         stored = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: stored[name].clone() for name in names & stored.keys()}
@@ -87,13 +90,14 @@ def _read_tensors(file: Path, names: set[str]) -> dict[str, Tensor]:
 
 
 def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None:
-    """Install the head of a checkpoint, or a zero head with a single output."""
+    """Set the scalar head of a module. If ``head`` is None, set a head of zeros with a single output."""
     hidden = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())
     weight, bias = head if head is not None else (torch.zeros(1, hidden), None)
     if weight.shape[1] != hidden:
         raise UsageError(
-            f"the scalar head of this checkpoint takes {weight.shape[1]} features, but the model has {hidden}"
+            f"the scalar head of this checkpoint takes {weight.shape[1]} features, but the hidden states of the model have "
+            f"{hidden}; use another checkpoint"
         )
     score = nn.Linear(hidden, weight.shape[0], bias=bias is not None, dtype=like.dtype, device=like.device)
     with torch.no_grad():
@@ -109,5 +113,8 @@ def _as_rows(weight: Tensor, path: str) -> Tensor:
     if weight.ndim == 1:
         return weight[None]
     if weight.ndim != 2:
-        raise UsageError(f"{path}: its scalar head has the shape {tuple(weight.shape)}; expected [outputs, features]")
+        raise UsageError(
+            f"{path}: the scalar head has the shape {tuple(weight.shape)}, but the shape must be [outputs, features]; use "
+            "another checkpoint"
+        )
     return weight.T if weight.shape[1] == 1 else weight

@@ -1,9 +1,9 @@
-"""Variable-length attention on a GPU, with ``torch.nn.attention.varlen`` or the ``flash-attn`` package.
+"""Attention over packed sequences on a GPU, with ``torch.nn.attention.varlen`` or the ``flash-attn`` package.
 
-Training and prefill attend within packed sequences without padding. Some cases are not supported, such as sinks, fp32, head
-sizes above 256 and old GPUs. They use :func:`~areno.engine.model.attention.scaled_dot_product` instead, and each reason is
-logged once as a warning. A kernel is selected by its features, not by its version number. Each kernel must first pass a forward
-and backward test against PyTorch's attention.
+Training and prefill use these kernels, which need no padding. The kernels do not support some cases, such as sinks, fp32, head
+sizes above 256 and old GPUs. In these cases, attention uses :func:`~areno.engine.model.attention.scaled_dot_product`, and the
+reason is logged once as a warning. A kernel is selected by its features, not by its version number. Before a kernel is used,
+its forward and backward results are compared with PyTorch's attention.
 """
 
 import functools
@@ -28,7 +28,7 @@ _TOLERANCE = 5e-2
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """A packed attention function and its calling convention."""
+    """A variable-length attention function, and the names of its arguments."""
 
     name: str
     call: Callable[..., Any]
@@ -47,11 +47,11 @@ class VarlenKernel:
         longest: tuple[int, int],
         layer: LayerAttention,
     ) -> Tensor:
-        """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D].
+        """Compute causal attention of packed queries [Tq, H, D] for packed keys [Tk, K, D] and values.
 
         The last query of each sequence is at the position of the sequence's last key. ``starts`` and ``longest`` are pairs: the
-        first element is for queries, the second for keys. An element of ``starts`` holds the start of each sequence and the
-        total length (int32 [N + 1]). An element of ``longest`` is the maximum length of a sequence.
+        first element is for queries, and the second is for keys. An element of ``starts`` holds the start of each sequence and
+        the total length (int32 [N + 1]). An element of ``longest`` is the maximum length of a sequence.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -71,7 +71,7 @@ class VarlenKernel:
 
 @functools.cache
 def torch_varlen() -> VarlenKernel | None:
-    """PyTorch's kernel; None if this PyTorch release has no suitable kernel."""
+    """Return PyTorch's kernel; None if this PyTorch release has no suitable kernel."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -85,7 +85,7 @@ def torch_varlen() -> VarlenKernel | None:
 
 @functools.cache
 def flash_attn_varlen() -> VarlenKernel | None:
-    """The kernel of the ``flash-attn`` package; None if the package is not installed or cannot be loaded."""
+    """Return the kernel of the ``flash-attn`` package; None if the package cannot be imported."""
     try:
         from flash_attn import flash_attn_varlen_func
     except (ImportError, OSError):
@@ -95,28 +95,28 @@ def flash_attn_varlen() -> VarlenKernel | None:
 
 
 def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | None:
-    """The kernel for a layer; None if no kernel supports it."""
+    """Return a kernel for a layer; None if no kernel supports the layer."""
     if layer.explicit or q.device.type != "cuda":
         return None
     if q.dtype not in _HALF:
         _warn_once(f"the model computes in {q.dtype}, but fused kernels compute in bfloat16 or float16")
     elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
         sizes = f"{q.shape[-1]} query and {v.shape[-1]} value features"
-        _warn_once(f"its heads have {sizes}, but kernels need equal numbers of at most {_MAX_HEAD_SIZE}")
+        _warn_once(f"its heads have {sizes}, but fused kernels need equal numbers of at most {_MAX_HEAD_SIZE}")
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:
         kernels = _working(q.device)
         fitting = [kernel for kernel in kernels if layer.softcap is None or kernel.softcap]
         if not fitting and kernels:
-            _warn_once("it soft-caps its scores, which only a working flash-attn package supports")
+            _warn_once("it soft-caps its scores, which no usable kernel supports (flash-attn can support soft-capping)")
         return fitting[0] if fitting else None
     return None
 
 
 @functools.cache
 def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
-    """Kernels that work on a device, according to :func:`why_not`."""
+    """Return the kernels that work on a device, according to :func:`why_not`."""
     reasons, working = [], []
     capability = torch.cuda.get_device_capability(device)
     for kernel in (torch_varlen(), flash_attn_varlen()):
@@ -126,7 +126,7 @@ def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
         if reason is None:
             working.append(kernel)
         else:
-            reasons.append(f"{kernel.name}: {reason}")
+            reasons.append(f"{kernel.name} does not work ({reason})")
     if not working:
         _warn_once(
             "; ".join(reasons)
@@ -137,11 +137,13 @@ def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    logger.warning("this model does not use FlashAttention, because %s; attention is padded and slower", reason)
+    logger.warning(
+        "this model does not use FlashAttention, because %s; its attention uses padding and is slower", reason
+    )
 
 
 def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Test a kernel's forward and backward pass on a small case. Returns None if the kernel works, otherwise the problem."""
+    """Test a kernel's forward and backward pass on a small case. Return the problem; None if the kernel works."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = (5, 40), (9, 40)
     shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))
@@ -160,7 +162,7 @@ def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = tor
             return f"{type(error).__name__}: {first_line(error)}"
     pairs = [(actual.detach(), expected.detach()), *zip(gradients, expected_gradients, strict=True)]
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
-    return None if gap <= _TOLERANCE else f"its results differ from the reference by {gap:.1e}"
+    return None if gap <= _TOLERANCE else f"its results differ from PyTorch's attention by {gap:.1e}"
 
 
 def _reference(leaves: list[Tensor], queries: tuple[int, ...], keys: tuple[int, ...], layer: LayerAttention) -> Tensor:

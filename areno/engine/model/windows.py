@@ -1,4 +1,7 @@
-"""Narrows the attention windows of a model. Sequences of a few tokens then show whether its layers apply the windows."""
+"""Narrows the attention windows of a model.
+
+With narrow windows, sequences of a few tokens suffice to test whether the layers of the model apply their windows.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +16,9 @@ _NARROW = 4
 
 
 def limiting_window(config: Any) -> int | None:
-    """The smallest attention window in a ``transformers`` configuration that is shorter than the context; None if there is
-    none.
+    """Return the smallest attention window of a ``transformers`` configuration, in tokens; None if there is no window.
+
+    Windows that are not shorter than the context are ignored.
     """
     text, context = config.get_text_config(), context_length(config)
     windows = [window for name in _WINDOWS if isinstance(window := getattr(text, name, None), int) and window > 0]
@@ -23,9 +27,9 @@ def limiting_window(config: Any) -> int | None:
 
 @contextmanager
 def narrow_windows(module: nn.Module) -> Iterator[None]:
-    """Within the block, narrow the attention windows to 4 tokens.
+    """Within the ``with`` block, narrow the attention windows of a model to 4 tokens.
 
-    The windows of the configuration are also changed, because ``transformers`` builds masks from them.
+    The configuration is also changed, because ``transformers`` builds masks from the windows in the configuration.
     """
     text: Any = module.config.get_text_config()  # type: ignore[operator,union-attr]
     before: list[tuple[Any, str, int]] = []

@@ -1,4 +1,4 @@
-"""Balanced partitions: assign rows to ranks and to microbatches."""
+"""Assign rows to ranks or to microbatches, so that all ranks or microbatches have similar numbers of tokens."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Partition items into parts of similar total weight.
 
-    This is the largest differencing method (Karmarkar and Karp 1982). The result is deterministic. Weights must not be
-    negative.
+    The function uses the largest differencing method (Karmarkar and Karp 1982). The result is deterministic. Weights must not
+    be negative.
 
     Returns the sorted indices of the items in each part. A part may be empty.
     """
@@ -29,9 +29,9 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Partition rows by token count; return row indices. ``together`` adjacent rows, such as a pair, stay in one part.
+    """Divide rows into parts with similar numbers of tokens, and return the row indices of each part.
 
-    The last block of such rows may be smaller.
+    Each block of ``together`` adjacent rows, such as a pair, stays in one part. The last block may be smaller.
     """
     rows = range(len(lengths))
     blocks = [rows[start : start + together] for start in rows[::together]]

@@ -1,12 +1,11 @@
-"""Collectives among the ranks of a group. CPU ranks on one Linux machine exchange gradients and weights in shared
-memory.
+"""Collectives among the ranks of a group.
 
-With shared memory, no gradients are sent. Each rank accumulates its gradients in its own buffer, which all ranks can
-read. Then each rank sums its shard over all buffers: first its own buffer, then the other ranks' buffers in rank order.
-The order is fixed, so equal inputs give equal sums. Each shard is summed by one rank, so all ranks see the same result.
-Ranks wait for each other on gloo's sockets, which takes no CPU time. If a rank exits, its connections break, and the
-waiting ranks raise an error. The memory is anonymous (see :mod:`areno.engine.parallel.segment`), so Linux frees it even
-if a rank is killed.
+CPU ranks on one Linux machine exchange gradients and weights in shared memory. With shared memory, no gradients are sent. Each
+rank accumulates its gradients in its own buffer, which all ranks can read. Afterwards, each rank sums its shard over all
+buffers: first its own buffer, then the other ranks' buffers in rank order. The order is fixed, so equal inputs give equal sums.
+Each shard is summed by one rank, so all ranks see the same result. Ranks wait for each other on gloo's sockets, which takes no
+CPU time. If a rank exits, its connections break, and the waiting ranks raise an error. The memory is anonymous (see
+:mod:`areno.engine.parallel.segment`), so Linux frees the memory even if a rank is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PATIENCE = timedelta(days=7)
 
 
 class Channel:
-    """Collectives of a group of one rank; base class of larger groups. All ranks must make the same calls in the same order."""
+    """Collectives of a group; this base class is a group of one rank. All ranks must make the same calls in the same order."""
 
     size, rank = 1, 0
 
@@ -44,7 +43,7 @@ class Channel:
         return values
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum over the ranks."""
+        """Return the minimum of the ranks' values."""
         return value
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -52,7 +51,7 @@ class Channel:
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's object."""
+        """Return the object of rank 0 on every rank."""
         return value
 
     def reduce_scatter(self, values: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class Channel:
         return self.all_to_all_v(parts, equal, equal)
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send the next ``sent[i]`` rows to each rank i, in order. Return the received rows, ordered by sender.
+        """Send ``sent[i]`` consecutive rows to each rank i, in order. Return the received rows, ordered by sender.
 
         ``received[i]`` is the number of rows that come from rank i.
         """
@@ -88,8 +87,9 @@ class Channel:
         return values
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
-        """Allocate a buffer that reduces ``count`` (a multiple of ``size``) numbers. Return None if the ranks share no
-        memory.
+        """Allocate a buffer that sums ``count`` numbers over the ranks. Return None if the ranks share no memory.
+
+        ``count`` must be a multiple of ``size``.
         """
         return None
 
@@ -113,7 +113,7 @@ class RankGroup(Channel):
         return values
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum over the ranks."""
+        """Return the minimum of the ranks' values."""
         least = torch.tensor([value], device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
@@ -130,7 +130,7 @@ class RankGroup(Channel):
         return [self._decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's object."""
+        """Return the object of rank 0 on every rank."""
         text = self._encode(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
         size = torch.tensor([len(text)], device=self._device)
         self._group.broadcast([size], dist.BroadcastOptions()).wait()
@@ -154,7 +154,7 @@ class RankGroup(Channel):
         return gathered
 
     def all_to_all_v(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send the next ``sent[i]`` rows to each rank i, in order. Return the received rows, ordered by sender."""
+        """Send ``sent[i]`` consecutive rows to each rank i, in order. Return the received rows, ordered by sender."""
         self.traffic["all_to_all_v"] += rows.nbytes - rows[: sent[self.rank]].nbytes
         output = rows.new_empty(sum(received), *rows.shape[1:])
         self._group.alltoall_base(output, rows, received, sent).wait()
@@ -186,7 +186,7 @@ class RankGroup(Channel):
         return gathered
 
     def send(self, values: Tensor, rank: int) -> dist.Work:
-        """Start sending values to a rank. The values must not change until the returned work is done."""
+        """Start sending values to a rank. The values must not change until the returned operation is complete."""
         self.traffic["send"] += values.nbytes
         return self._group.send([values], rank, 0)
 
@@ -203,7 +203,7 @@ class RankGroup(Channel):
 
 
 class SharedGroup(RankGroup):
-    """A group whose ranks share memory where the system allows it."""
+    """A group whose ranks share memory if the system allows shared memory."""
 
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
         """See :class:`Channel`."""
@@ -221,11 +221,11 @@ class SharedGroup(RankGroup):
         return SharedMemory(self, memories[0], dtype) if memories else None
 
     def barrier(self) -> None:
-        """Wait for all ranks of the group."""
+        """Wait until all ranks of the group call this method."""
         self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Map one segment per size on all ranks. Rank i creates the segment of ``sizes[i]`` bytes.
+        """Map one segment of shared memory per size on all ranks. Rank i creates the segment of ``sizes[i]`` bytes.
 
         Return an empty list if any rank cannot map a segment.
         """
@@ -246,7 +246,7 @@ class SharedGroup(RankGroup):
 
 
 class SharedReduceBuffer:
-    """A reusable reduce-scatter in shared memory, with one fp32 buffer [size * n] per rank.
+    """Buffers for reduce-scatters in shared memory: one fp32 buffer [size * n] per rank.
 
     Attributes:
         values: this rank's buffer, initially 0. The rank writes to no other buffer.
@@ -261,8 +261,9 @@ class SharedReduceBuffer:
         self._others = parts
 
     def part(self) -> Tensor:
-        """Return this rank's shard [n] of the sums. The shard is a view of ``values``, and is valid until ``values``
-        changes.
+        """Sum the buffers of all ranks, and return this rank's shard [n] of the sums.
+
+        The shard is a view of ``values``, and is valid only until ``values`` changes.
         """
         self._group.traffic["reduce_scatter"] += self.values.nbytes - self._part.nbytes  # the others read it
         self._group.barrier()
@@ -279,14 +280,14 @@ class SharedMemory:
         self._group, self._memory, self._dtype = group, memory, dtype
 
     def tensor(self, start: int, count: int) -> Tensor:
-        """Return ``count`` entries from ``start`` on as a tensor in the shared memory."""
+        """Return a tensor of ``count`` entries of the shared memory, from index ``start`` on."""
         if not count:
             return torch.empty(0, dtype=self._dtype)
         offset = start * self._dtype.itemsize
         return torch.frombuffer(self._memory, dtype=self._dtype, count=count, offset=offset)
 
     def barrier(self) -> None:
-        """Wait for all ranks. Afterwards, each rank sees what the other ranks wrote before."""
+        """Wait until all ranks call this method. Afterwards, each rank sees everything that the other ranks wrote before."""
         self._group.barrier()
 
 
@@ -301,14 +302,9 @@ def meet(
 ) -> RankGroup:
     """Join a new process group. With gloo, return once all members have joined.
 
-    Args:
-        where: meeting point of the members.
-        name: name of the group. A name must not be reused.
-        rank: rank of this process.
-        size: number of members.
-        device: device of the tensors that members send.
-        patience: timeout for joining and for each collective.
-        kind: class of the returned group.
+    Args: where: rendezvous of the members. name: name of the group. A name must not be reused. rank: rank of this process.
+    size: number of members. device: device of the tensors that members send. patience: timeout for joining and for each
+    collective. kind: class of the returned group.
 
     Raises:
         RuntimeError or EngineError: a member did not join in time.

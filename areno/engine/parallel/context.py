@@ -1,14 +1,14 @@
-"""Context parallelism: the ranks of a replica divide the tokens of each pass. In attention, the ranks divide the heads instead
-(Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+"""Context parallelism: the ranks of a replica divide the tokens of each pass. In attention, the ranks divide the attention
+heads instead (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
 Each rank computes the embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens of a
 sequence, so an all-to-all gives each rank all tokens of some heads. The rank computes attention for these heads as a single
-process would. A second all-to-all then returns the outputs to the ranks of their tokens. Attention plans (packing, trees,
-windows, sinks) therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's
-queries, keys, values or outputs.
+process would. A second all-to-all returns each output to the rank of its token. Attention plans (packing, trees, windows,
+sinks) therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries,
+keys, values or outputs.
 
-In grouped-query attention, key heads are repeated if c does not divide their number. If c does not divide the number of query
-heads, zero heads are added. Using more ranks than heads wastes compute.
+In grouped-query attention, key heads are repeated if c does not divide the number of key heads. If c does not divide the number
+of query heads, heads of zeros are added. Using more ranks than heads wastes compute.
 
 All ranks compute the same loss from the predictions of all ranks. A weight's gradient is therefore the sum of the ranks'
 gradients.
@@ -30,7 +30,7 @@ from areno.engine.parallel.channels import Channel
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange local tokens of all heads [n, size * h, D] for all tokens of local heads [size * n, h, D].
+    """Exchange this rank's tokens of all heads [n, size * h, D] for all tokens of this rank's heads [size * n, h, D].
 
     If ``to_heads`` is False, the exchange is reversed.
     """
@@ -46,7 +46,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather x [n, ...] -> [size * n, ...]. All ranks use the result, so the backward pass is a reduce-scatter."""
+    """Gather x [n, ...] from all ranks: [size * n, ...]. All ranks use the result, so the backward pass is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
@@ -105,11 +105,11 @@ class ContextPlan:
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Return the indices of the entries of ``positions`` (packed positions) that belong to this rank."""
+        """Return the indices of those entries of ``positions`` (packed positions) that belong to this rank."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks; each rank holds its own entries, and zeros for all other entries."""
+        """Sum values over the ranks. Each rank passes its own entries, and zeros for all other entries."""
         return _Sum.apply(values, self.channel)  # type: ignore[no-any-return]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class ContextPlan:
         return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Gather ``hidden`` [n, C] from all ranks, and run a recurrent layer on it. Return this rank's slice of the output."""
+        """Gather ``hidden`` [n, C] from all ranks, and run a recurrent layer on the result. Return this rank's outputs."""
         gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 
@@ -140,7 +140,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return the smallest number of repetitions of key heads that gives each rank the key heads of its query heads."""
+    """Return the smallest number of copies of each key head with which each rank has the key heads of its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

@@ -48,7 +48,7 @@ class ExpertParallelExperts:
     """The experts of one MoE layer, sharded across a group.
 
     Args:
-        module: module with all experts. Afterwards, it holds only this rank's experts.
+        module: module with all experts. After construction, the module holds only this rank's experts.
         mesh: device mesh with the axes ``ep`` and ``tp``.
         channel: collectives of the ranks that divide the experts.
     """
@@ -76,7 +76,7 @@ class ExpertParallelExperts:
         return nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
     def gather(self) -> None:
-        """Gather all experts, after FSDP has unsharded the local experts. Every rank of the group must call this method."""
+        """Gather all experts. FSDP must already have unsharded the local experts, and all ranks must call this method."""
         self._gathered = {}
         for name, parameter in self.module.named_parameters(recurse=False):
             mine = parameter.detach().to_local()
@@ -89,9 +89,7 @@ class ExpertParallelExperts:
         self.module.num_experts = self.own
 
     def _computed(self, *inputs: Tensor) -> Tensor:
-        """Run the module's own ``forward`` with plain tensors: the gathered experts, or this rank's experts if none are
-        gathered.
-        """
+        """Run the module's own ``forward`` with plain tensors: all experts if they are gathered, else this rank's experts."""
         sharded = dict(self.module._parameters)
         local = self._gathered or {name: cast(Any, parameter).to_local() for name, parameter in sharded.items()}
         self.module._parameters.update(local)
@@ -101,9 +99,7 @@ class ExpertParallelExperts:
             self.module._parameters.update(sharded)
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Send each row of ``hidden`` [T, C] to its ``chosen`` [T, K] experts. Return the weighted sums [T, C] of their
-        outputs.
-        """
+        """Send each row of ``hidden`` [T, C] to its ``chosen`` [T, K] experts. Return weighted sums [T, C] of the outputs."""
         if self._gathered is not None:
             return self._computed(hidden, chosen, weights)
         each = chosen.shape[1]
@@ -135,20 +131,21 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list
     layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
     if any(is_experts(layer) for layer in layers):
         raise UsageError(
-            f"LoRA on the experts of {type(module).__name__} with expert parallelism over {channel.size} ranks: adapters "
-            "of experts cannot be sharded; leave e (expert parallelism) out, or list only attention layers in "
-            "--lora-target-modules (target_modules)"
+            f"LoRA cannot train the experts of {type(module).__name__} with expert parallelism over {channel.size} ranks, "
+            "because adapters of experts cannot be sharded; remove expert parallelism (e) from the layout, or list only "
+            "attention layers in --lora-target-modules (target_modules)"
         )
     mixtures = [child for child in module.modules() if is_experts(child)]
     if not mixtures:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has no experts that {channel.size} ranks could share; leave e (expert parallelism) out"
+            f"{type(module).__name__} has no experts that {channel.size} ranks could divide; remove expert parallelism (e) "
+            "from the layout"
         )
     counts = {int(cast(Any, child).num_experts) for child in mixtures}
     if wrong := sorted(count for count in counts if count % channel.size):
         raise UnsupportedModelError(
-            f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot share evenly; set e to "
-            f"{_below(wrong[0], channel.size)}"
+            f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot divide evenly; set expert "
+            f"parallelism (e) to {_below(wrong[0], channel.size)}"
         )
     return [ExpertParallelExperts(child, mesh, channel) for child in mixtures]
 

@@ -1,9 +1,9 @@
 """Fully sharded weights (FSDP2, ZeRO stage 3): the ranks of a stage shard the weights, and gather them for computation.
 
-Between passes each rank holds a shard of every tensor. A training pass gathers one unit (by default a decoder layer) at a
-time. With :attr:`Layout.reshards`, the backward pass gathers each unit again. The backward pass reduce-scatters the gradients.
-Rollouts and scoring run many passes, so all weights are gathered once before these passes, in the compute dtype, and released
-afterwards.
+Between passes each rank holds a shard of every tensor. A training pass gathers one unit (by default a decoder layer) at a time.
+With :attr:`Layout.reshards`, the backward pass gathers each unit again. The backward pass reduce-scatters the gradients.
+Rollouts and scoring run many passes. All weights are therefore gathered once before these passes, in the compute dtype, and
+released afterwards.
 
 Shards of trained weights are fp32 and serve as the optimizer's master weights.
 """
@@ -38,7 +38,8 @@ class FullyShardedWeights(Weights):
     """A model's weights, sharded across the default process group. This rank must have joined the group.
 
     Args:
-        module: the model before FSDP. Afterwards it holds this rank's shards. Shards of ``trained`` weights are fp32.
+        module: the model before FSDP. After construction, the module holds this rank's shards. Shards of ``trained`` weights
+        are fp32.
         reduces: dtype in which gradients are reduced.
     """
 
@@ -105,8 +106,8 @@ class FullyShardedWeights(Weights):
     def gather(self) -> None:
         """Gather all weights, which stay gathered until :meth:`release` is called. Every rank must call this method.
 
-        FSDP's hooks record the order of all passes. While the weights are gathered, the hooks are removed. Otherwise ranks
-        with different pass orders would gather different layers in the next backward pass.
+        FSDP's hooks record the order of all passes. While the weights are gathered, the hooks are removed. With the hooks,
+        ranks with different pass orders would gather different layers in the next backward pass.
         """
         if self.whole:
             return
@@ -119,7 +120,7 @@ class FullyShardedWeights(Weights):
         self.whole = True
 
     def release(self) -> None:
-        """Free all shards of other ranks."""
+        """Free the gathered weights, except this rank's shards."""
         for divided in self._experts:
             divided.release()
         for part in self._parts:
@@ -130,7 +131,7 @@ class FullyShardedWeights(Weights):
         self.whole = False
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run a differentiable pass that gathers each layer when the layer runs."""
+        """Run a differentiable pass that gathers the weights of each layer when the layer runs."""
         if self.whole:
             return work()
         return self._root.areno_pass(work)  # type: ignore[no-any-return]
@@ -144,9 +145,7 @@ def shard_over_replicas(
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the ranks that shard each tensor. With tensor parallelism, it is the ``fsdp`` axis of the model's
-    mesh.
-    """
+    """Return the mesh of the ranks that shard each tensor; with tensor parallelism, the axis ``fsdp`` of the model's mesh."""
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
@@ -160,7 +159,7 @@ def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules to shard as units: instances of the named classes, by default the decoder layers."""
+    """Return the modules that FSDP shards as units: instances of the classes ``names``, by default the decoder layers."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
     blocks = [child for child in module.modules() if type(child).__name__ in names and child is not module]
@@ -169,7 +168,8 @@ def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
             {type(child).__name__ for child in module.modules() if next(child.parameters(), None) is not None}
         )
         raise UsageError(
-            f"fsdp.wrap_policy: {type(module).__name__} has no module of class {', '.join(missing)}; it has {', '.join(known)}"
+            f"fsdp.wrap_policy: {type(module).__name__} has no module of class {', '.join(missing)}; use "
+            f"classes of its modules: {', '.join(known)}"
         )
     return blocks[::-1]  # inner modules first
 

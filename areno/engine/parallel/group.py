@@ -1,7 +1,7 @@
 """An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
 
-Every rank receives all rows and selects its own rows by a deterministic rule. Therefore the ranks need not coordinate. A
-request goes to the least loaded replica. The choice of the replica does not affect the result.
+Every rank receives all rows, and selects its own rows by a deterministic rule, so the ranks need not coordinate. A request goes
+to the least loaded replica. The choice of the replica does not affect the result.
 """
 
 import functools
@@ -123,7 +123,7 @@ class EngineGroup(Backend):
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, and with it the whole group."""
+        """Whether the group has failed. If one rank fails, the whole group fails."""
         return self.workers.failed
 
     @property
@@ -160,7 +160,7 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas. Return the leaders' answers (futures) by request numbers."""
+        """Send requests to the leaders of their replicas. Return one future per leader, keyed by request numbers."""
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
@@ -186,8 +186,9 @@ class EngineGroup(Backend):
         return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks. With FSDP, the method may release gathered weights, so the next rollout gathers them
-        again.
+        """Call a method on all ranks, and return the results in rank order.
+
+        With FSDP, the method may release gathered weights. Therefore, the next rollout gathers the weights again.
         """
         with self._order:
             self._gathered = not self.layout.fsdp
@@ -221,7 +222,7 @@ class EngineGroup(Backend):
             return self._pending.pop(number, None)
 
     def _refused(self, numbers: Sequence[int], asked: Future[Any]) -> None:
-        """If a rank did not accept the requests, end them with the rank's error."""
+        """If a rank has rejected the requests, set the rank's error in the futures of the requests."""
         error = asked.exception()
         for number in numbers if error is not None else ():
             if (pending := self._take(number)) is not None:
@@ -238,7 +239,7 @@ class EngineGroup(Backend):
             pending.future.set_exception(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request. Its future resolves to the tokens sampled so far."""
+        """Abort one request. The future then resolves to the tokens sampled so far."""
         with self._lock:
             matches = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
         for number, replica in matches:
@@ -250,9 +251,9 @@ class EngineGroup(Backend):
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Divide a limit on concurrent sequences among replicas, rounded up; None restores each replica's configured limit.
+        """Limit the total number of concurrent sequences; None restores each replica's configured limit.
 
-        Raises ValueError for a limit below 1.
+        The replicas divide the limit evenly, and round up. Raises ValueError for a limit below 1.
         """
         share = None if sequences is None else -(-sequences // self.layout.dp_size)
         self.workers.call("engine.set_max_running", share)
@@ -286,7 +287,7 @@ class EngineGroup(Backend):
         return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Merge the records of all ranks; see :meth:`Engine.take_token_records`."""
+        """Return the merged records of all ranks; see :meth:`Engine.take_token_records`."""
         parts = self.workers.call("engine.take_token_records")
         return {number: record for part in parts for number, record in part.items()}
 
@@ -303,7 +304,9 @@ class EngineGroup(Backend):
         per_row = temperature_per_row(rows, temperatures)
         for index, row in enumerate(rows):
             if not row:
-                raise ValueError(f"row {index} is empty; a row must have at least one token to be scored")
+                raise ValueError(
+                    f"row {index} is empty, but a row must have at least one token; remove empty rows before scoring"
+                )
         parts = self._all("score", what, role, list(map(list, rows)), micro_bs, per_row, routed)
         by_row = dict(entry for part in parts for entry in part)
         return [by_row[index] for index in range(len(rows))]
@@ -311,7 +314,7 @@ class EngineGroup(Backend):
     # -- roles and checkpoints -------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole], checkpoint: Path | None = None) -> None:
-        """On all ranks, load the roles that are not loaded yet."""
+        """Load the roles that are not loaded yet, on all ranks."""
         self._all("engine.ensure_roles", dict(roles), checkpoint)
         self._read_limits()  # the roles may have taken memory from the KV cache
 
@@ -324,7 +327,7 @@ class EngineGroup(Backend):
         return float(self.workers.call("engine.learning_rate", role, ranks=[0])[0])
 
     def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule with a constant rate."""
+        """Replace a role's learning-rate schedule with a constant learning rate."""
         self.workers.call("engine.set_learning_rate", role, value)
 
     def checkpoint_bytes(self) -> int:
@@ -377,8 +380,8 @@ def open_engine(
 ) -> Backend:
     """Load an engine with a given layout.
 
-    A single rank runs in this process. If a cluster launcher starts the ``processes``, a single rank is also a worker process.
-    For the arguments see :class:`EngineGroup`.
+    A single rank runs in this process, unless a cluster launcher starts the ``processes``. For the arguments, see
+    :class:`EngineGroup`.
     """
     if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)

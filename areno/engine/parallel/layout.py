@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 from areno.errors import UsageError
 
-NO_ROLLOUT = "the stages of a pipeline cannot generate; use a layout without p, or a separate rollout engine"
+NO_ROLLOUT = (
+    "the stages of a pipeline cannot generate; use a layout without pipeline parallelism (p), or use a separate "
+    "rollout engine"
+)
 
 
 class Place(NamedTuple):
-    """A rank's place on each axis."""
+    """A rank's index on each axis of the grid."""
 
     stage: int
     replica: int
@@ -28,19 +31,19 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the axes.
+    """Sizes of the axes of the grid of ranks.
 
     With ``fsdp``, ``dp_size`` x ``cp_size`` ranks shard weights and gradients. Without ``fsdp``, only the optimizer state is
     sharded. Layouts with context or expert parallelism always use FSDP. In an MoE layer, each group of ``ep_size`` ranks
-    divides the experts. Ranks with the same experts shard these experts.
+    divides the experts. Ranks with the same experts shard the weights of these experts.
 
     The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks. The chunks are assigned to the stages round-robin: of
-    two stages with two chunks each, the first stage has the first and the third chunk. ``pp_less`` is the extra work of the
-    first chunk (embedding) and of the last chunk (output layer), counted in layers.
+    two stages with two chunks each, the first stage has the first and the third chunk. ``pp_less`` holds two numbers: the work
+    of the embedding and the work of the output layer, each expressed as a number of layers.
 
     With ``reshards``, FSDP frees gathered layers between the forward and the backward pass. ``units`` lists the module classes
-    that FSDP shards as units. If ``units`` is empty, FSDP shards decoder layers. ``offloads`` keeps shards in host memory.
-    With ``reads_once`` and FSDP, one rank per stage reads the weights and broadcasts them.
+    that FSDP shards as units. If ``units`` is empty, the units are decoder layers. With ``offloads``, FSDP keeps shards in host
+    memory. With ``reads_once`` and FSDP, one rank per stage reads the weights and broadcasts the weights to the other ranks.
     """
 
     dp_size: int = 1
@@ -76,7 +79,7 @@ class Layout:
         return self.dp_size * self.cp_size
 
     def place(self, rank: int) -> Place:
-        """Return a rank's place on each axis."""
+        """Return a rank's index on each axis."""
         rest, tensor = divmod(rank, self.tp_size)
         rest, context = divmod(rest, self.cp_size)
         stage, replica = divmod(rest, self.dp_size)
@@ -85,12 +88,12 @@ class Layout:
     def runs_of_layers(self, count: int) -> list[range]:
         """Divide ``count`` layers into model chunks; chunk i belongs to stage i % ``pp_size``.
 
-        Each chunk gets one layer. Every further layer goes to the chunk with the least work. Raises ValueError if there are
-        fewer layers than chunks.
+        Each chunk first gets one layer. Each further layer goes to the chunk with the least work so far. Raises ValueError if
+        there are fewer layers than chunks.
         """
         runs = self.pp_size * self.pp_chunks
         if count < runs:
-            raise ValueError(f"{count} layers cannot be divided into {runs} chunks")
+            raise ValueError(f"{count} layers cannot be divided into {runs} model chunks")
         layers, work = [1] * runs, [1] * runs
         work[0] += self.pp_less[0]
         work[-1] += self.pp_less[1]
@@ -102,7 +105,7 @@ class Layout:
         return [range(end - size, end) for end, size in zip(ends, layers, strict=True)]
 
     def leaders(self) -> list[int]:
-        """Return the first rank of each replica, in the first stage."""
+        """Return the first rank of each replica in the first stage."""
         return [replica * self.cp_size * self.tp_size for replica in range(self.dp_size)]
 
     @classmethod
@@ -113,16 +116,16 @@ class Layout:
                 raise UsageError(f"{name}={value}: use at least 1")
         if world_size % tp_size:
             raise UsageError(
-                f"world_size={world_size} is not divisible by tp_size={tp_size}; use a tp_size that divides it"
+                f"world_size={world_size} is not divisible by tp_size={tp_size}; use a tp_size that divides world_size"
             )
         if dp_size is not None and dp_size * tp_size != world_size:
             raise UsageError(
-                f"dp_size={dp_size} times tp_size={tp_size} is not world_size={world_size}; leave dp_size out, or use "
+                f"dp_size={dp_size} times tp_size={tp_size} is not world_size={world_size}; remove dp_size, or use "
                 f"dp_size={world_size // tp_size}"
             )
         if fsdp and world_size == tp_size:
             raise UsageError(
                 f"fsdp with world_size={world_size}, tp_size={tp_size}: FSDP needs at least two replicas to shard across; "
-                f"use world_size={2 * tp_size} or more, or leave fsdp out"
+                f"use world_size={2 * tp_size} or more, or remove fsdp"
             )
         return cls(world_size // tp_size, tp_size, fsdp)

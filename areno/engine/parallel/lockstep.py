@@ -1,9 +1,8 @@
-"""Rollout loops of a replica that is sharded across several ranks. The first rank leads, and the other ranks follow in
-lockstep.
+"""Rollout loops that run in lockstep on the ranks of a sharded replica.
 
-Each iteration (turn) of a rollout loop depends only on the requests, cancellations and limits. Before each turn, the leader
-broadcasts all new ones. Therefore all ranks schedule, compute and sample identically. Each message contains the sum of all
-token ids sampled so far. A rank whose own sum differs raises an error.
+Each iteration (turn) of a rollout loop depends only on the requests, cancellations and limits. Before each turn, the first rank
+(the leader) broadcasts all new requests, cancellations and limits. Therefore, all ranks schedule, compute and sample
+identically. Each message contains the sum of all token ids sampled so far. A rank raises an error if its own sum differs.
 """
 
 import dataclasses
@@ -44,9 +43,9 @@ class _Message:
 
 
 class LockstepLoop(RolloutLoop):
-    """A loop that sums its sampled token ids, to detect ranks that diverge.
+    """A rollout loop that sums its sampled token ids, to detect ranks that diverge.
 
-    The loop reports its failure, because the other ranks wait for this rank.
+    The loop reports its failure to ``on_failure``, because the other ranks wait for this rank.
     """
 
     sampled = 0
@@ -63,9 +62,9 @@ class LockstepLoop(RolloutLoop):
 
 
 class LeadingLoop(LockstepLoop):
-    """The loop of a replica's first rank.
+    """The rollout loop of a replica's first rank.
 
-    ``turns`` is the channel that broadcasts its messages. For the other arguments see :class:`RolloutLoop`.
+    ``turns`` is the channel for the messages to the other ranks. For the other arguments see :class:`RolloutLoop`.
     """
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
@@ -128,7 +127,7 @@ class LeadingLoop(LockstepLoop):
 
 
 class FollowingLoop(LockstepLoop):
-    """The loop of a rank that is not the leader. It takes requests only from the leader."""
+    """The rollout loop of a rank that follows the leader. The loop receives requests only from the leader."""
 
     def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
         self._turns = turns
@@ -148,9 +147,7 @@ class FollowingLoop(LockstepLoop):
         if message.last:
             return False
         if message.sampled != self.sampled:
-            raise EngineError(
-                "the ranks of a replica have sampled different tokens; this is a bug in areno, please report it"
-            )
+            raise EngineError("the ranks of a replica have sampled different tokens; please report this bug in areno")
         if message.arrived and self.model.adapter is not None:
             with torch.inference_mode(False):  # as in the leader's submitting thread
                 self.model.adapter.merge()
@@ -165,16 +162,16 @@ class FollowingLoop(LockstepLoop):
         return True
 
     def wait_idle(self) -> None:
-        """Wait until the leader reports that it is idle. This loop may not have received all of the leader's requests yet."""
+        """Wait until the leader reports that no request is pending. Only the leader knows all requests."""
         with self._wake:
             self._wake.wait_for(lambda: self.failure is not None or self._idle)
             self._idle -= 1
 
     def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
-        """Do nothing: the leader's next message contains its new limits."""
+        """Do nothing, because the leader's next message contains the new limits."""
 
     def close(self) -> None:
-        """Wait until the leader stops this loop. Then free the KV cache."""
+        """Wait until the leader stops this loop, and free the KV cache afterwards."""
         if self._thread is not None:
             self._thread.join()
         self.decode.close()

@@ -16,9 +16,8 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the worker's object. Its argument is a function that sends :class:`Event` payloads.
-        sharing: number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread count
-            is fixed.
+        make: creates the worker's object. The argument of ``make`` is a function that sends :class:`Event` payloads. sharing:
+        number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread count is fixed.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
@@ -30,7 +29,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the worker's ``method`` (a dotted path). With ``now``, the thread that reads messages runs the call."""
+    """A call of ``method``, the dotted name of a method of the worker's object.
+
+    With ``now``, the thread that reads messages runs the call.
+    """
 
     number: int
     method: str
@@ -50,7 +52,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An unsolicited message from a worker."""
+    """A message that is not the result of a call."""
 
     payload: Any
 

@@ -1,6 +1,6 @@
 """Convert between local shards and unsharded tensors.
 
-Sharded parameters are ``DTensor``s. All functions also accept plain tensors, and treat them as unsharded.
+Sharded parameters are ``DTensor``s. All functions also accept plain tensors, and treat plain tensors as unsharded.
 """
 
 import torch
@@ -73,14 +73,14 @@ def _joined(part: Tensor, dim: int, indices: list[Tensor], group: ProcessGroup) 
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """Shard an unsharded tensor like ``like``, and return this rank's shard."""
+    """Shard an unsharded tensor in the same way as ``like``, and return this rank's shard."""
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def positions(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the indices [entries] of this rank's shard in the unsharded tensor, for each dimension."""
+    """For each dimension, return the indices [entries] of the unsharded tensor that this rank's shard contains."""
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(indices)

@@ -4,8 +4,8 @@ All stages know all microbatches, so shapes are never communicated. Microbatches
 states to the next stage and gradients to the previous stage. Sends are asynchronous, so the sender continues with its
 schedule. The last stage computes the predictions and the loss.
 
-``torch.distributed.pipelining`` is not used for two reasons. It needs microbatches of one shape. Its process group must be
-part of the default process group, which in areno covers at most one stage.
+areno does not use ``torch.distributed.pipelining``, because this package needs microbatches of one shape. The package also
+needs a process group within the default process group, which in areno covers at most one stage.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Microbatch(Protocol):
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
-"""The head of the last stage. It maps a microbatch's index and hidden states [T, C] to an output tensor and its gradient.
+"""The head of the last stage, which maps a microbatch's index and hidden states [T, C] to an output and its gradient.
 
-For a scalar loss, the gradient is None. Without a backward pass, the return value is ignored.
+If the output is a scalar loss, the gradient is None. Without a backward pass, the return value is ignored.
 """
 
 
@@ -56,7 +56,7 @@ class _Saved:
 
 
 class Pipeline:
-    """One rank's share of a pipeline. All ranks of all stages must make the same calls."""
+    """The passes of one rank of a pipeline. All ranks of all stages must make the same calls."""
 
     def __init__(self, model: PackedModel, peers: RankContext) -> None:
         assert model.stage is not None
@@ -118,7 +118,7 @@ class Pipeline:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A pending send to a stage. ``taken_by`` is the index of that stage's action that uses the values."""
+    """A pending send to a stage. ``taken_by`` is the index of the action of ``stage`` that uses the values."""
 
     stage: int
     taken_by: int
@@ -158,7 +158,7 @@ class _Traffic:
         return action.run > 0 if action.backward else action.run < self._last
 
     def _expect(self, inbox: _Inbox) -> None:
-        """Start the next receive before an action needs the values."""
+        """Start to receive the next values before an action needs the values."""
         inbox.next = None
         if inbox.coming:
             action = inbox.coming.popleft()

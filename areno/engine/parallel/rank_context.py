@@ -1,8 +1,8 @@
 """A rank's place in the layout, and its communication groups.
 
-Without FSDP, a rank's default process group is its tensor-parallel group. So library code that shards a model across the
-default group uses the tensor-parallel ranks. With FSDP, the default group is the stage, and a device mesh defines the stage's
-axes. All other groups are separate process groups.
+Without FSDP, a rank's default process group is its tensor-parallel group. Library code that shards a model across the default
+group therefore uses the tensor-parallel ranks. With FSDP, the default group contains all ranks of the stage, and a device mesh
+defines the stage's axes. All other groups are separate process groups.
 """
 
 from __future__ import annotations
@@ -84,22 +84,22 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of this rank's share of the rows in scoring. The data and context axes together divide the rows."""
+        """Index of this rank's part of the rows in scoring. The ranks of the data and context axes together divide the rows."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights from disk. With ``reads_once`` and FSDP, only the first rank of each stage does."""
+        """Whether this rank reads weights from disk. With ``reads_once`` and FSDP, only each stage's first rank reads."""
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:
-        """Within a stage, broadcast the values from the rank that reads the weights, in place."""
+        """Broadcast values within a stage, in place, from the rank that reads the weights."""
         if self.place.replica == 0:
             self.context.broadcast(values)
         self.data.broadcast(values)
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum over all ranks."""
+        """Return the minimum of the values of all ranks."""
         for channel in (self.tensor, self.context, self.data, self.pipeline):
             value = channel.all_reduce_min(value)
         return value

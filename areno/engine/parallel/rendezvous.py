@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a group, in a folder on one machine or through the name registry of a run."""
+"""Lets the ranks of a group find each other: in a folder on one machine, or through the name registry of a run."""
 
 import functools
 import os
@@ -23,26 +23,26 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """A picklable meeting point of the ranks of a group. The methods take the group's ``name``, which must not be reused."""
+    """Connects the ranks of a group; picklable. The methods take the group's ``name``, which must not be reused."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
         """Return the store through which the ranks of a group exchange addresses."""
 
     def open(self, name: str) -> None:
-        """Announce a new group, which members can then join."""
+        """Announce a new group, so that members can join the group."""
 
     def come(self, name: str, member: int) -> None:
         """Register a member. Raises OSError if the group has been cancelled."""
 
     def members(self, name: str) -> int:
-        """Return the number of members. Raises OSError if the group has been cancelled."""
+        """Return the number of registered members. Raises OSError if the group has been cancelled."""
 
     def call_off(self, name: str) -> None:
         """Cancel a group, so that its members stop waiting."""
 
 
 def own_address() -> str:
-    """Return the address at which other machines reach this process. Without a cluster launcher, it is the loopback address."""
+    """Return the address at which other machines reach this process; without a cluster launcher, the loopback address."""
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 
@@ -119,9 +119,9 @@ class NamedRendezvous:
             address = self._names.wait(key, _MEET_S)
         except TimeoutError as error:
             raise EngineError(
-                f"rank {rank} on {node_id()} has not found rank 0 of {name} within {_MEET_S:g} s; do all machines use the same "
-                f"name registry (cluster.name_resolve.type={self.options.type})? With nfs, all machines must have access to "
-                "nfs_record_root"
+                f"rank {rank} on {node_id()} has not found rank 0 of the group {name} within {_MEET_S:g} s; check that all "
+                f"machines use the same name registry (cluster.name_resolve.type={self.options.type}); with nfs, also check "
+                "that all machines can access nfs_record_root"
             ) from error
         host, _, dialled = address.rpartition(":")
         return dist.TCPStore(host, int(dialled), size, False, patience)

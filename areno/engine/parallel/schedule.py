@@ -1,8 +1,8 @@
 """Pipeline schedules: the order of the passes of each stage.
 
-After some warmup forward passes, a stage alternates forward and backward passes. This order limits the activations in memory.
-With one model chunk per stage, the schedule is 1F1B (Harlap et al. 2018, arXiv:1806.03377). With several chunks, the schedule
-is interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473). Interleaving divides the bubble by the number of chunks.
+After some warmup forward passes, a stage alternates between forward and backward passes. This order limits the activations in
+memory. With one model chunk per stage, the schedule is 1F1B (Harlap et al. 2018, arXiv:1806.03377). With several chunks, the
+schedule is interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473). Interleaving divides the bubble by the number of chunks.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,11 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 def make_schedule(stages: int, chunks: int, microbatches: int, backward: bool = True) -> Schedule:
-    """Return the schedule of ``stages`` with ``chunks`` model chunks each. Without ``backward``, the schedule has only forward
-    passes.
+    """Return the schedule of ``stages`` stages with ``chunks`` model chunks each.
 
-    Chunk i belongs to stage i % ``stages``. Each stage processes microbatches in groups of ``stages``. All microbatches of a
-    group pass through one chunk of the stage, and then through the next chunk. An incomplete last group is ordered like a full
-    group.
+    Without ``backward``, the schedule has only forward passes. Chunk i belongs to stage i % ``stages``. Each stage processes
+    microbatches in groups of ``stages`` microbatches. A stage runs its first chunk for all microbatches of a group, then its
+    second chunk for all microbatches of the group, and so on. An incomplete last group is ordered like a full group.
     """
     filled = -(-microbatches // stages) * stages
     schedule = []

@@ -1,8 +1,8 @@
 """Memory shared by the processes of one machine.
 
-On Linux the memory is an anonymous file (memfd) that other processes open through ``/proc``. The kernel frees the file once
-no process has it open or mapped. The size of ``/dev/shm`` does not limit the file. On other systems the memory is a file in
-the temporary folder.
+On Linux the memory is an anonymous file (memfd) that other processes open through ``/proc``. The kernel frees the file once no
+process has the file open or mapped. The size of ``/dev/shm`` does not limit the size of the file. On other systems the memory
+is a file in the temporary folder.
 """
 
 import mmap
@@ -49,5 +49,5 @@ def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
 
 
 def attach(path: str, size: int, *, writable: bool) -> Tensor:
-    """Map a segment as uint8 [size]; see :func:`map_segment`."""
+    """Map a segment as a uint8 tensor [size]; see :func:`map_segment`."""
     return torch.frombuffer(map_segment(path, size, writable=writable), dtype=torch.uint8)

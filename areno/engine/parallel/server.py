@@ -107,9 +107,9 @@ class EngineServer:
     # -- run one after the other -------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Wait until no request is pending. Without ``keep_rollout_state``, then free the KV cache.
+        """Wait until no request is pending. Without ``keep_rollout_state``, free the KV cache afterwards.
 
-        The deciding rank first aborts all pending requests.
+        Before the wait, the first rank of the tensor-parallel group aborts all pending requests.
         """
         if self.peers.decides:
             self.engine.end_rollout()
@@ -127,9 +127,7 @@ class EngineServer:
         temperatures: Sequence[float],
         routed: Sequence[RoutingRecord | None] | None = None,
     ) -> list[tuple[int, Any]]:
-        """Score this rank's rows, and return pairs (row index, result). If another rank returns the results, the list is
-        empty.
-        """
+        """Score this rank's rows. Return pairs (row index, result), or an empty list if another rank returns the results."""
         self.engine.role(role).check(rows)  # all rows, so that all ranks raise the same error
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = [temperatures[index] for index in mine]

@@ -1,4 +1,4 @@
-"""Shard a model across the ranks of a replica, and save it unsharded.
+"""Shard a model across the ranks of a replica, and save a sharded model as unsharded files.
 
 The model's ``transformers`` tensor-parallel plan states how each layer is sharded. Sharded parameters are ``DTensor``s, and
 unsharded parameters are plain tensors.
@@ -31,7 +31,7 @@ _SUMS_GRADIENT = "replicated_with_grad_allreduce"
 
 
 class _Mesh(DistributedConfig):
-    """A configuration that adds an FSDP axis to the mesh. FSDP itself is applied later, to the complete model."""
+    """A sharding configuration that adds an FSDP axis to the mesh. FSDP itself is applied later, to the complete model."""
 
     dp_size = 1
 
@@ -41,9 +41,9 @@ def distributed_config(
 ) -> DistributedConfig:
     """Return the ``transformers`` configuration for sharding a model.
 
-    The plan would sum the gradients of some unsharded parameters in a hook. These parameters get no hook.
-    :func:`partial_names` lists them, and the optimizer sums their gradients once. The plan may also gather the logits. In this
-    configuration, the logits stay sharded; see :func:`vocabulary_share`.
+    The tensor-parallel plan of a model may add hooks that sum the gradients of some unsharded parameters. The returned
+    configuration has no such hooks: :func:`partial_names` lists the parameters, and the optimizer sums their gradients once. A
+    plan may also gather the logits. In the returned configuration, the logits stay sharded; see :func:`vocabulary_share`.
 
     Args:
         config: model configuration.
@@ -61,8 +61,8 @@ def distributed_config(
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(
-            f"{option} {path}: transformers has no tensor-parallel plan for {type(text).__name__}; use --tp-size 1; with it, "
-            "--world-size N trains on several devices that each hold the whole model"
+            f"{option} {path}: transformers has no tensor-parallel plan for {type(text).__name__}; use --tp-size 1 "
+            "(--world-size N then trains on N devices that each hold the whole model)"
         )
     if problem := heads_problem({name: getattr(text, name, None) for name in HEADS}, tp_size, path):
         raise UnsupportedModelError(problem)
@@ -90,7 +90,10 @@ def _summed(plan: dict[str, str]) -> list[str]:
 
 
 def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
-    """Return the names of unsharded parameters whose gradient is partial on each rank, such as per-head norms."""
+    """Return the names of unsharded parameters for which each rank computes only a part of the gradient.
+
+    Such parameters are, for example, the norms of attention heads.
+    """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     endings = [tuple(name.split(".")) for name in _summed(plan)]
 

@@ -1,8 +1,8 @@
 """A worker process, which :class:`WorkerGroup` starts as ``python -m areno.engine.parallel.worker``.
 
-The worker creates the object that its first message describes. It then calls the object's methods, one after the other. A call
-marked ``now`` runs at once, in the thread that reads messages. A separate thread sends a heartbeat every second. The worker
-exits when the process that started it exits.
+The worker creates the object that its first message describes. Afterwards, the worker calls the object's methods, one after the
+other. A call marked ``now`` runs at once, in the thread that reads messages. A separate thread sends a heartbeat every second.
+The worker exits when the process that started it exits.
 """
 
 import faulthandler
@@ -131,8 +131,8 @@ def _arguments(call: Call) -> tuple[Any, ...]:
         arguments: tuple[Any, ...] = loads(call.arguments)
     except Exception as error:
         raise EngineError(
-            f"the worker processes cannot load the arguments of {call.method}: {type(error).__name__}: {error}; every module "
-            "that the arguments need must be on the module search path when the processes start"
+            f"the worker processes cannot load the arguments of {call.method}: {type(error).__name__}: {error}; put every "
+            "module that the arguments need on the module search path before areno starts"
         ) from error
     return arguments
 
@@ -147,7 +147,7 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Return a count that grows with this process's I/O, including reads of mapped files; 0 if unknown."""
+    """Return a number of bytes that grows with this process's I/O, including reads of mapped files; 0 if unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)
@@ -157,7 +157,7 @@ def _io_bytes() -> int:
 
 
 def _use_interface(connection: Connection) -> None:
-    """Use the network interface of this connection for CPU collectives. If ``GLOO_SOCKET_IFNAME`` is set, it is kept."""
+    """Use the network interface of this connection for CPU collectives. An existing ``GLOO_SOCKET_IFNAME`` is kept."""
     address = connection.socket.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     names = (name for name, addresses in interfaces if any(one.address == address for one in addresses))

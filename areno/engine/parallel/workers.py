@@ -1,6 +1,6 @@
 """A group of worker processes that are started, called and stopped together.
 
-If a worker dies, is stopped, or makes no progress, all workers are killed. Every pending call then raises an error that
+If a worker dies, is stopped by a signal, or makes no progress, all workers are killed. Every pending call raises an error that
 states the failed rank, its last operation, and the cause.
 """
 
@@ -41,7 +41,7 @@ _DIAL_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One worker, as seen by the process that started it."""
+    """The starting process's data about one worker."""
 
     rank: int
     process: RunningTask
@@ -86,8 +86,8 @@ class WorkerGroup:
     """Worker processes. Each worker holds one object and calls the object's methods.
 
     Args:
-        makers: one function per rank, serialized with ``cloudpickle``. Each function creates the rank's object. Its argument
-            is a function that sends events.
+        makers: one function per rank, serialized with ``cloudpickle``. The function creates the rank's object. The argument of
+        the function is a function that sends events.
         on_event: receives the rank and the payload of each event, in the group's thread.
         on_failure: called once when the group fails.
         busy: returns whether a rank has work other than calls, such as a generation request.
@@ -125,7 +125,7 @@ class WorkerGroup:
         self._thread = threading.Thread(target=self._watch, name="areno-workers", daemon=True)
         self._thread.start()
         limit = self._processes.startup_s
-        timer = threading.Timer(limit or 0.0, self.abandon, [f"the workers have not started within {limit} s"])
+        timer = threading.Timer(limit or 0.0, self.abandon, [f"the worker processes have not started within {limit} s"])
         if limit is not None:
             timer.start()
         try:
@@ -158,9 +158,9 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call a method on ``ranks`` (default: all ranks). Return the results in the order of ``ranks``.
 
-        If all ranks raise exceptions of the same type, the first rank's exception is raised, and the group stays usable. In
-        all other cases the group fails, and EngineError is raised: the errors differ in type, only some ranks raise an error,
-        or a rank dies, is stopped or makes no progress.
+        If all ranks raise exceptions of the same type, the first rank's exception is raised, and the group stays usable. The
+        group fails, and EngineError is raised, in three cases: the errors differ in type, only some ranks raise an error, or a
+        rank dies, is stopped or makes no progress.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 
@@ -170,7 +170,7 @@ class WorkerGroup:
         return functools.partial(self._gather, method, asked, self._ask(method, arguments, asked))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
-        """Call a fast method on one rank immediately, even while the rank runs another call."""
+        """Call a fast method on one rank at once, even while the rank runs another call. Return a future of the result."""
         return self._ask(method, arguments, [rank], now=True)[0]
 
     def abandon(self, reason: str) -> None:
@@ -235,7 +235,7 @@ class WorkerGroup:
         if self._closing or (len(errors) == len(futures) and len({type(e) for _, e in errors}) == 1):
             raise error
         failure = EngineError(
-            f"rank {rank} of {self.size} failed in {method}: {type(error).__name__}: {error}"
+            f"rank {rank} of {self.size} failed during {method}: {type(error).__name__}: {error}"
             + "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
         )
         failure.__cause__ = error
@@ -286,7 +286,7 @@ class WorkerGroup:
             with self._lock:
                 _, future = rank.waiting.pop(message.number, ("", None))
                 if future is None and self._failure is None:
-                    raise ValueError(f"a result of call {message.number}, which is not pending")
+                    raise ValueError(f"received a result of call {message.number}, but this call is not pending")
             if future is None:  # the group has failed meanwhile
                 return
             if message.error is None:
@@ -329,8 +329,8 @@ class WorkerGroup:
             if silent > SILENCE_S or stopped:
                 self._fail(
                     EngineError(
-                        f"{self._named(rank)} has given no sign of life for {silent:.0f} s"
-                        f"{' and is stopped by a signal' * stopped}; it was last seen in {_last(rank)}"
+                        f"{self._named(rank)} has sent no heartbeat for {silent:.0f} s"
+                        f"{' and is stopped by a signal' * stopped}; its last known operation is {_last(rank)}"
                     )
                 )
             with self._lock:
@@ -341,8 +341,8 @@ class WorkerGroup:
                 self._write_stacks()
                 self._fail(
                     EngineError(
-                        f"{self._named(rank)} has made no progress for {now - rank.moved:.0f} s in {_last(rank)}; "
-                        f"{self._processes.stall_option} sets the limit; the stacks of all ranks are in "
+                        f"{self._named(rank)} has made no progress for {now - rank.moved:.0f} s during {_last(rank)}; if the "
+                        f"operation needs more time, raise {self._processes.stall_option}; the stacks of all ranks are in "
                         f"{self._processes.log_file or 'the error output'}"
                     )
                 )
@@ -364,7 +364,7 @@ class WorkerGroup:
         if code is None and rank.node:
             how = "became unreachable (the process, its machine or the network has failed)"
         hint = "; the system may have run out of memory" if code == -9 else ""
-        self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
+        self._fail(EngineError(f"{self._named(rank)} {how} during {_last(rank)}{hint}"))
 
     def _fail(self, error: EngineError) -> None:
         """Kill all processes, and end all pending calls with ``error``."""
@@ -428,7 +428,7 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
 
 
 def _stopped(method: str) -> EngineError:
-    return EngineError(f"{method}: the worker processes have been stopped")
+    return EngineError(f"the call of {method} failed: the worker processes have been stopped")
 
 
 def _last(rank: _Rank) -> str:
@@ -437,7 +437,7 @@ def _last(rank: _Rank) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process. False if the system cannot tell."""
+    """Whether a signal has stopped a process. False if the state of the process is unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"

@@ -35,7 +35,7 @@ function askKey() {
     const problem = el("p", { role: "alert", class: "problem" });
     const form = el("form", { method: "dialog" },
       el("h1", {}, "API key"),
-      el("p", {}, "This server was started with an API key."),
+      el("p", {}, "This server needs an API key. Enter the key with which the server was started."),
       el("label", { for: "key" }, "Key"), input, problem,
       el("button", { type: "submit", class: "main" }, "Open"));
     const dialog = el("dialog", { "aria-label": "API key", on: { cancel: (event) => event.preventDefault() } }, form);

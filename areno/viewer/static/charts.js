@@ -14,7 +14,7 @@ const NEW = "0"; // the cursor of a series without any points yet
 export async function show(page, { run, params }) {
   const ids = run ? [run] : [...new Set(params.getAll("run"))];
   if (!ids.length) throw new Error("Choose runs in the list first.");
-  if (ids.length > MOST_RUNS) throw new Error(`At most ${MOST_RUNS} runs can be overlaid; choose fewer in the list.`);
+  if (ids.length > MOST_RUNS) throw new Error(`At most ${MOST_RUNS} runs can be overlaid; choose fewer runs in the list.`);
   const answers = await Promise.allSettled(ids.map((id) => get(`/api/runs/${id}`)));
   const lost = answers.filter((one) => one.status === "rejected").map((one) => one.reason);
   const runs = answers.filter((one) => one.status === "fulfilled").map((one) => one.value);
@@ -129,8 +129,8 @@ class Curves {
     scale.checked = this.log;
     return el("div", { class: "bar" },
       el("label", { class: "field" }, el("span", {}, "Smoothing ", text), slider),
-      field("Over", select([["step", "steps"], ["minute", "minutes"]], this.unit, (unit) => this.#set({ unit }))),
-      el("label", { class: "check" }, scale, "Logarithmic"));
+      field("Horizontal axis", select([["step", "steps"], ["minute", "minutes"]], this.unit, (unit) => this.#set({ unit }))),
+      el("label", { class: "check" }, scale, "Logarithmic scale"));
   }
 
   #legend() {
@@ -157,7 +157,7 @@ class Curves {
     this.#drawChoices = () => {
       const all = [...this.#keys, ...this.#metrics];
       const some = all.filter((name) => name.toLowerCase().includes(search.value.toLowerCase()));
-      const describe = () => (count.textContent = `${some.length} of ${all.length} metrics, ${this.names.length} shown`);
+      const describe = () => (count.textContent = `${some.length} of ${all.length} metrics match, ${this.names.length} are shown`);
       describe();
       fill(choices, some.map((name) => this.#choice(name, describe)));
     };
@@ -236,7 +236,7 @@ class Curves {
       const all = await get("/api/explain", { name }), fitting = all.filter((one) => kinds.has(one.command));
       const lines = (fitting.length ? fitting : all).map((one) => [
         el("p", {}, el("code", {}, one.name), ` ${one.meaning}${one.unit ? ` (${one.unit})` : ""}`),
-        one.normal && el("p", {}, `Normal: ${one.normal}`), one.remedy && el("p", {}, `If not: ${one.remedy}`)]);
+        one.normal && el("p", {}, `Normal: ${one.normal}`), one.remedy && el("p", {}, `If the values are not normal: ${one.remedy}`)]);
       box.append(el("div", {}, all.length ? lines.flat().filter(Boolean) : "This metric is not documented."));
     } } }, el("summary", {}, "What it means"));
     return box;

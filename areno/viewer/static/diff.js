@@ -8,7 +8,7 @@ export async function show(page, { params }) {
   const { runs } = await get("/api/runs");
   const names = runs.map((row) => [row.id, row.path]);
   let left = params.get("left") ?? runs[0]?.id, right = params.get("right") ?? runs[1]?.id;
-  if (!left || !right) throw new Error("Two runs are needed to show what differs.");
+  if (!left || !right) throw new Error("A comparison needs two runs, but this folder has fewer.");
   const name = (id) => names.find(([key]) => key === id)?.[1] ?? id;
   const body = el("div"), curvesLink = el("a", { class: "button", href: link("curves", { run: [left, right] }) }, "Curves");
 
@@ -24,7 +24,7 @@ export async function show(page, { params }) {
 
   function settings(title, list) {
     const rows = list.map((one) => [
-      [el("code", {}, one.name), one.same > 0 && el("span", { class: "muted" }, ` and ${one.same} more`)].filter(Boolean),
+      [el("code", {}, one.name), one.same > 0 && el("span", { class: "muted" }, ` and ${one.same} more of this name`)].filter(Boolean),
       ...one.values.map((value) => el("code", {}, shown(value))),
     ]);
     return [el("h2", {}, title), rows.length ? table(title, ["Name", name(left), name(right)], rows, { class: "diff" }) : el("p", {}, "No differences.")];
@@ -35,7 +35,7 @@ export async function show(page, { params }) {
     if (!steps) return el("p", {}, "The runs have no metrics in common.");
     if (!different) {
       return el("p", {}, unequal
-        ? `The ${steps} steps that both runs recorded agree to 1e-6; they are not bit-equal from step ${unequal.step} on: ${unequal.text}.`
+        ? `The ${steps} steps that both runs recorded agree to 1e-6, but are not bit-equal from step ${unequal.step} on: ${unequal.text}.`
         : `The ${steps} steps that both runs recorded are bit-equal.`);
     }
     const cause = causes.map((one) => `${one.name}: ${shown(one.values[0])} in the first run, ${shown(one.values[1])} in the second`).join("; ");
@@ -48,7 +48,7 @@ export async function show(page, { params }) {
   function curves(list) {
     const rows = list.map((one) => [one.key.replaceAll("_", " "), ...[...one.first, ...one.last, ...one.mean, one.difference].map(number)]);
     const heads = ["Metric", ...["First", "Last", "Mean"].flatMap((which) => [`${which}, left`, `${which}, right`]), "Difference of means"];
-    return [el("h2", {}, "Curves over the steps that both runs recorded"), rows.length ? table("Curves", heads, rows) : el("p", {}, "No metric in common.")];
+    return [el("h2", {}, "Curves over the steps that both runs recorded"), rows.length ? table("Curves", heads, rows) : el("p", {}, "The runs have no metrics in common.")];
   }
 
   let turn = 0;

@@ -3,8 +3,8 @@
 const SVG = "http://www.w3.org/2000/svg";
 
 function attribute(element, name, value) {
-  if (/^on/i.test(name)) throw new Error(`${name}: pass event handlers in "on"`);
-  if (name === "href" && !/^(#|\/(?!\/))/.test(value)) throw new Error(`${value}: links stay on this server`);
+  if (/^on/i.test(name)) throw new Error(`${name} is not an attribute; pass event handlers in "on"`);
+  if (name === "href" && !/^(#|\/(?!\/))/.test(value)) throw new Error(`${value} is not a link to this server; use an address that begins with # or /`);
   if (value === true) element.setAttribute(name, "");
   else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
 }
@@ -46,7 +46,7 @@ export function fill(element, ...children) {
 /** A note on the bytes of a file that were not read, if there are any. */
 export function leftOut(file, bytes) {
   return bytes > 0 && el("p", { class: "problem" },
-    `${bytes.toLocaleString("en")} bytes of ${file} are left out: lines that are damaged or longer than 16 MiB.`);
+    `${bytes.toLocaleString("en")} bytes of ${file} are not shown, because their lines are damaged or longer than 16 MiB.`);
 }
 
 /** Tell a screen reader about a change. */

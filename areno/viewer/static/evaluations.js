@@ -23,7 +23,7 @@ export async function show(page, { run, params }) {
   async function load() {
     const data = await get(`/api/runs/${run}/evaluations`, { before, after });
     if (!data.steps.length) {
-      fill(body, el("p", {}, "This run has recorded no answers to held-out prompts. Evaluate on such prompts during a run to see answers here."));
+      fill(body, el("p", {}, "This run has recorded no answers to held-out prompts. This page shows such answers if a run evaluates on held-out prompts."));
       return;
     }
     keep(`run/${run}/evaluations`, { before, after });

@@ -114,7 +114,7 @@ class Log {
       field("File", select(files, String(this.file), chooseFile, { id: "log-file" })),
       field("Level", select(levels, this.#level, chooseLevel, { id: "log-level" })),
       field("Filter lines", this.#search),
-      el("label", { class: "check" }, this.follows, "Follow"),
+      el("label", { class: "check" }, this.follows, "Follow new lines"),
     ];
   }
 

@@ -77,7 +77,7 @@ class RunList {
     const list = this.#visible(), picked = new Set(chosen.get());
     fill(this.#heads, el("th", { scope: "col" }, el("span", { class: "hidden-text" }, "Chosen")), COLUMNS.map((column) => this.#head(column)));
     const none = this.#rows.length ? "No run matches."
-      : "No runs yet: a run is a folder with a config.yaml. Links to other folders are not followed.";
+      : "There are no runs yet. A run is a folder with a config.yaml. Links to other folders are not followed.";
     fill(this.#body, list.length ? list.map((row) => this.#row(row, picked))
       : el("tr", {}, el("td", { colspan: COLUMNS.length + 1 }, none)));
     fill(this.#actions, actions(list, picked));
@@ -122,8 +122,8 @@ class RunList {
 }
 
 function summary({ runs, folder, has_more: hasMore, outside }) {
-  return `${plural(runs.length, "run")} in ${folder}` + (hasMore ? "; there are more, which are not listed" : "") +
-    (outside ? `; ${plural(outside, "link")} leading outside this folder ${outside === 1 ? "is" : "are"} not followed` : "");
+  return `${plural(runs.length, "run")} in ${folder}` + (hasMore ? "; further runs are not listed" : "") +
+    (outside ? `; ${plural(outside, "link")} to places outside this folder ${outside === 1 ? "is" : "are"} not followed` : "");
 }
 
 /** Links to the curves of the chosen runs, or else of the first ones, and to the differences between two. */
@@ -132,7 +132,7 @@ function actions(list, picked) {
   const shownIds = ids.length ? ids : list.filter((row) => !row.problem).slice(0, MOST_CURVES).map((row) => row.id);
   return [
     shownIds.length > 0 && el("a", { class: "button main", href: link("curves", { run: shownIds }) },
-      ids.length ? `Curves of ${ids.length} chosen` : `Curves of ${shownIds.length === list.length ? "all" : `the first ${shownIds.length}`}`),
+      ids.length ? `Curves of ${ids.length} chosen runs` : `Curves of ${shownIds.length === list.length ? "all" : `the first ${shownIds.length}`} runs`),
     ids.length === 2
       ? el("a", { class: "button", href: link("diff", { left: ids[0], right: ids[1] }) }, "What differs")
       : el("span", { class: "muted" }, "Choose two runs to see what differs."),

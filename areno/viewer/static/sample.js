@@ -90,7 +90,7 @@ class Sample {
       el("h2", {}, "Tokens"),
       rows.length
         ? tokenView(rows[branch], this.forks[branch], { color, change: (value) => this.#choose({ color: value }) })
-        : el("p", { class: "muted" }, "The tokens of this sample were not recorded: each step records the tokens of its first samples only."),
+        : el("p", { class: "muted" }, "The tokens of this sample were not recorded, because each step records only the tokens of its first samples."),
     );
   }
 
@@ -101,7 +101,7 @@ class Sample {
 
   #tree() {
     return [el("h2", {}, "Branches"),
-      el("p", { class: "muted small" }, "If a request does not continue the recorded tokens, its conversation becomes another training row."),
+      el("p", { class: "muted small" }, "If a request does not continue the tokens of earlier requests, its conversation becomes another training row (a branch)."),
       el("ul", { class: "tree" }, this.#branches(null))];
   }
 
@@ -129,7 +129,7 @@ class Sample {
     };
     return el("div", { class: "edit" },
       el("div", {}, el("span", { class: "muted" }, `branch ${parent + 1}: `), el("del", {}, cut(this.rows[parent].slice(at)))),
-      el("div", {}, el("span", { class: "muted" }, "here: "), el("ins", {}, cut(this.rows[place].slice(at, Math.max(until, at + 1))))));
+      el("div", {}, el("span", { class: "muted" }, "this branch: "), el("ins", {}, cut(this.rows[place].slice(at, Math.max(until, at + 1))))));
   }
 
   #turns() {

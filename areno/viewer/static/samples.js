@@ -56,8 +56,8 @@ class SampleList {
   elements() {
     return [
       this.#filters(),
-      el("p", { class: "muted small" }, "The best, worst and first answers to each of the first prompts of a step are recorded. ",
-        el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " move, ", el("kbd", {}, "Enter"), " opens."),
+      el("p", { class: "muted small" }, "Each step records the best, worst and first answers to its first prompts. The keys ",
+        el("kbd", {}, "j"), " and ", el("kbd", {}, "k"), " select a sample, and ", el("kbd", {}, "Enter"), " opens it."),
       this.#fresh, this.#count, this.#unread, this.#list, this.#more,
     ];
   }
@@ -91,7 +91,7 @@ class SampleList {
       input("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
       input("reward_max", "Reward to", { type: "number", step: "any", class: "short" }),
       field("Order", select(ORDERS, this.query.order, (value) => this.#ask("order", value))),
-      el("fieldset", {}, el("legend", {}, "With any of"), FLAGS.map((name) => this.#flag(name))));
+      el("fieldset", {}, el("legend", {}, "With any of these flags"), FLAGS.map((name) => this.#flag(name))));
   }
 
   #flag(name) {
@@ -157,8 +157,8 @@ class SampleList {
 
   #summary({ matching, recorded }) {
     const searched = Math.min(this.#offset ?? matching, matching);
-    const shown = this.query.text ? `${this.#taken} found; ${searched} of ${matching} searched` : `${this.#taken} of ${matching} shown`;
-    return matching !== recorded || this.query.text ? `${shown}; ${recorded} recorded in all.` : `${shown}.`;
+    const shown = this.query.text ? `${this.#taken} samples match; ${searched} of ${matching} are searched` : `${this.#taken} of ${matching} samples are shown`;
+    return matching !== recorded || this.query.text ? `${shown}; ${recorded} are recorded.` : `${shown}.`;
   }
 
   async #look() {
@@ -182,7 +182,7 @@ class SampleList {
 function item(run, sample) {
   const marks = sample.flags.filter((flag) => flag !== "rows");
   const parts = Object.entries(sample.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const excerpt = sample.excerpt === null ? "(not read: damaged, or longer than 16 MiB)" : visibleText(sample.excerpt) || "(empty)";
+  const excerpt = sample.excerpt === null ? "(not shown, because the line is damaged or longer than 16 MiB)" : visibleText(sample.excerpt) || "(empty)";
   return el("li", {}, el("a", { href: link(`run/${run}/sample/${sample.index}`), id: `sample-${sample.index}` },
     el("span", { class: "head" }, el("strong", {}, nameOf(sample)),
       el("span", {}, `reward ${number(sample.reward)}`, parts && ` (${parts})`),

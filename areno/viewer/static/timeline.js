@@ -101,7 +101,7 @@ function colorLegend(data) {
   return [
     seen.slice(0, VERSIONS * 2).map((version) => sample(`version-${version % VERSIONS}`, `began with version ${version}`)),
     sample("update", "weight update"),
-    el("li", {}, "full height: generating; lower half: reward; upper half: tool call; pale: waiting, and rollout phases of the trainer"),
+    el("li", {}, "full height: generation; lower half: reward; upper half: tool call; pale: waiting, or a rollout phase of the trainer"),
   ];
 }
 
@@ -138,9 +138,9 @@ class Timeline {
   #lanes = el("section", { "aria-label": "Lanes" }, el("div", { class: "bar" }, this.#earlierButton, this.#laterButton),
     this.#note, this.#legend, this.#drawing, this.#rows);
   #curve = el("section", { "aria-label": "Staleness" }, el("h2", {}, "Staleness per step"), this.#staleness.figure);
-  #missing = el("p", { hidden: true }, "This run has no traces yet. They appear if the run was started with ",
-    el("code", {}, "--trace"), " (areno train, phases only) or ",
-    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run; sessions appear after they have ended).");
+  #missing = el("p", { hidden: true }, "This run has no traces yet. A run records traces if it is started with ",
+    el("code", {}, "--trace"), " (areno train; records only phases) or with ",
+    el("code", {}, "perf_tracer.enabled=true perf_tracer.session_tracer.enabled=true"), " (areno run; a session appears when it has ended).");
 
   constructor(run) {
     this.run = run;
@@ -196,8 +196,8 @@ class Timeline {
 
   #describe(data) {
     fill(this.#legend, colorLegend(data));
-    fill(this.#note, `${when(data.begin)}, ${duration(data.end - data.begin)}: ${plural(data.sessions.length, "session")}. A vertical line marks new weights.`,
-      data.left_out ? " The first phases of this window are not shown: there are too many." : "");
+    fill(this.#note, `${when(data.begin)}, ${duration(data.end - data.begin)}: ${plural(data.sessions.length, "session")}. Each vertical line marks a weight update.`,
+      data.left_out ? " The first phases of this window are not shown, because there are too many phases." : "");
     fill(this.#rows, el("summary", {}, "Sessions as a table"), sessionTable(data));
     this.#earlierButton.disabled = data.earlier === null;
     this.#laterButton.disabled = this.#until === null;

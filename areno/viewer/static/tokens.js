@@ -5,7 +5,7 @@ import { el, field, fill, number, select, table } from "./dom.js";
 const COLORS = [
   ["advantage", "advantage"],
   ["logprob", "log-prob"],
-  ["trained", "trained or not"],
+  ["trained", "whether trained"],
   ["version", "weight version"],
   ["role", "role"],
 ];
@@ -66,13 +66,13 @@ function level(token, color, scale) {
 
 function legend(row, color, scale) {
   const sample = (name, text) => el("li", {}, el("span", { class: `token ${name}` }, "abc"), ` ${text}`);
-  const always = [sample("context", "context, not sampled"), sample("trained", "underlined: trained"), sample("masked", "dotted: sampled, not trained")];
+  const always = [sample("context", "context, not sampled"), sample("trained", "underlined: trained"), sample("masked", "dotted: sampled, but not trained")];
   const unique = (name) => [...new Set(row.map((token) => token[name]))];
   const items = {
-    advantage: () => [sample(`a-minus-${STEPS}`, `advantage −${number(scale)}: made less likely`), sample("a-0", "0"),
-      sample(`a-plus-${STEPS}`, `${number(scale)}: made more likely`)],
+    advantage: () => [sample(`a-minus-${STEPS}`, `advantage −${number(scale)}: training makes the token less likely`), sample("a-0", "0"),
+      sample(`a-plus-${STEPS}`, `advantage ${number(scale)}: training makes the token more likely`)],
     logprob: () => [0, ...LOGPROB_BOUNDS].map((bound, place) =>
-      sample(`p-${place}`, place ? `log-prob below −${bound} (probability below ${number(Math.exp(-bound))})` : "likely")),
+      sample(`p-${place}`, place ? `log-prob below −${bound} (probability below ${number(Math.exp(-bound))})` : `log-prob of at least −${LOGPROB_BOUNDS[0]}`)),
     trained: () => [sample("is-trained", "trained")],
     version: () => unique("version").filter((version) => version >= 0).map((version) => sample(`version-${version % VERSIONS}`, `version ${version}`)),
     role: () => unique("role").map((role) => sample(`role-${role}`, role)),
@@ -84,7 +84,7 @@ function legend(row, color, scale) {
 export function tokenView(row, fork, { color, change }) {
   const scale = Math.max(0, ...row.filter((token) => token.trained).map((token) => Math.abs(token.advantage)).filter(Number.isFinite));
   const details = el("p", { class: "token-details", "aria-live": "polite" }, "Choose a token with the pointer or the arrow keys.");
-  const box = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens; the arrow keys move, Home and End jump" });
+  const box = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens. The arrow keys choose the previous or next token; Home and End choose the first or last token." });
   let current = -1, folded = fork.parent !== null && fork.at > 20 ? fork.at : 0;
 
   function text(token) {
@@ -99,7 +99,7 @@ export function tokenView(row, fork, { color, change }) {
       return el("span", { class: names.filter(Boolean).join(" "), "data-place": place }, text(token));
     });
     fill(box, folded > 0 && el("button", { class: "fold", on: { click: () => ((folded = 0), draw(), box.focus()) } },
-      `Show ${folded} tokens shared with branch ${fork.parent + 1}`), spans);
+      `Show the ${folded} tokens that are the same as in branch ${fork.parent + 1}`), spans);
   }
 
   function choose(place) {
@@ -110,7 +110,7 @@ export function tokenView(row, fork, { color, change }) {
     const span = box.querySelector(`[data-place="${place}"]`);
     span.classList.add("current");
     span.scrollIntoView({ block: "nearest" });
-    const training = token.inTraining === null ? "" : `, in training ${number(token.inTraining)} (gap ${number(token.inTraining - token.logprob)})`;
+    const training = token.inTraining === null ? "" : `, log-prob in training ${number(token.inTraining)} (difference ${number(token.inTraining - token.logprob)})`;
     const numbers = token.sampled || token.trained
       ? `, log-prob ${number(token.logprob)} (probability ${number(Math.exp(token.logprob))})${training}, advantage ${number(token.advantage)}` +
         `${token.clipped ? ", clipped" : ""}, version ${token.version}`
@@ -136,7 +136,7 @@ export function tokenView(row, fork, { color, change }) {
 }
 
 function tokenTable(row, text) {
-  const heads = ["Token", "Text", "Role", "Turn", "Trained", "Log-prob", "In training", "Advantage", "Clipped", "Version"];
+  const heads = ["Token", "Text", "Role", "Turn", "Trained", "Log-prob", "Log-prob in training", "Advantage", "Clipped", "Version"];
   return table("Tokens", heads, row.map((token, place) => {
     const sampled = token.sampled || token.trained;
     return [String(place + 1), el("code", {}, text(token)), token.role, String(token.turn + 1), token.trained ? "yes" : "no",

@@ -312,7 +312,7 @@ def test_a_rank_refuses_requests_while_its_weights_are_sharded(group):
 def test_invalid_combinations_are_refused_before_loading():
     for ranks in (1, 2):
         with pytest.raises(
-            UsageError, match=f"fsdp with world_size={ranks}, .*: FSDP needs at least two replicas.* or leave fsdp out"
+            UsageError, match=f"fsdp with world_size={ranks}, .*: FSDP needs at least two replicas.* or remove fsdp"
         ):
             Layout.of(ranks, ranks, None, fsdp=True)
     for option, layout, optimizer, adapter in (

@@ -223,7 +223,7 @@ def test_experts_read_by_one_rank_equal_those_of_the_checkpoint(trainees, checkp
 
 
 def test_expert_parallelism_with_adapters_on_experts_is_refused(trainees, checkpoints):
-    with pytest.raises(UsageError, match=r"LoRA on the experts .* leave e \(expert parallelism\) out"):
+    with pytest.raises(UsageError, match=r"LoRA cannot train the experts .* remove expert parallelism \(e\)"):
         trainees.learn(EXPERTS["d4e2"], Lesson(checkpoints(Case("qwen3_moe", EXPERTS["d4e2"])), lora=True))
 
 

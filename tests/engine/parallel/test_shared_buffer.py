@@ -169,7 +169,7 @@ def test_a_rank_that_dies_in_a_sum_ends_the_group_and_is_named(tmp_path, left_be
     group = WorkerGroup(members(tmp_path, 2), stall_s=60)
     group.call("join", "meet", 2)
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 in add_up_for_ever"):
+    with pytest.raises(EngineError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 during add_up_for_ever"):
         group.call("add_up_for_ever", 1)
     assert time.monotonic() - began < 15
     group.close()
