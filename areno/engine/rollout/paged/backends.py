@@ -97,7 +97,7 @@ def why_not(backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     gap = float((actual - expected).abs().max())
-    return None if gap <= _TOLERANCE else f"its results differ from the reference by {gap:.1e}"
+    return None if gap <= _TOLERANCE else f"its results differ from those of PyTorch's attention by {gap:.1e}"
 
 
 def paged_attention(
