@@ -32,7 +32,7 @@ _LETTER = "a"
 
 
 class Forked(Exception):  # noqa: N818  (an expected outcome, not an error)
-    """Raised if a request cannot continue from recorded tokens. ``reason`` says why."""
+    """Raised with a ``reason`` if a request cannot continue from recorded tokens."""
 
     def __init__(self, reason: ForkReason) -> None:
         super().__init__(reason)
@@ -119,7 +119,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of ``text`` after ``anchor``. Some tokenizers would encode ``text`` differently at the start of a string."""
+    """Tokenize ``text`` as the continuation of ``anchor``. Some tokenizers encode text differently at the start of a string."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]

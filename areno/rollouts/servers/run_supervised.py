@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
-    """Fork, and exec the command in the child."""
+    """Fork, and run the server's command in the child process."""
     with suppress(OSError):
         os.setsid()  # only the trainer handles Ctrl-C
     connection = dial()
