@@ -38,7 +38,7 @@ _LOAD = (
 
 
 class ServingMetrics:
-    """Metrics of one server. Each scrape reads the engine's load."""
+    """Metrics of one server. Each scrape also reads the engine's current load."""
 
     def __init__(self) -> None:
         self.started_ns = time.time_ns()
@@ -66,11 +66,11 @@ class ServingMetrics:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
 
     def watch(self, engine: Backend) -> None:
-        """Report the load of ``engine``."""
+        """Add the load of ``engine`` to the metrics."""
         self.registry.register(_EngineLoad(engine))
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
