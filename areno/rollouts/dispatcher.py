@@ -37,9 +37,9 @@ Listener = Callable[[int, str, str], None]
 """Function ``(task id, status, reason)``. The status is one of ``running, accepted, rejected, failed, dropped``."""
 
 _COUNTERS: dict[Rejection, str] = {
-    "raised": "failed",
+    "raised an error": "failed",
     "returned None": "empty",
-    "was rejected by the filter": "filtered",
+    "rejected by the filter": "filtered",
 }
 STALL_TIMEOUT_S = 3600.0
 _POLL_S = 0.5
@@ -57,7 +57,7 @@ class BatchDispatcher:
         queue_size: maximum number of waiting rows, but at most ``staleness.pending_limit``; None: 16 per concurrent rollout.
         max_staleness: maximum age of a token at training time, in weight versions; None: only ``staleness`` limits the age.
         on_stale: ``regenerate`` repeats the episode of a trajectory above ``max_staleness``; ``drop`` discards the trajectory.
-        max_errors_in_a_row: number of consecutive failures that ends the run; None: max(8, 2 * batch size).
+        max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: max(8, 2 * batch size).
         max_rejections_in_a_row: number of consecutive failures or rejections that ends the run; None: max(128, 16 * batch
             size).
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters of :class:`RolloutStat` except ``claimed``, rejections by reason, and ``restarted`` rows."""
+        """Return rejections by reason, ``restarted`` rows, and all counters of :class:`RolloutStat` except ``claimed``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -358,7 +358,7 @@ class BatchDispatcher:
         if self._dump is not None:
             self._dump.write(task.id, trajectory)
         if accepts is not None and not accepts(trajectory):
-            raise Rejected("was rejected by the filter")
+            raise Rejected("rejected by the filter")
         return trajectory
 
     def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:
@@ -381,12 +381,12 @@ class BatchDispatcher:
             self._pump()
 
     def _reject(self, task: EpisodeTask, error: BaseException) -> None:
-        why: Rejection = error.args[0] if isinstance(error, Rejected) else "raised"
+        why: Rejection = error.args[0] if isinstance(error, Rejected) else "raised an error"
         self.staleness.reject()
         if self._dynamic:
             self._finished.append(task)
         self._counts[_COUNTERS[why]] += 1
-        if why != "raised":
+        if why != "raised an error":
             self._notify(task, "rejected", why)
             stopped = self._watchdog.rejected(why)
         else:

@@ -37,7 +37,7 @@ class EpisodeLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_GRACE_S * 2)
         if self._thread.is_alive():
-            logger.warning("an episode blocks the event loop; the thread of the event loop cannot be stopped")
+            logger.warning("an episode blocks the event loop, so the thread of the event loop cannot be stopped")
 
     def _close_workflow(self, workflow: Any) -> None:
         try:

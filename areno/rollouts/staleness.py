@@ -1,7 +1,7 @@
 """Limits how many episodes ``areno run`` starts, and thereby the staleness of the tokens in a batch.
 
 ``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode generates one prompt group. The capacity is the
-number of further episodes that may start:
+number of further episodes that may start (:class:`RolloutStat` explains the counts):
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
@@ -116,8 +116,8 @@ class StalenessManager:
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Restore the counts of a run at weight version ``version``. ``unused`` accepted and ``claimed`` rejected episodes are
-        left for later batches."""
+        """Restore the counts at weight version ``version``. ``unused`` accepted episodes and ``claimed`` rejected episodes
+        remain for later batches."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 

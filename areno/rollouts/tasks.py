@@ -16,7 +16,7 @@ from areno.rollouts.trajectory import Trajectory
 
 Accept = Callable[[Trajectory], Any]
 OnStale = Literal["regenerate", "drop"]
-Rejection = Literal["raised", "returned None", "was rejected by the filter"]
+Rejection = Literal["raised an error", "returned None", "rejected by the filter"]
 
 
 class RolloutStoppedError(ArenoError):

@@ -131,7 +131,7 @@ class Generation:
 
 
 class _TokenQueue:
-    """A queue that any thread may fill and one reader in the event loop empties."""
+    """A thread-safe queue with one reader in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

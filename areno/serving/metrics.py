@@ -19,7 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _LOAD = (
     (GaugeMetricFamily, "areno_samples_running", "Samples being decoded.", "running"),
     (GaugeMetricFamily, "areno_samples_waiting", "Samples waiting for a slot.", "waiting"),
-    (GaugeMetricFamily, "areno_kv_tokens_used", "KV tokens in use.", "kv_tokens_used"),
+    (GaugeMetricFamily, "areno_kv_tokens_used", "Tokens in the KV cache.", "kv_tokens_used"),
     (GaugeMetricFamily, "areno_kv_tokens", "Capacity of the KV cache in tokens.", "kv_tokens"),
     (CounterMetricFamily, "areno_generated_tokens", "Tokens sampled.", "generated_total"),
     (CounterMetricFamily, "areno_prefilled_tokens", "Prompt tokens prefilled.", "prefilled_total"),
@@ -51,7 +51,7 @@ class ServingMetrics:
             "areno_request_seconds", "Time from the request to the end of the response."
         )
         self.first_token = self._histogram(
-            "areno_time_to_first_token_seconds", "Time from submission to the engine to a sample's first token."
+            "areno_time_to_first_token_seconds", "Time between submission to the engine and a sample's first token."
         )
         self.per_token = self._histogram(
             "areno_time_per_output_token_seconds", "Time between consecutive tokens of a sample."

@@ -102,7 +102,7 @@ def host_name(header: bytes) -> str:
 
 
 def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key in the header of OpenAI's or Anthropic's API. Empty if both headers are missing."""
+    """Return the API key in the header of OpenAI's or Anthropic's API. Empty if neither header contains a key."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 

@@ -49,7 +49,8 @@ class RequestBody(StrictSchema):
 
 
 def measure(value: Any) -> int:
-    """Count the characters of all strings in a JSON value. Raises ApiError 400 if the JSON value is too deep or too large."""
+    """Count the characters of all strings in a JSON value. Raises ApiError 400 if the JSON value is too large or nested too
+    deeply."""
     characters = values = depth = 0
     level = [value]
     while level:

@@ -227,7 +227,8 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return their number."""
+        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return the number of cancelled
+        samples."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:

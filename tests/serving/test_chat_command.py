@@ -120,7 +120,7 @@ def test_a_connection_that_ends_during_an_answer_is_reported():
         thread.start()
         deltas = ChatClient(f"http://127.0.0.1:{listener.getsockname()[1]}/v1").stream({"messages": []})
         assert next(deltas) == {"content": "Hel"}
-        with pytest.raises(ArenoError, match="the connection to .* ended during the answer"):
+        with pytest.raises(ArenoError, match=r"the connection to .* ended during the answer"):
             list(deltas)
         thread.join(10)
 

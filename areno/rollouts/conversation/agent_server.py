@@ -81,7 +81,8 @@ class AgentServer:
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:
-        """Create an API key with an empty recorder. If a request sets no seed, its seed is derived from ``seed``."""
+        """Create an API key with an empty recorder. If a request with this key sets no seed, its seed is derived from
+        ``seed``."""
         key = f"areno-agentic-{secrets.token_hex(12)}"
         self._tapes[key] = ConversationRecorder(self._engine.tokenizer, seed)
         return AgentSession(key, self._tapes[key], self.url)

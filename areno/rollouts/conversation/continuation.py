@@ -4,8 +4,8 @@ The chat template renders two texts: the conversation up to the model's last ans
 If the first text is a prefix of the second text, the rest of the second text is tokenized. The new tokens are appended to the
 recorded tokens.
 
-Otherwise, the template now renders the history differently, usually without the reasoning. In deployment, the model would read
-this new history instead of the recorded tokens. The request therefore starts a new row (:class:`Forked`).
+Otherwise, the template renders the history differently than before, usually without the reasoning. In deployment, the model
+would read this new history instead of the recorded tokens. The request therefore starts a new row (:class:`Forked`).
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _after_answer(
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
     """Return the text and the anchor of :func:`_after_answer` for an answer that ended at a stop token.
 
-    The template must also render this token. Usually, the stop token ends the turn. In formats without an end token, the stop
-    token starts the next turn.
+    The template must also render the stop token. Usually, the stop token ends the turn. In formats without an end token, the
+    stop token starts the next turn.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

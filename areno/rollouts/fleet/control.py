@@ -152,7 +152,8 @@ def request(
         if not accepted and state.get("begun") == wanted["id"]:
             accepted = True
             say(
-                f"resizing from {before} replicas; new replicas load the model, and replicas to be removed finish their samples"
+                f"the run has begun to resize ({before} replicas before): new replicas load the model, and "
+                "removed replicas finish their samples"
             )
         now, beat = time.monotonic(), _last_heartbeat(folder)
         if beat != last:  # compare the time only with itself, because the clocks of machines differ

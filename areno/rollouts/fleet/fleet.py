@@ -162,7 +162,7 @@ class RolloutFleet:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future per request. If no replica is up, requests wait for a replica.
+        """Queue requests, and return one future per request. If no replica is ready, requests wait for a replica.
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
@@ -250,7 +250,7 @@ class RolloutFleet:
 
         Raises:
             UsageError: the resources do not suffice for ``replicas`` replicas, or a server cannot be joined.
-            EngineError, WorkerCreationError: a new replica could not be started. The number of replicas is unchanged.
+            EngineError, WorkerCreationError: a new replica could not be started. The number of replicas is then unchanged.
         """
         with self._resizing:
             if addresses:

@@ -167,8 +167,8 @@ class RequestRouter:
                     replica.cancel(inner)
 
     def _watched(self, routed: _RoutedRequest) -> Request:
-        """Return the request with a listener that records whether tokens arrived. After a resubmission, it drops tokens of the
-        dead replica."""
+        """Return the request with a listener that records whether tokens arrived. After a resubmission, the listener drops
+        tokens of the dead replica."""
         listener, tries = routed.request.listener, routed.tries
         if listener is None:
             return routed.request

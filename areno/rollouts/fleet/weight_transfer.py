@@ -28,7 +28,7 @@ TORN = "a new replica cannot get the weights, because the last weight update fai
 
 Replicas = Mapping[int, EngineGroup]
 Answers = Mapping[int, Future[list[float]]]
-"""Future of each replica, by number. Its result is the list of seconds for which each rank paused generation."""
+"""Futures by replica number. The result of a future is a list: the seconds for which each rank paused generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

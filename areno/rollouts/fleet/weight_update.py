@@ -1,7 +1,7 @@
 """The steps of a weight update on each rank. The trainer's ranks send weights, and the replicas' ranks receive them.
 
-A replica continues to generate while it receives the new weights. It then pauses generation between two tokens, and installs
-the weights. If the transfer fails before the installation, the old weights stay in place.
+A replica continues to generate while it receives the new weights. The replica then pauses generation between two tokens, and
+installs the weights. If the transfer fails before the installation, the old weights stay in place.
 """
 
 import logging

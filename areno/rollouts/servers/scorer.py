@@ -1,7 +1,7 @@
 """Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
-A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``. vLLM and SGLang support
-such requests. The model must have the vocabulary of the policy, but areno does not check this.
+A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``. vLLM and SGLang support these
+requests. The model must have the vocabulary of the policy, but areno does not check the vocabulary.
 """
 
 from collections.abc import Sequence

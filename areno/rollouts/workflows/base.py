@@ -35,7 +35,8 @@ class Interaction:
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`) or interactions by name. None rejects the episode."""
+"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`) or interactions by name; None if the episode is
+rejected."""
 
 
 class RolloutWorkflow(ABC):
@@ -76,7 +77,7 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Combines the samples of each data row to one group. Rejected samples are omitted."""
+    """Combines the samples of each data row into one group. Rejected samples are omitted."""
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
         if group_size < 1:
@@ -98,7 +99,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors. None if the episode was rejected; its result is then None or has no rows.
+    """Convert the result of a workflow to tensors. None if the result is None or has no rows, which means a rejected episode.
 
     With ``check``, the keys, shapes and values of tensors are checked.
 

@@ -100,7 +100,8 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection. ``settings`` has file descriptors: ``connection`` and ``lifeline``."""
+    """Run agents until the parent closes the connection. ``settings`` has the file descriptors ``connection`` and
+    ``lifeline``."""
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:

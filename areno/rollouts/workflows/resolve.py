@@ -25,7 +25,7 @@ def resolve_workflow(
     model_name: str = "default",
     n_samples: int = 1,
 ) -> RolloutWorkflow:
-    """Return a :class:`GroupedRolloutWorkflow`, which combines ``n_samples`` samples of each data row to a group.
+    """Return a :class:`GroupedRolloutWorkflow`, which combines ``n_samples`` samples of each data row into a group.
 
     Args:
         workflow: workflow or agent, given as an object, a class, or the name of an object or class.
@@ -58,7 +58,7 @@ def resolve_workflow(
         if not is_agent(workflow):
             raise UsageError(
                 f"workflow {name_of(workflow)} has neither `async def arun_episode(self, engine, data)` nor `async def "
-                "run(self, data, **extra)`"
+                "run(self, data, **extra)`; define one of these methods"
             )
         workflow = AgentWorkflow(workflow, gconfig, agent, model_name)
     return GroupedRolloutWorkflow(workflow, n_samples)

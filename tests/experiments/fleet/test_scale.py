@@ -133,7 +133,9 @@ def test_only_the_user_of_a_run_can_scale_it(open_fleet, tmp_path, capsys, caplo
     fleet = open_fleet(scales=True)
     os.chown(folder / "replicas.json", 12345, -1)
     assert main(["scale", str(folder), "2"]) == 2
-    assert "belongs to the user with id 12345, but your id is 0; run `areno scale` as the owner" in capsys.readouterr().err
+    assert (
+        "belongs to the user with id 12345, but your id is 0; run `areno scale` as the owner" in capsys.readouterr().err
+    )
 
     request = tmp_path / "request"
     request.write_text(json.dumps({"id": "x", "replicas": 2, "addresses": []}))
