@@ -165,7 +165,7 @@ class EngineClient:
         return self.engine.tokenizer
 
     def get_version(self) -> int:
-        """Version of the loaded weights."""
+        """Return the version of the loaded weights."""
         return self.engine.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:

@@ -154,7 +154,7 @@ class ConversationRecorder:
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Index of the first user message, which identifies the conversation."""
+    """Return the index of the first user message, which identifies the conversation."""
     return next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
 
 

@@ -68,7 +68,7 @@ def sampled_roles(turn: Turn) -> list[Role]:
 
 
 def _call_spans(turn: Turn) -> list[tuple[int, int]]:
-    """Spans of tool calls in a turn's text, including the markers. The spans are the gaps between pieces of text."""
+    """Return the spans of tool calls in a turn's text, including the markers. The spans are the gaps between pieces of text."""
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []
@@ -138,7 +138,7 @@ def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> R
 
 
 def _content_spans(text: str, messages: Sequence[dict[str, Any]], repeated: int) -> list[tuple[int, int, Role]]:
-    """The spans and roles of message contents in ``text``. The first ``repeated`` messages get the role ``template``."""
+    """Return the spans and roles of message contents in ``text``. The first ``repeated`` messages get the role ``template``."""
     spans: list[tuple[int, int, Role]] = []
     cursor = 0
     for place, message in enumerate(messages):

@@ -31,7 +31,7 @@ class Resizable(Protocol):
         """See :meth:`RolloutFleet.resize`."""
 
     def size(self) -> int:
-        """Number of replicas."""
+        """Return the number of replicas."""
 
 
 class ReplicaControl:

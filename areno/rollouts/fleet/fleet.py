@@ -240,7 +240,7 @@ class RolloutFleet:
     # -- size ------------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Number of replicas, including those that are restarting or have failed."""
+        """Return the number of replicas, including replicas that are restarting or have failed."""
         return len(self._supervisor.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:

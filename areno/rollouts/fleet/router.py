@@ -120,13 +120,13 @@ class RequestRouter:
                 routed.replica.cancel(routed.inner)
 
     def unfinished(self, number: int) -> int:
-        """Number of unfinished requests of a replica."""
+        """Return the number of unfinished requests of a replica."""
         with self._lock:
             replica = self._replicas.get(number)
             return sum(routed.replica is replica for routed in self._open.values()) if replica is not None else 0
 
     def waiting(self) -> int:
-        """Number of requests that wait for a replica."""
+        """Return the number of requests that wait for a replica."""
         return len(self._parked)
 
     # -- placing ---------------------------------------------------------------------------------------------------

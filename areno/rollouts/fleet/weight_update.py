@@ -244,10 +244,10 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """Join a collective of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. All ranks of a replica join, but only rank 0 of a trainer.
+        engine: engine of a trainer or a replica. Of a replica, all ranks join; of a trainer, only rank 0 joins.
         where: rendezvous of the members.
         channel: name of the collective.
-        first: the rank of this engine's rank 0 in the collective; 0 for the trainer.
+        first: rank in the collective that the engine's rank 0 gets; 0 for the trainer.
         size: number of members.
     """
     peers = engine.config.peers

@@ -260,7 +260,7 @@ class ServerReplica:
         return isinstance(self.calls, VllmCalls) and self.calls.transfers
 
     def world_size(self) -> int:
-        """Number of workers of the server. Raises EngineError on failure."""
+        """Return the number of workers of the server. Raises EngineError on failure."""
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:

@@ -82,7 +82,7 @@ class VllmCalls:
         await self._resume(http)
 
     async def world_size(self, http: httpx.AsyncClient) -> int:
-        """Number of workers of the server."""
+        """Return the number of workers of the server."""
         return int((await get_json(http, "/get_world_size"))["world_size"])
 
     async def join_group(

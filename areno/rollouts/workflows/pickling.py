@@ -14,7 +14,7 @@ from areno.types import RewardRecord
 
 
 def name_of(thing: Any) -> str:
-    """Qualified name of an object or of its class, for messages."""
+    """Return the qualified name of an object or of its class, for messages."""
     definition = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{getattr(definition, '__module__', '')}.{definition.__qualname__}"
 
