@@ -104,7 +104,7 @@ class TokenTexts:
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """Return the bytes of a token of a byte-fallback or byte-level vocabulary. None for other tokens."""
+    """Convert a token of a byte-fallback or byte-level vocabulary to bytes. None for other tokens."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()

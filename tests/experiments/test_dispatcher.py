@@ -467,9 +467,9 @@ def test_trajectories_are_dumped_as_documented(tmp_path):
     [
         ({"on_stale": "keep"}, "on_stale 'keep' is unknown"),
         ({"queue_size": 0}, "rollout.queue_size must be at least 1, got 0"),
-        ({"max_errors_in_a_row": -1}, "must be at least 1"),
-        ({"max_errors_in_a_row": 0}, "must be at least 1"),
-        ({"max_rejections_in_a_row": 0}, "must be at least 1"),
+        ({"max_errors_in_a_row": -1}, "must both be at least 1"),
+        ({"max_errors_in_a_row": 0}, "must both be at least 1"),
+        ({"max_rejections_in_a_row": 0}, "must both be at least 1"),
     ],
 )
 def test_wrong_options_are_named(options, message):

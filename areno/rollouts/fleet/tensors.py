@@ -145,7 +145,7 @@ def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> No
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a uint8 tensor."""
+    """View a tensor as a one-dimensional uint8 tensor of its bytes."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
