@@ -219,7 +219,7 @@ class EngineClient:
                 return await self._answer(request, rid)
             except EngineError as error:
                 logger.warning(
-                    "retrying request %s (retry %d of %d) after an error: %s", rid, attempt, self._retries, error
+                    "retrying request %s (%d of %d retries) after an error: %s", rid, attempt, self._retries, error
                 )
         return await self._answer(request, rid)
 
