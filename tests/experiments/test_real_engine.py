@@ -300,7 +300,9 @@ def test_settings_without_effect_and_prompts_without_room_are_refused():
         sampling_params(Generation(use_beam_search=True), 4)
     with pytest.raises(DataError, match="a prompt of 300 tokens leaves no room for an answer within the limit of 256"):
         sampling_params(Generation(), 300)
-    with pytest.raises(DataError, match=r"within the limit of 256 tokens; raise gconfig\.max_tokens, or drop long prompts"):
+    with pytest.raises(
+        DataError, match=r"within the limit of 256 tokens; raise gconfig\.max_tokens, or drop long prompts"
+    ):
         sampling_params(Generation(), 300, 1000)
     with pytest.raises(DataError, match="within the limit of 32 tokens; drop long prompts"):
         sampling_params(Generation(), 300, 32)
