@@ -1,11 +1,11 @@
 """Runs episodes, which return trajectories, and manages the replicas that generate tokens.
 
-- ``staleness``: limits the running episodes of ``areno run``, and decides which trajectories are too old.
+- ``staleness``: limits the number of running episodes in ``areno run``, and finds trajectories that are too old.
 - ``dispatcher``: runs episodes in an ``episode_thread``, and forms batches; ``tasks``: the dispatcher's state.
 - ``batches_ahead``: batches that ``areno train --rollout async`` generates ahead.
-- ``engine_client``: the engine as workflows see it; ``workflows``: the episodes.
-- ``conversation``: the recorded turns of an agent, and their training rows.
+- ``engine_client``: sends the requests of workflows to an engine; ``workflows``: define the episodes.
+- ``conversation``: records the turns of agents, and converts them to training rows.
 - ``trajectory``: the result of an episode, and its conversion to training rows; ``dump``: trajectories as text files.
-- ``fleet``: rollout engines in separate processes, their supervision, and weight updates.
-- ``servers``: inference servers as replicas; ``shared_engine``: rollout on the training engine.
+- ``fleet``: starts rollout engines in separate processes, supervises these processes, and updates the weights.
+- ``servers``: replicas that are inference servers; ``shared_engine``: generates with the training engine.
 """

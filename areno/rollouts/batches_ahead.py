@@ -1,7 +1,7 @@
-"""Generates batches of ``areno train`` up to ``--max-staleness`` steps before they are trained on.
+"""Generates the batches of ``areno train`` up to ``--max-staleness`` steps before training uses them.
 
-The batch of step s is generated as soon as the weights have version s - ``max_staleness``. No token of the batch, even in a
-long answer, is therefore more than ``max_staleness`` versions old. Batches are trained on in data order.
+Generation of the batch of step s starts as soon as the weights have version ``s - max_staleness``. No token of the batch is
+therefore more than ``max_staleness`` versions old, even in a long answer. Training uses the batches in data order.
 """
 
 from collections import deque
@@ -18,9 +18,8 @@ class BatchesAhead:
     """Starts generating batches before training needs them.
 
     Args:
-        begin: starts the generation of a step's batch, and returns one future per item. The arguments are the step, and a
-            dictionary from indices to items of the batch. Items whose results were restored from a checkpoint are not in the
-            dictionary.
+        begin: function ``(step, items)`` that starts generating the batch of a step, and returns one future per item. ``items``
+            maps indices in the batch to items. Items whose results were restored from a checkpoint are omitted.
         max_staleness: maximum number of steps that generation may be ahead of training.
     """
 
@@ -31,7 +30,7 @@ class BatchesAhead:
         self._restored: dict[int, dict[int, Any]] = {}
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield the planned steps. Before each step, start generating all batches that ``max_staleness`` allows."""
+        """Yield the planned steps. Before step s, start generating all batches up to step ``s + max_staleness``."""
         ahead: deque[PlannedStep] = deque()
         while True:
             for step in islice(planned, self.max_staleness + 1 - len(ahead)):
@@ -60,8 +59,8 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Finished results that training has not used yet, by step and index. A resumed run generates only the missing
-        results."""
+        """Return the finished results that training has not used yet, by step and index. A resumed run generates only the
+        missing results."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()
@@ -74,7 +73,7 @@ class BatchesAhead:
 
 
 def _succeeded(future: Future[Any]) -> bool:
-    """Whether a future has a complete result. An aborted request does not count, because its samples are cut off."""
+    """Whether a future has a complete result. The result of an aborted request is incomplete."""
     if not future.done() or future.cancelled() or future.exception() is not None:
         return False
     result = future.result()

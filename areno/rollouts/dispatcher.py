@@ -1,10 +1,9 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
-Rows wait in a queue. While there is capacity (:mod:`staleness`), the episode of the first row starts in the event loop of
-:mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, in random order. Preferring
-early episodes reduces the bias towards short answers. If nothing makes progress, a waiting method logs what it is waiting for.
-If no more results can arrive, the method raises an error at once. Too many consecutive failed or rejected episodes stop the
-run.
+Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first row starts in the event loop
+of :mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, in random order. Preferring
+early episodes reduces the bias towards short answers. A method that waits without progress logs the state of the episodes. If
+no more results can arrive, the method raises an error. Too many failed or rejected episodes in a row end the run.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Listener = Callable[[int, str, str], None]
-"""Called with a task's id, its status, and a reason. The status is one of ``running, accepted, rejected, failed, dropped``."""
+"""Function ``(task id, status, reason)``. The status is one of ``running, accepted, rejected, failed, dropped``."""
 
 _COUNTERS: dict[Rejection, str] = {
-    "raised": "failed",
+    "raised an error": "failed",
     "returned None": "empty",
-    "was rejected by the filter": "filtered",
+    "rejected by the filter": "filtered",
 }
 STALL_TIMEOUT_S = 3600.0
 _POLL_S = 0.5
@@ -48,25 +47,25 @@ _QUEUE_PER_ROLLOUT = 16
 
 
 class BatchDispatcher:
-    """Runs episodes and forms batches. A dispatcher must be closed, or used as a context manager.
+    """Runs episodes and forms batches. A dispatcher must be closed with :meth:`close`, or used as a context manager.
 
     Args:
         client: gives episodes access to the engine.
         staleness: limits the number of running episodes. Its ``batch_size`` is the number of episodes in a batch.
         seed: seed of the shuffling.
-        dynamic_bs: count rejected episodes towards the batch size. A batch may then have fewer trajectories, and ``staleness``
-            must have ``replaces_rejected=False``.
-        queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness`` may set a lower limit.
-        max_staleness: how many versions old a token may be when it is trained on; None: only ``staleness`` limits the age.
-        on_stale: ``regenerate`` runs the row of a stale trajectory again, and ``drop`` discards the trajectory.
-        max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: twice the batch size, at least 8.
-        max_rejections_in_a_row: the same for failed or rejected episodes; None: 16 times the batch size, at least 128.
+        dynamic_bs: count rejected episodes towards the batch size; requires ``replaces_rejected=False`` in ``staleness``.
+        queue_size: maximum number of waiting rows, but at most ``staleness.pending_limit``; None: 16 per concurrent rollout.
+        max_staleness: maximum age of a token at training time, in weight versions; None: only ``staleness`` limits the age.
+        on_stale: ``regenerate`` repeats the episode of a trajectory above ``max_staleness``; ``drop`` discards the trajectory.
+        max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: max(8, 2 * batch size).
+        max_rejections_in_a_row: number of consecutive failures or rejections that ends the run; None: max(128, 16 * batch
+            size).
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
-        listener: called with the status of every episode, from any thread.
+        listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
-        on_wait: called repeatedly while a method waits. An error of ``on_wait`` ends the wait, but no work is lost.
+        on_wait: function that is called repeatedly while a method waits. An error of the function ends only the wait.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -95,7 +94,7 @@ class BatchDispatcher:
         if on_stale not in ("regenerate", "drop"):
             raise UsageError(f"on_stale {on_stale!r} is unknown; use regenerate or drop")
         if dynamic_bs == staleness.replaces_rejected:
-            raise UsageError(f"dynamic_bs={dynamic_bs} needs StalenessManager(replaces_rejected={not dynamic_bs})")
+            raise UsageError(f"dynamic_bs={dynamic_bs} requires StalenessManager(replaces_rejected={not dynamic_bs})")
         if queue_size is not None and queue_size < 1:
             raise UsageError(f"rollout.queue_size must be at least 1, got {queue_size}")
         self.client, self.staleness, size = client, staleness, staleness.batch_size
@@ -128,24 +127,24 @@ class BatchDispatcher:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Set the weight version after an update, and start the episodes that the new version admits."""
+        """Set the weight version after an update, and start the waiting episodes that the new version allows."""
         with self._changed:
             self._version = version
             self._pump()
 
     def pause(self) -> None:
-        """Start no more episodes. Running episodes continue."""
+        """Start no further episodes until :meth:`resume` is called. Running episodes continue."""
         with self._changed:
             self._paused = True
 
     def resume(self) -> None:
-        """Start episodes again."""
+        """Start episodes again after :meth:`pause`."""
         with self._changed:
             self._paused = False
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """The counters of :class:`RolloutStat` without ``claimed``, the rejections by reason, and the ``restarted`` rows."""
+        """Return rejections by reason, ``restarted`` rows, and all counters of :class:`RolloutStat` except ``claimed``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -153,14 +152,14 @@ class BatchDispatcher:
     def prepare_batch(
         self, rows: Iterator[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> Batch:
-        """Wait for the next training batch, and read rows ahead for the following batches.
+        """Wait for the next training batch and return it. Also reads rows for later batches.
 
-        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows that started
-        with another workflow or filter run again, and count as ``restarted``. The caller's thread reads ``rows``.
+        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows that were
+        started with another workflow or filter run again, and count as ``restarted``. Only the caller's thread reads ``rows``.
 
         Raises:
             DataError: the rows end before the batch is complete.
-            EngineError: there was no progress for too long, no episode may start, or the dispatcher is closed.
+            EngineError: there was no progress for ``stall_timeout_s``, no episode may start, or the dispatcher is closed.
             RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error listed in
                 ``stops_on``.
         """
@@ -173,20 +172,20 @@ class BatchDispatcher:
     def rollout_batch(
         self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run all rows, and return accepted trajectories in row order. Raises the errors of :meth:`run_rows`."""
+        """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`run_rows`."""
         return self.run_rows(rows, EpisodePlan(workflow, should_accept_fn)).trajectories
 
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
-        """Run all rows, and return the accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
+        """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
-        With ``repeats``, the task ids are row indices. Seeds are derived from task ids, so the seeds are the same in each call.
-        Raises UsageError if other rows still wait. These are rows that :meth:`prepare_batch` has read ahead, or restored rows.
+        With ``repeats``, the task id of a row is its index. Seeds are derived from task ids, so each call uses the same seeds.
+        Raises UsageError if rows of :meth:`prepare_batch` or :meth:`load_state` are still waiting.
         """
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(
-                    "rows of prepare_batch or load_state still wait, and would run first; use a separate dispatcher for "
-                    "rollout_batch"
+                    "rows of prepare_batch or load_state are still waiting and would run first; use a separate dispatcher "
+                    "for rollout_batch"
                 )
             self._use(plan)
             if repeats:
@@ -207,7 +206,7 @@ class BatchDispatcher:
         return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
 
     def close(self) -> None:
-        """Cancel running episodes, and close the workflows and the event loop. A second call does nothing."""
+        """Cancel running episodes, and close the workflows and the event loop. Further calls do nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -250,10 +249,10 @@ class BatchDispatcher:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of :meth:`export_state`. Raises UsageError if episodes were already started."""
+        """Restore the state that :meth:`export_state` returned. Raises UsageError if the dispatcher has already read rows."""
         with self._changed:
             if self._next_id:
-                raise UsageError("load_state must be called before the first batch; episodes were already started")
+                raise UsageError("rows were already read; call load_state before the first batch")
             self._version, self._batches, self._next_id = state["version"], state["batches"], state["next_id"]
             # Rows that were running keep their order.
             waiting, finished = state["waiting"], state["finished"]
@@ -278,7 +277,7 @@ class BatchDispatcher:
         return task
 
     def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
-        """Fill the queue. Return whether more rows may follow. The caller's iterator runs without the lock."""
+        """Fill the queue from ``rows``, and return whether more rows may follow. Reads ``rows`` without holding the lock."""
         while self.staleness.stat.enqueued < self._ahead:
             try:
                 data = next(rows)
@@ -317,13 +316,11 @@ class BatchDispatcher:
             self._pump()
 
     def _requeue(self, tasks: list[EpisodeTask]) -> None:
-        """Put rows at the front of the queue to run them again."""
         for task in sorted(tasks, key=lambda task: task.order, reverse=True):
             self._pending.appendleft(EpisodeTask(task.id, task.data, self._plan))
             self.staleness.enqueue()
 
     def _discard(self, task: EpisodeTask, *, stale: bool, claimed: bool) -> None:
-        """Update the counters for a finished task that no batch uses."""
         if task.trajectory is None:  # rejected, and counted by a dynamic batch
             self.staleness.unclaim()
         else:
@@ -332,7 +329,7 @@ class BatchDispatcher:
     # -- episodes --------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start all admitted tasks. The caller must hold the lock."""
+        """Start waiting tasks as long as there is capacity. The caller must hold the lock."""
         while self._may_begin():
             task = self._pending.popleft()
             task.began_s = time.monotonic()
@@ -361,7 +358,7 @@ class BatchDispatcher:
         if self._dump is not None:
             self._dump.write(task.id, trajectory)
         if accepts is not None and not accepts(trajectory):
-            raise Rejected("was rejected by the filter")
+            raise Rejected("rejected by the filter")
         return trajectory
 
     def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:
@@ -384,12 +381,12 @@ class BatchDispatcher:
             self._pump()
 
     def _reject(self, task: EpisodeTask, error: BaseException) -> None:
-        why: Rejection = error.args[0] if isinstance(error, Rejected) else "raised"
+        why: Rejection = error.args[0] if isinstance(error, Rejected) else "raised an error"
         self.staleness.reject()
         if self._dynamic:
             self._finished.append(task)
         self._counts[_COUNTERS[why]] += 1
-        if why != "raised":
+        if why != "raised an error":
             self._notify(task, "rejected", why)
             stopped = self._watchdog.rejected(why)
         else:
@@ -438,7 +435,7 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Wait until ``ready`` returns a result. ``more`` reads rows ahead, and returns whether further rows may follow."""
+        """Wait until ``ready`` returns a result. ``more`` reads rows, and returns whether more rows may follow."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -448,7 +445,7 @@ class BatchDispatcher:
                 if self._failure is not None:
                     raise self._failure
                 if self._closed:
-                    raise EngineError(f"waiting for {name}: the dispatcher is closed")
+                    raise EngineError(f"cannot wait for {name}: the dispatcher is closed")
                 self._pump()
                 if (result := ready()) is not None:
                     return result
@@ -462,9 +459,11 @@ class BatchDispatcher:
                 seen, quiet_since, reported = progress, now, now
             if now - reported >= self._report_s:
                 reported = now
-                logger.warning("waiting for %s for %.0f s: %s", name, now - began, self.describe())
+                logger.warning("still waiting for %s after %.0f s: %s", name, now - began, self.describe())
             if now - quiet_since >= self._timeout_s:
-                raise EngineError(f"waiting for {name}: no progress for {self._timeout_s:g} s; {self.describe()}")
+                raise EngineError(
+                    f"waiting for {name}: there was no progress for {self._timeout_s:g} s ({self.describe()})"
+                )
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
         """Raise an error if no episode is running and none can start. A paused dispatcher raises no error."""
@@ -472,13 +471,13 @@ class BatchDispatcher:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:
             raise EngineError(
-                f"waiting for {name}: no episode is running, and none may start at version {self._version} ("
-                f"{self.describe()}); call set_version after each update, and take one batch per version"
+                f"waiting for {name}: no episode is running, and no waiting episode may start at version {self._version} "
+                f"({self.describe()}); call set_version after each update, and take one batch per version"
             )
         if not self._pending and not may_come:
             raise DataError(
-                f"waiting for {name}: the rows ended with {len(self._finished)} of {self.staleness.batch_size} episodes "
-                "ready; provide more rows, or use a smaller batch size"
+                f"waiting for {name}: no rows are left, but only {len(self._finished)} of {self.staleness.batch_size} episodes "
+                "are ready; provide more rows, or use a smaller batch size"
             )
 
     def describe(self) -> str:
@@ -486,14 +485,15 @@ class BatchDispatcher:
         with self._changed:
             stat = self.staleness.stat
             parts = [
-                f"{len(self._finished)} of {self.staleness.batch_size} ready, {stat.running} running, {stat.enqueued} waiting",
-                f"capacity {self.staleness.capacity(self._version)} at version {self._version}",
-                f"{stat.accepted} accepted, {stat.rejected} rejected, {stat.stale} too old so far",
+                f"{len(self._finished)} of {self.staleness.batch_size} episodes ready",
+                f"{stat.running} running, {stat.enqueued} waiting",
+                f"capacity at weight version {self._version}: {self.staleness.capacity(self._version)}",
+                f"so far {stat.accepted} accepted, {stat.rejected} rejected, {stat.stale} too old",
             ]
             oldest = min(self._running.values(), key=lambda task: task.order, default=None)
             if oldest is not None:
                 running_s = time.monotonic() - oldest.began_s
-                parts.append(f"the oldest is episode {oldest.id}, running for {running_s:.0f} s")
+                parts.append(f"the oldest running episode ({oldest.id}) started {running_s:.0f} s ago")
             load = self.client.engine.load()
             paused = "paused; " * self._paused
             return "; ".join([*parts, f"{paused}engine: {load.running} samples running, {load.waiting} waiting"])

@@ -1,4 +1,4 @@
-"""Writes trajectories to JSON Lines files, one line per row. Each weight version has a folder."""
+"""Writes trajectories to JSON Lines files, one line per row and one folder per weight version."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from areno.types import parts_of
 
 
 class TrajectoryDump:
-    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``. Decoded texts include special tokens."""
+    """Writes each trajectory to ``{folder}/{tail_version}/{task_id}.jsonl``. Decoded texts include special tokens."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder, self._tokenizer = Path(folder), tokenizer
@@ -17,7 +17,7 @@ class TrajectoryDump:
     def write(self, task_id: int, trajectory: Trajectory) -> Path:
         """Write one group of samples, and return the path of the file.
 
-        A line has the keys ``task_id``, ``sample_idx``, ``seqlen``, ``reward``, ``prompt`` and ``completion``, and these keys:
+        Each line has the keys ``task_id``, ``sample_idx``, ``seqlen``, ``reward``, ``prompt``, ``completion``, and these keys:
 
         - ``prompt_len``: number of tokens before the first sampled token.
         - ``head_version`` and ``tail_version``: weight versions of the first and the last sampled token.

@@ -1,7 +1,7 @@
-"""The asynchronous client through which workflows use an engine, which is any :class:`RolloutEngine`.
+"""The asynchronous client through which workflows send requests to a :class:`RolloutEngine`.
 
-The client returns every sampled token with its log-prob, and with the version of the weights that sampled the token. The
-weights may be updated while an answer is generated. The tokens of the answer then have different versions.
+The client returns every sampled token with its log-prob, and with the version of the weights that sampled the token. If the
+weights are updated while an answer is generated, the tokens of the answer have different versions.
 """
 
 import asyncio
@@ -39,21 +39,23 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
     """Convert generation settings to sampling parameters for a prompt of ``prompt_len`` tokens.
 
     ``max_new_tokens`` limits the answer. ``max_tokens`` and the model's context length limit the prompt and the answer
-    together. A ``top_k`` above the vocabulary size keeps all tokens.
+    together. A ``top_k`` of ``10**8`` or more disables top-k sampling.
 
     Raises:
         DataError: the prompt leaves no room for an answer.
         UsageError: a setting is unsupported or out of range.
     """
     if gconfig.use_beam_search:
-        raise UsageError("use_beam_search=True is not supported: beam search does not sample; set it to false")
+        raise UsageError(
+            "gconfig.use_beam_search is not supported, because beam search does not sample; set it to false"
+        )
     limit = min(gconfig.max_tokens, context_length or gconfig.max_tokens)
     room = limit - prompt_len
     if room <= 0:
         remedy = "raise gconfig.max_tokens, or " if limit == gconfig.max_tokens else ""
         raise DataError(
-            f"a prompt of {prompt_len} tokens leaves no room for an answer within {limit} tokens; {remedy}drop long prompts "
-            "with the data set's max_length"
+            f"a prompt of {prompt_len} tokens leaves no room for an answer within the limit of {limit} tokens; {remedy}drop "
+            "long prompts with the data set's max_length"
         )
     max_new_tokens = min(gconfig.max_new_tokens, room)
     try:
@@ -76,7 +78,7 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
 
 @dataclass(slots=True)
 class ModelRequest:
-    """Prompt tokens and generation settings. ``rid`` identifies the request in messages."""
+    """Prompt tokens and generation settings. ``rid`` identifies the request in log and error messages."""
 
     input_ids: list[int]
     gconfig: GenerationSettings
@@ -119,10 +121,8 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Episode:
-    """Identifies a sample of an episode. Seeds are derived from this identity. A repeated run therefore has the same seeds.
-
-    ``sample`` is the index of the sample in its group. If one request generates all samples of the group, ``sample`` is None.
-    ``draws`` counts the requests.
+    """Identifies a sample, so that a repeated run derives the same seeds. ``sample`` is the index of the sample in its group;
+    None if one request generates all samples of the group. ``draws`` yields the index of the next request.
     """
 
     task_id: int
@@ -165,7 +165,7 @@ class EngineClient:
         return self.engine.tokenizer
 
     def get_version(self) -> int:
-        """Version of the loaded weights."""
+        """Return the version of the loaded weights."""
         return self.engine.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -178,12 +178,16 @@ class EngineClient:
         return (await self.agenerate_group(request, 1))[0]
 
     async def agenerate_group(self, request: ModelRequest, samples: int) -> list[ModelResponse]:
-        """Return several answers to a prompt, which areno's engine prefills once. Raises the errors of :meth:`agenerate`."""
+        """Return ``samples`` answers to one prompt. areno's engine prefills the prompt only once. Raises the errors of
+        :meth:`agenerate`."""
         sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
         began = time.monotonic()
         if self._tracing:
             logger.info(
-                "request %s: %d samples for a prompt of %d tokens", request.rid, samples, len(request.input_ids)
+                "request %s: generating %d samples for a prompt of %d tokens",
+                request.rid,
+                samples,
+                len(request.input_ids),
             )
         async with tracing.atrace_session_phase("generate"):
             seeds = await self._seeds(samples)
@@ -193,7 +197,7 @@ class EngineClient:
         if self._tracing:
             for answer in answers:
                 result = len(answer.output_tokens), answer.stop_reason, answer.latency
-                logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *result)
+                logger.info("request %s: generated %d tokens (stop reason: %s) in %.3f s", request.rid, *result)
         return answers
 
     async def _seeds(self, samples: int) -> list[int]:
@@ -214,7 +218,9 @@ class EngineClient:
             try:
                 return await self._answer(request, rid)
             except EngineError as error:
-                logger.warning("retrying request %s (%d of %d): %s", rid, attempt, self._retries, error)
+                logger.warning(
+                    "retrying request %s (%d of %d retries) after an error: %s", rid, attempt, self._retries, error
+                )
         return await self._answer(request, rid)
 
     async def _answer(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
@@ -224,7 +230,7 @@ class EngineClient:
                 sequences = (await asyncio.wrap_future(future)).sequences
         except TimeoutError as error:
             raise EngineError(
-                f"request {rid}: no answer within {self._timeout_s:g} s (rollout.request_timeout)"
+                f"request {rid} got no answer within {self._timeout_s:g} s (rollout.request_timeout)"
             ) from error
         finally:
             if not future.done():

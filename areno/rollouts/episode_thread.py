@@ -1,4 +1,4 @@
-"""Runs the event loop of episodes in a separate thread. Training and episodes therefore do not block each other."""
+"""Runs the event loop of episodes in a separate thread, so that training and episodes do not block each other."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ _CLOSE_GRACE_S = 10.0
 
 
 class EpisodeLoop:
-    """An event loop in a thread."""
+    """An event loop that runs in its own thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -37,7 +37,7 @@ class EpisodeLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_GRACE_S * 2)
         if self._thread.is_alive():
-            logger.warning("an episode blocks the event loop; the thread of the loop is abandoned")
+            logger.warning("an episode blocks the event loop, so the thread of the event loop cannot be stopped")
 
     def _close_workflow(self, workflow: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Rollout on the training engine, which alternates between generation and training.
+"""Generates with the training engine, which alternates between generation and training.
 
 Weights are neither transferred nor duplicated. A request that arrives during training waits until generation resumes.
 """
@@ -17,7 +17,7 @@ from areno.types import Request, RolloutResult
 
 
 class SharedEngine:
-    """Implements the interface of a fleet with the trainer's engine. Only the trainer closes the engine."""
+    """Gives the trainer's engine the interface of a fleet. Only the trainer closes the engine."""
 
     def __init__(self, engine: Backend) -> None:
         self.engine = engine
@@ -33,7 +33,7 @@ class SharedEngine:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context manager in which the engine generates. On exit, waits for the requests that have started; on an exception,
+        """Let the engine generate inside this context. On exit, waits for the requests that have started; on an exception,
         aborts them.
         """
         self.engine.run_on_all_ranks(_stamp, self.version)
@@ -52,7 +52,7 @@ class SharedEngine:
             self.engine.end_rollout()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future per request. The error of an invalid request is raised by its future.
+        """Queue requests, and return one future per request. If a request is invalid, its future raises the error.
 
         Raises:
             EngineError: the rollout is closed.
@@ -99,12 +99,12 @@ class SharedEngine:
             future.set_result(inner.result())
 
     def update_weights(self, engine: Backend, version: int) -> UpdateReport:
-        """Set the weight version of new tokens. The engine already has the weights."""
+        """Set the weight version of the tokens that follow. The engine already has the weights."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)
 
     def close(self) -> None:
-        """Fail waiting requests."""
+        """Reject new requests, and let waiting requests fail with an EngineError."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, {}

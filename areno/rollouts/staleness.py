@@ -1,7 +1,7 @@
-"""Limits the number of started episodes in ``areno run``. This also limits the staleness of the tokens in a batch.
+"""Limits how many episodes ``areno run`` starts, and thereby the staleness of the tokens in a batch.
 
-``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode generates one prompt group. The capacity has two
-limits:
+``areno train`` uses :mod:`areno.rollouts.batches_ahead` instead. An episode generates one prompt group. The capacity is the
+number of further episodes that may start (:class:`RolloutStat` explains the counts):
 
     capacity = min( max(1, max_concurrent) - running,
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
@@ -9,8 +9,9 @@ limits:
 
 Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` earlier
 episodes are running, accepted or claimed. If batches used episodes in the order of admission, this episode would be used at
-version ``eta + v`` at the latest. But a batch does not wait for a long episode. Shorter episodes overtake it, and it is used
-later. The dispatcher therefore checks each trajectory with :func:`too_old`, if it has a ``max_staleness``.
+version ``eta + v`` at the latest. But a batch does not wait for a long episode. Shorter episodes overtake the long episode,
+which is then used later. If the dispatcher has a ``max_staleness``, the dispatcher therefore checks each trajectory with
+:func:`too_old`.
 """
 
 import threading
@@ -38,8 +39,9 @@ class StalenessManager:
     Args:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
-        max_head_offpolicyness: how many batches generation may be ahead of training; 0: synchronous training.
-        replaces_rejected: start a new episode for each rejected episode. False if dynamic batches count rejected episodes.
+        max_head_offpolicyness: maximum number of batches that generation may be ahead of training; 0: synchronous training.
+        replaces_rejected: whether another episode may start in place of a rejected episode; False for dynamic batches, which
+            count rejected episodes.
 
     Raises:
         UsageError: ``max_head_offpolicyness`` is negative.
@@ -55,7 +57,7 @@ class StalenessManager:
     ) -> None:
         if max_head_offpolicyness < 0:
             raise UsageError(
-                f"max_head_offpolicyness must be at least 0 (synchronous training), got {max_head_offpolicyness}"
+                f"max_head_offpolicyness must be at least 0 (0 means synchronous training), got {max_head_offpolicyness}"
             )
         self.batch_size = max(1, consumer_batch_size)
         self.max_concurrent = max(1, self.batch_size if max_concurrent_rollouts is None else max_concurrent_rollouts)
@@ -72,11 +74,11 @@ class StalenessManager:
 
     @property
     def pending_limit(self) -> int:
-        """Maximum number of episodes that should wait in the queue."""
+        """Maximum number of episodes that may wait in the queue."""
         return (self.max_head_offpolicyness + 1) * self.batch_size
 
     def capacity(self, version: int) -> int:
-        """Number of further episodes that may start at this weight version. The number may be negative."""
+        """Return the number of further episodes that may start at this weight version. The number may be negative."""
         with self._lock:
             stat = self._stat
             room = self.max_concurrent - stat.running
@@ -104,10 +106,8 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Stop counting an accepted episode that no batch uses, for example because the episode is ``stale``.
-
-        Another episode may then start. With ``claimed``, no other episode starts, because a dynamic batch still counts this
-        episode.
+        """Stop counting an accepted episode that no batch uses, so that another episode may start. With ``stale``, the episode
+        counts as stale. With ``claimed``, no other episode starts, because a dynamic batch still counts this episode.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
@@ -116,7 +116,8 @@ class StalenessManager:
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Restore the counts at ``version``, with ``unused`` accepted and ``claimed`` rejected episodes for later batches."""
+        """Restore the counts at weight version ``version``. ``unused`` accepted episodes and ``claimed`` rejected episodes
+        remain for later batches."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 
@@ -129,12 +130,12 @@ class StalenessManager:
 
 
 def oldest_version(trajectory: dict[str, Any]) -> int | None:
-    """The oldest weight version of all sampled tokens of a trajectory. None if the trajectory has no sampled tokens."""
+    """Return the oldest weight version of a trajectory's sampled tokens. None if the trajectory has no sampled tokens."""
     sampled = trajectory["versions"][trajectory["versions"] >= 0]
     return int(sampled.min()) if sampled.numel() else None
 
 
 def too_old(trajectory: dict[str, Any], version: int, bound: int) -> bool:
-    """Whether any token is more than ``bound`` versions older than ``version``."""
+    """Whether any sampled token is more than ``bound`` versions older than ``version``."""
     oldest = oldest_version(trajectory)
     return oldest is not None and oldest < version - bound

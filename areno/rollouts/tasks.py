@@ -16,7 +16,7 @@ from areno.rollouts.trajectory import Trajectory
 
 Accept = Callable[[Trajectory], Any]
 OnStale = Literal["regenerate", "drop"]
-Rejection = Literal["raised", "returned None", "was rejected by the filter"]
+Rejection = Literal["raised an error", "returned None", "rejected by the filter"]
 
 
 class RolloutStoppedError(ArenoError):
@@ -25,7 +25,7 @@ class RolloutStoppedError(ArenoError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """How rows are run: the workflow, and a filter for its trajectories. Without a filter, all trajectories are accepted."""
+    """The workflow that runs rows, and a filter for its trajectories. Without a filter, all trajectories are accepted."""
 
     workflow: Any
     should_accept_fn: Accept | None = None
@@ -54,7 +54,7 @@ class EpisodeTask:
         """Run the workflow, and return its result.
 
         Raises:
-            AgentError: the workflow cancelled itself. Only :meth:`cancel` may cancel it.
+            AgentError: the workflow cancelled its own episode. Only :meth:`cancel` may cancel an episode.
         """
         assert self.plan is not None
         try:
@@ -66,7 +66,7 @@ class EpisodeTask:
 
 
 class Rejected(Exception):  # noqa: N818  (an outcome, not an error)
-    """Raised if an episode is rejected. The argument is a :data:`Rejection`."""
+    """Raised if an episode is rejected. The argument is the reason (a :data:`Rejection`)."""
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ class Watchdog:
     def __post_init__(self) -> None:
         if self.max_errors < 1 or self.max_rejections < 1:
             raise UsageError(
-                f"max_errors_in_a_row ({self.max_errors}) and max_rejections_in_a_row ({self.max_rejections}) must be at "
-                "least 1"
+                f"max_errors_in_a_row and max_rejections_in_a_row must both be at least 1, got {self.max_errors} and "
+                f"{self.max_rejections}"
             )
 
     def accepted(self) -> None:
@@ -118,12 +118,12 @@ class Watchdog:
         self.counts, self.errors_in_a_row, self.first_error = {}, 0, None
 
     def rejected(self, kind: Rejection, error: BaseException | None = None) -> RolloutStoppedError | None:
-        """Count a failed or rejected episode. If the run must stop, return the error of the run. Otherwise, return None."""
+        """Count a failed or rejected episode, and return an error if the run must stop. None if the run continues."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
         self.first_error = self.first_error or error
         if error is not None and isinstance(error, self.stops_on):
-            return _stopped(f"the run stops at the first {type(error).__name__}: {error}", error)
+            return _stopped(f"the run stops because an episode raised {type(error).__name__}: {error}", error)
         rejected = sum(self.counts.values())
         if self.errors_in_a_row < self.max_errors and rejected < self.max_rejections:
             return None

@@ -1,22 +1,23 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors with n rows of L tokens. A sample with several turns may have several rows. These keys
-have the shape ``[n, L]``:
+A trajectory is a dictionary of tensors with n rows of L tokens. A sample with several turns may have several rows. The values
+of these keys have the shape ``[n, L]``:
 
 - ``input_ids``: int64.
-- ``loss_mask``: 1 for tokens to train on.
+- ``loss_mask``: 1 for tokens to train on; 0 for other tokens.
 - ``logprobs``: float32; 0 for tokens that were not sampled.
 - ``versions``: weight version of each sampled token; -1 for other tokens.
 - ``attention_mask``: False for padding.
 
-These keys have the shape ``[n]``:
+The values of these keys have the shape ``[n]``:
 
 - ``rewards`` and ``temperature``.
-- ``truncated``: whether the engine reported that the last answer ended at a limit.
+- ``truncated``: whether the last answer ended at a length limit, according to the engine.
 - ``num_turns``: number of turns, if the workflow counts turns.
 - ``reward_parts/NAME``: a part of the reward.
 
-If routing was recorded, ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see :mod:`areno.types.routing`).
+If the routing of MoE layers was recorded, ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see
+:mod:`areno.types.routing`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,7 +81,7 @@ def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
         if set(other) != names:
             odd = ", ".join(sorted(names ^ set(other)))
             raise UsageError(
-                f"trajectories of one group differ in the keys {odd}; return the same keys from each episode"
+                f"some trajectories of a group lack the keys {odd}; return the same keys from each episode"
             )
     return {name: _stacked(name, [trajectory[name] for trajectory in trajectories]) for name in trajectories[0]}
 
@@ -116,7 +117,8 @@ def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
 def check_trajectory(trajectory: Any) -> None:
     """Raise UsageError if a trajectory is invalid.
 
-    Checks the keys and their shapes, that log-probs and rewards are finite, and that the loss mask marks only sampled tokens.
+    A valid trajectory has all required keys with the right shapes. Its log-probs and rewards are finite, and its loss mask
+    marks only sampled tokens.
     """
     if not isinstance(trajectory, dict):
         raise UsageError(
@@ -125,7 +127,7 @@ def check_trajectory(trajectory: Any) -> None:
     missing = [name for name in _NEEDED if name not in trajectory]
     if missing:
         raise UsageError(
-            f"a workflow's trajectory lacks {', '.join(missing)}; it has {', '.join(map(str, trajectory))}"
+            f"a workflow's trajectory lacks the keys {', '.join(missing)} and has only {', '.join(map(str, trajectory))}"
         )
     for name in _NEEDED:
         if not isinstance(trajectory[name], Tensor):
@@ -136,7 +138,8 @@ def check_trajectory(trajectory: Any) -> None:
     for name in _PER_TOKEN:
         if trajectory[name].shape != shape:
             raise UsageError(
-                f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, but input_ids has {list(shape)}"
+                f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, but input_ids has {list(shape)}; "
+                "give both the same shape"
             )
     if trajectory["rewards"].shape != shape[:1]:
         raise UsageError(
@@ -144,17 +147,17 @@ def check_trajectory(trajectory: Any) -> None:
         )
     for name in ("logprobs", "rewards"):
         if not bool(torch.isfinite(trajectory[name]).all()):
-            raise UsageError(f"{name} of a trajectory contains a number that is not finite")
+            raise UsageError(f"{name} of a trajectory contains a number that is not finite; return finite numbers")
     if bool((trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)).any()):
         raise UsageError(
-            "loss_mask of a trajectory marks tokens that were not sampled (version below 0); set loss_mask to 0 for them"
+            "loss_mask of a trajectory marks tokens that were not sampled (version below 0); set it to 0 for these tokens"
         )
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
     """Yield each row without padding, as a dictionary with the tensor keys of the trajectory.
 
-    Keys of shape ``[n]`` have numbers as values. Keys of shape ``[n, L]`` have lists, and keys with more axes have arrays.
+    Tensors of shape ``[n]`` become numbers, tensors of shape ``[n, L]`` become lists, and tensors with more axes become arrays.
     """
     tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
@@ -168,7 +171,7 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
-    """The training rows of a batch. Each trajectory is one group, even if some samples of the group were rejected.
+    """Return the training rows of a batch. Each trajectory is one group, even if some samples of the group were rejected.
 
     If a trajectory has log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``), they are copied.
     """
@@ -183,13 +186,15 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
 
 
 def reward_of(row: dict[str, Any]) -> float:
-    """The reward of a row of :func:`samples_of`. If the reward has parts, the result also has these parts."""
+    """Return the reward of a row of :func:`samples_of`. If the row has reward parts, the result is a :class:`WeightedReward`
+    with these parts."""
     parts = {key.removeprefix(PARTS): value for key, value in row.items() if key.startswith(PARTS)}
     return WeightedReward(row["rewards"], parts) if parts else row["rewards"]
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
-    """Convert a row of :func:`samples_of`. Tokens without a weight version count as not sampled."""
+    """Convert a row of :func:`samples_of` to a :class:`TrajectoryRow`. Tokens with a negative weight version count as not
+    sampled."""
     sampled = [version >= 0 for version in row["versions"]]
     ends = [before and not after for before, after in pairwise([False, *sampled])]
     return TrajectoryRow(

@@ -1,6 +1,7 @@
 """The HTTP application: routes, their handlers, and middleware.
 
-The application serves the clients of ``areno serve``. In the process of a trainer, it serves the agents of a rollout session.
+The application serves the clients of ``areno serve``. In the process of a trainer, the application serves the agents of a
+rollout session.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the application."""
+    """Create the HTTP application of a service."""
     app = FastAPI(title="areno", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     _add_status(app, service)
@@ -58,19 +59,20 @@ def create_app(service: Service) -> FastAPI:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Return 200 if requests are accepted. While loading, during shutdown, and after an engine failure, return 503."""
+        """Return status 200 if the server accepts requests. While loading, during shutdown, or after an engine failure, return
+        503."""
         state = service.state
         status = {"ready": "ok", "failed": service.failure}.get(state, state)
         return JSONResponse({"status": status}, 200 if state == "ready" else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Return the same codes as ``/health``, with the state of the server."""
+        """Return the same status codes as ``/health``. The body contains the state of the server."""
         return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @app.get("/live")
     async def live() -> JSONResponse:
-        """Return 503 after an engine failure, and otherwise 200, even during loading."""
+        """Return status 503 after an engine failure, and otherwise 200, even during loading."""
         failed = service.state == "failed"
         return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
 
@@ -127,7 +129,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_rewards(app: FastAPI, service: Service) -> None:
     @app.post("/rl/set_reward", responses=_ERRORS)
     async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
-        """Set the reward of a response in the session of this API key."""
+        """Set the reward of a response in the session of the request's API key."""
         try:
             request.scope[SESSION_RECORDER].set_reward(body.reward, body.interaction_id)
         except ValueError as error:

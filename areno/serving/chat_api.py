@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A validated chat request: its job, and the format of its response. With a recorder, ``turn`` is the open turn."""
+    """A validated chat request: its job, and the format of its response. ``turn`` is None without a recorder."""
 
     job: GenerationJob
     expected: Expectation
@@ -71,19 +71,19 @@ def prepare_chat(
 def _check(body: ChatRequest) -> None:
     form = body.response_format
     if body.top_logprobs and not body.logprobs:
-        raise bad_field("top_logprobs", "requires logprobs to be true")
+        raise bad_field("top_logprobs", "the field requires logprobs; set logprobs to true")
     if form is not None and (form.json_schema is not None) != (form.type == "json_schema"):
-        message = "the type json_schema requires the field json_schema and vice versa; send both or neither"
+        message = "the type json_schema and the field json_schema must be used together; send both or neither"
         raise bad_field("response_format", message)
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise bad_field("tool_choice", "requires tools; send tools")
+        raise bad_field("tool_choice", "the field requires tools; send tools, or omit tool_choice")
     if form is not None and form.type != "text" and _tool_choice(body) != "none":
         message = f'the type {form.type} cannot be combined with tool calls; omit tools, or send tool_choice "none"'
         raise bad_field("response_format", message)
 
 
 def _format_param(body: ChatRequest) -> str:
-    """The name of the request field to which an error in tools or formats refers."""
+    """Return the name of the request field to which an error in tools or formats refers."""
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 
@@ -92,7 +92,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
-    """The tool choice in the form that parsers expect. Without tools, the choice is ``none``."""
+    """Return the tool choice in the form that parsers expect. Without tools, the choice is ``none``."""
     choice = (body.tool_choice or "auto") if body.tools else "none"
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
@@ -165,7 +165,7 @@ class _PartialMessage:
 
 
 class ChatResponse(SampledResponse):
-    """Builds the response to one request. ``metrics`` counts malformed tool calls."""
+    """Builds the chat response to one request. Malformed tool calls are counted in ``metrics``."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -177,7 +177,7 @@ class ChatResponse(SampledResponse):
         self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunks, with the role of each message."""
+        """Return the first chunks, with the role of each message."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
 
@@ -201,7 +201,7 @@ class ChatResponse(SampledResponse):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the first message, if any."""
+        """The stop string that ended the first message. None if no stop string ended the message."""
         sample = self._samples[0]
         return sample.text.stop_string if sample.finish == "stop" else None
 
@@ -242,7 +242,7 @@ class ChatResponse(SampledResponse):
         return response if message.record is None else {**response, "areno": message.record}
 
     def complete(self) -> dict[str, Any]:
-        """The complete, non-streamed response."""
+        """Return the complete, non-streamed response."""
         choices = [
             {"index": message.sample.index, "message": message.as_dict(), "finish_reason": message.finish_reason}
             | self._details(message.sample, range(len(message.sample.tokens)), first=True)
@@ -265,7 +265,7 @@ class ChatResponse(SampledResponse):
         return self._chunk_envelope([choice | self._details(message.sample, positions, first=first)])
 
     def _details(self, sample: ChoiceState, positions: range, *, first: bool) -> dict[str, Any]:
-        """Log-probs and token ids of a choice's tokens at ``positions``, if requested."""
+        """Return the log-probs and ids of a choice's tokens at ``positions``, if the client requested them."""
         tokens = [sample.tokens[position] for position in positions]
         has_logprobs = self._body.logprobs and (tokens or not self._body.stream)
         logprobs = chat_logprobs(tokens, self._texts) if has_logprobs else None

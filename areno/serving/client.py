@@ -11,7 +11,7 @@ from typing import Any
 from areno.errors import ArenoError, UsageError
 
 _TIMEOUT_S = 600.0
-"""Longest time without data from the server."""
+"""Longest time in seconds without data from the server."""
 _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
@@ -25,11 +25,11 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """The name of the server's first model. Raises ArenoError if the server is unreachable or lists no models."""
+        """Return the name of the server's first model. Raises ArenoError if the server is unreachable or lists no models."""
         with self._open("/models") as response:
             models = self._parsed(b"".join(self._lines(response))).get("data") or []
         if not models:
-            raise ArenoError(f"{self._base} lists no models; select one with --model")
+            raise ArenoError(f"the server at {self._base} lists no models; select a model with --model")
         return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -45,11 +45,11 @@ class ChatClient:
                 if "error" in chunk:
                     error = chunk["error"]
                     raise ArenoError(
-                        f"{self._base}: {error.get('message', data) if isinstance(error, dict) else error}"
+                        f"{self._base} reported an error: {error.get('message', data) if isinstance(error, dict) else error}"
                     )
                 for choice in chunk.get("choices") or []:
                     yield choice.get("delta") or {}
-        raise ArenoError(f"{self._base}: the connection ended during the answer")
+        raise ArenoError(f"the connection to {self._base} ended during the answer")
 
     def _parsed(self, data: str | bytes) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
@@ -61,7 +61,7 @@ class ChatClient:
         try:
             yield from response
         except (OSError, http.client.HTTPException) as error:
-            raise ArenoError(f"{self._base}: the connection ended during the answer: {error!r}") from error
+            raise ArenoError(f"the connection to {self._base} ended during the answer: {error!r}") from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -69,11 +69,11 @@ class ChatClient:
         try:
             return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            raise ArenoError(f"{self._base}{path}: status {error.code}: {_message(error)}") from error
+            raise ArenoError(f"{self._base}{path} returned status {error.code}: {_message(error)}") from error
         except urllib.error.URLError as error:
             raise UsageError(f"--base-url {self._base} is unreachable: {error.reason}; {_CONNECT}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ArenoError(f"{self._base}{path}: the server did not answer: {error!r}") from error
+            raise ArenoError(f"the server did not answer a request to {self._base}{path}: {error!r}") from error
 
 
 def _message(error: urllib.error.HTTPError) -> str:

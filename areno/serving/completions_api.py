@@ -34,24 +34,24 @@ def prepare_completion(service: Service, engine: Backend, body: CompletionReques
 
 def _check(body: CompletionRequest) -> None:
     if body.suffix:
-        raise bad_field("suffix", "insertion before a suffix is not supported; remove the field")
+        raise bad_field("suffix", "insertion before a suffix is not supported; omit suffix")
     if body.best_of is not None and body.best_of != body.samples:
         raise bad_field(
-            "best_of", f"{body.best_of} differs from n={body.samples}; every sample is returned, so omit best_of"
+            "best_of", f"{body.best_of} differs from n={body.samples}, but all samples are returned; omit best_of"
         )
     if body.echo and body.logprobs is not None:
         raise bad_field("echo", "prompt log-probs are not supported; omit echo or logprobs")
 
 
 def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of the prompts. Text gets a BOS token if the tokenizer adds one by default."""
+    """Return the token ids of the prompts. Text gets a BOS token if the tokenizer adds a BOS token by default."""
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts:
         raise bad_field("prompt", "the list is empty; send at least one prompt")
     if isinstance(prompts[0], int):
         prompts = [prompts]
     if len(prompts) * body.samples > MAX_SAMPLES:
-        message = f"{len(prompts)} prompts with n={body.samples} exceed {MAX_SAMPLES} samples; send fewer"
+        message = f"{len(prompts)} prompts with n={body.samples} exceed {MAX_SAMPLES} samples; send fewer prompts"
         raise bad_field("prompt", message, code="too_many_samples")
     if isinstance(prompts[0], str):
         for text in prompts:
@@ -63,7 +63,7 @@ def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
 
 
 class CompletionResponse(SampledResponse):
-    """Builds the response to one request."""
+    """Builds the text completion response to one request."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -85,7 +85,7 @@ class CompletionResponse(SampledResponse):
         return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunks, which contain the prompts. There are none if neither ``echo`` nor ``return_token_ids`` is set."""
+        """Return the first chunks, with the prompts. The list is empty if neither ``echo`` nor ``return_token_ids`` is set."""
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [
@@ -103,7 +103,7 @@ class CompletionResponse(SampledResponse):
         return [self._chunk_envelope([self._choice(state, text, state.next_unsent())])]
 
     def complete(self) -> dict[str, Any]:
-        """The complete, non-streamed response."""
+        """Return the complete, non-streamed response."""
         return self._envelope(
             [self._choice(s, "".join(self._content[s.index]), range(len(s.tokens)), first=True) for s in self._samples]
         )

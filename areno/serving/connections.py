@@ -1,4 +1,4 @@
-"""Limits that apply before authentication: open connections, header size, and the time until headers and body arrive."""
+"""Enforces limits before authentication: open connections, header size, and the time until headers and body arrive."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Reject the connection if there are too many connections. Otherwise wait for a request."""
         super().connection_made(transport)
         if self._max_connections is not None and len(self.connections) > self._max_connections:
-            message = f"too many connections (limit {self._max_connections}); retry later"
+            message = f"the server has too many open connections (limit: {self._max_connections}); retry later"
             self._refuse(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
         else:
             self._await("head")
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error response, bypassing the application, and close the connection."""
+        """Send an error response without calling the application, and close the connection."""
         self._await(None)
         body = json.dumps(error.body).encode()
         lines = [f"{name}: {value}" for name, value in (error.headers or {}).items()]

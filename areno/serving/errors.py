@@ -44,7 +44,7 @@ class ApiError(ArenoError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
+        """Convert the error to an HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
@@ -54,7 +54,7 @@ def bad_field(param: str, message: str, *, where: str | None = None, code: str |
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Let all endpoints return their errors in OpenAI's format."""
+    """Make all endpoints return errors in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def _(_: Request, error: ApiError) -> JSONResponse:
@@ -73,16 +73,15 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def unexpected(error: BaseException) -> ApiError:
-    """Log an unexpected error with its traceback, and hide its details from the client."""
-    logger.error("request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    """Log an unexpected error with its traceback. The returned error hides the details from the client."""
+    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError(500, "internal server error; see the server log for the cause", code="internal_error")
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """Convert the most specific of the validation errors.
-
-    For a union, there are errors for each of its members. The most deeply nested error is from the member that fits best. Of
-    two equally nested errors, a wrong value is preferred to a wrong type. A wrong type belongs to a member that was not meant.
+    """Convert the most specific validation error to an :class:`ApiError`. A field with a union type has errors for each type of
+    the union. The most deeply nested error belongs to the type that fits best. If errors are equally nested, a wrong value is
+    more specific than a wrong type.
     """
     errors = error.errors()
     first = max(errors, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
@@ -90,7 +89,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     names = [str(part) for part in first["loc"][1:]]
     if not names:
-        return ApiError(400, f"invalid body: {first['msg']}; send a JSON object as application/json")
+        return ApiError(400, f"the body is invalid: {first['msg']}; send a JSON object as application/json")
     field = names[0]
     others = {one["loc"][1] for one in errors if len(one["loc"]) > 1} - {field}
     also = f" (and {', '.join(sorted(map(str, others)))})" if others else ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Formats:
-    """The formats of one model. Raises UsageError if the name of a format is unknown."""
+    """The reasoning and tool-call formats of one model. Raises UsageError if the name of a format is unknown."""
 
     def __init__(self, engine: Backend, tool_call_parser: str, reasoning_parser: str) -> None:
         self._engine = engine
@@ -31,7 +31,8 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """Return how to parse the response to a rendered prompt. Raises UsageError if a tool or ``tool_choice`` is invalid."""
+        """Return the parameters for parsing the response to a prompt. Raises UsageError if a tool or ``tool_choice`` is
+        invalid."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A reasoning format without an opening marker (harmony) uses special tokens.
@@ -42,7 +43,7 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintFactory | None:
-        """Return a factory of the response's grammar, or None if the response has no grammar.
+        """Return a factory of the response's grammar. None if the response has no grammar.
 
         Raises UsageError if a schema is invalid or unsupported.
         """
@@ -52,8 +53,8 @@ class Formats:
     def _with_reasoning(self, make: Callable[..., ConstraintFactory], reasoning: ReasoningParser) -> ConstraintFactory:
         """Allow reasoning before the constrained response.
 
-        This is possible if the prompt opens the reasoning, or if the opening marker is a single token. Otherwise, reasoning is
-        not allowed.
+        Reasoning is allowed if the prompt opens the reasoning, or if the opening marker is a single token. Otherwise, reasoning
+        is not allowed.
         """
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
@@ -64,7 +65,8 @@ class Formats:
         return OptionalReasoning(make(), make(after=reasoning.closer), ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
-        """Return a function that creates the factory. Its argument ``after`` is a marker before the constrained text."""
+        """Return a function that creates the factory. The function's argument ``after`` is a marker before the constrained
+        text."""
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
@@ -90,7 +92,7 @@ class Expectation:
     needs_special_tokens: bool  # markers are special tokens, so decoding must keep them
 
     def reader(self) -> MessageReader:
-        """A new parser for one message."""
+        """Return a new parser for one message."""
         return MessageReader(self.reasoning.stream(), self.calls.stream(self.tools, self.tool_choice), self.parallel)
 
 

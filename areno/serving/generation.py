@@ -1,10 +1,10 @@
 """Passes the tokens of one HTTP request from the engine's thread to the event loop.
 
-The engine calls a listener for each token. The listener must never block. It only queues the token with its arrival time.
-Streaming requests wake the event loop once per batch of queued tokens.
+The engine calls a listener for each token. The listener must never block, so the listener only queues the token with its
+arrival time. Streaming requests wake the event loop once per batch of queued tokens.
 
-Other requests wake the loop only when all samples have ended. Until then, no token has been delivered, so a prompt can restart
-on another replica. The tokens of its first attempt are discarded.
+Other requests wake the loop only when all samples have ended. Before the end, no token has been delivered, so a prompt can
+restart on another replica. The tokens of the failed attempt are discarded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Generation:
     Args:
         metrics: metrics in which token latencies are recorded.
         requests: one request per prompt. Samples are numbered prompt by prompt.
-        on_end: called once in the event loop when the last sample has ended.
+        on_end: function that is called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive. Otherwise, all tokens are delivered when the last sample has ended.
 
     Raises:
@@ -131,7 +131,7 @@ class Generation:
 
 
 class _TokenQueue:
-    """A queue from any thread to one reader in the event loop."""
+    """A thread-safe queue with one reader in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -53,7 +53,7 @@ class MessagesRequest(RequestBody):
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert one message. Tool results become separate messages before the text of the message."""
+    """Convert one message to chat messages. Tool results become separate messages before the text of the message."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content}]
@@ -88,7 +88,7 @@ def _text(content: Any, where: str) -> str:
     for block in content:
         if block.get("type") != "text":
             raise bad_field(
-                "messages", f"blocks of type {block.get('type')!r} are not supported; send text", where=where
+                "messages", f"blocks of type {block.get('type')!r} are not supported; send text blocks", where=where
             )
         if not isinstance(block.get("text"), str):
             raise bad_field(
@@ -112,7 +112,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 
 
 class MessagesResponse(ProtocolAdapter):
-    """Builds the response to one request."""
+    """Builds the Messages API response to one request."""
 
     def _begin(self) -> Iterable[Event]:
         not_yet = {"stop_reason": None, "stop_sequence": None}

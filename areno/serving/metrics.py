@@ -19,7 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _LOAD = (
     (GaugeMetricFamily, "areno_samples_running", "Samples being decoded.", "running"),
     (GaugeMetricFamily, "areno_samples_waiting", "Samples waiting for a slot.", "waiting"),
-    (GaugeMetricFamily, "areno_kv_tokens_used", "KV tokens in use.", "kv_tokens_used"),
+    (GaugeMetricFamily, "areno_kv_tokens_used", "Tokens in the KV cache.", "kv_tokens_used"),
     (GaugeMetricFamily, "areno_kv_tokens", "Capacity of the KV cache in tokens.", "kv_tokens"),
     (CounterMetricFamily, "areno_generated_tokens", "Tokens sampled.", "generated_total"),
     (CounterMetricFamily, "areno_prefilled_tokens", "Prompt tokens prefilled.", "prefilled_total"),
@@ -38,7 +38,7 @@ _LOAD = (
 
 
 class ServingMetrics:
-    """Metrics of one server. Each scrape reads the engine's load."""
+    """Metrics of one server. Each scrape also reads the engine's current load."""
 
     def __init__(self) -> None:
         self.started_ns = time.time_ns()
@@ -51,7 +51,7 @@ class ServingMetrics:
             "areno_request_seconds", "Time from the request to the end of the response."
         )
         self.first_token = self._histogram(
-            "areno_time_to_first_token_seconds", "Time from submission to the engine to a sample's first token."
+            "areno_time_to_first_token_seconds", "Time between submission to the engine and a sample's first token."
         )
         self.per_token = self._histogram(
             "areno_time_per_output_token_seconds", "Time between consecutive tokens of a sample."
@@ -66,11 +66,11 @@ class ServingMetrics:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
 
     def watch(self, engine: Backend) -> None:
-        """Report the load of ``engine``."""
+        """Add the load of ``engine`` to the metrics."""
         self.registry.register(_EngineLoad(engine))
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

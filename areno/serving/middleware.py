@@ -1,6 +1,5 @@
-"""The middleware of every request. It checks the API key or the host, limits the body, and adds a request id.
-
-It also records metrics, and converts errors to responses.
+"""The middleware of every request: checks the API key or the host, limits the size of the body, and adds a request id. The
+middleware also records metrics, and converts errors to responses.
 """
 
 import secrets
@@ -52,7 +51,7 @@ class RequestMiddleware:
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if not self._authenticate(scope, headers):
-            message = "missing or invalid API key; send the header Authorization: Bearer KEY"
+            message = "the API key is missing or invalid; send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._check_host(scope, headers.get(b"host", b""))
         length = headers.get(b"content-length", b"0")
@@ -63,7 +62,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the key is valid or unneeded. With a recorder, stores the session recorder in ``scope[SESSION_RECORDER]``."""
+        """Whether the key is valid or not needed. With a recorder, stores the session recorder in
+        ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
         client_key = client_key or key_in_headers(headers)
@@ -76,7 +76,7 @@ class RequestMiddleware:
         return key is None or secrets.compare_digest(client_key, key.encode())
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """Reject foreign ``Host`` headers on a loopback server without a key (DNS rebinding).
+        """Reject foreign ``Host`` headers on a loopback server without a key, as a protection against DNS rebinding.
 
         A foreign web page can reach the server if the domain of the page resolves to 127.0.0.1. The requests of such a page
         have this domain in the ``Host`` header.
@@ -96,13 +96,13 @@ class RequestMiddleware:
 
 
 def host_name(header: bytes) -> str:
-    """The host in a ``Host`` header, without the port."""
+    """Return the host in a ``Host`` header, without the port."""
     host = header.decode("latin-1").strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
 
 
 def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
-    """The API key in the header of OpenAI's or Anthropic's API."""
+    """Return the API key in the header of OpenAI's or Anthropic's API. Empty if neither header contains a key."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
@@ -122,7 +122,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Reject a request as soon as its body is too large. Needed for requests without a content length."""
+    """Wrap ``receive`` to reject a request as soon as its body is too large. Needed for requests without a content length."""
     size = 0
 
     async def read() -> Message:

@@ -1,7 +1,7 @@
-"""Base of the Messages and Responses protocols. Their responses are sequences of reasoning, text and tool-call blocks.
+"""Base of the Messages and Responses APIs, whose responses are sequences of reasoning, text and tool-call blocks.
 
-Requests are converted to chat requests, so that all protocols share templates, parsers, limits and recording. Streamed
-responses are built from chat chunks. A tool call arrives complete, so its block opens and closes at once.
+Requests are converted to chat requests, so that all APIs share templates, parsers, limits and recording. Streamed responses are
+built from chat chunks. A tool call arrives complete, so its block opens and closes at once.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from converted fields. None means unset. Raises ApiError 400 if a field is invalid."""
+    """Build a chat request from converted fields. A field that is None is unset. Raises ApiError 400 if a field is invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -33,12 +33,14 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
     """Return the value of a field that must be a list of objects. Raises ApiError 400 for other values."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise bad_field(param, f"{str(value)[:80]!r} is not a list of blocks; send text or objects", where=where)
+        raise bad_field(
+            param, f"{str(value)[:80]!r} is not a list of blocks; send text, or a list of objects", where=where
+        )
     return value
 
 
 class ProtocolAdapter(ABC):
-    """Converts a chat response to another protocol."""
+    """Converts a chat response to a response of another API."""
 
     ending = b""
 
@@ -53,11 +55,11 @@ class ProtocolAdapter(ABC):
         self._chat_response.check()
 
     def failure(self, error: ApiError) -> Event:
-        """The event of an error during streaming. Clients of both protocols ignore an event without a type."""
+        """Return the event of an error during streaming. The event has a type, because clients ignore events without a type."""
         return {"type": "error", **error.body}
 
     def opening(self) -> list[Event]:
-        """Events before the first token."""
+        """Return the events before the first token."""
         return list(self._begin())
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[Event]:
@@ -65,7 +67,7 @@ class ProtocolAdapter(ABC):
         return self._read(self._chat_response.push(sample, tokens))
 
     def without_tokens(self) -> list[Event]:
-        """All events of an empty response, which is sent if the context is full."""
+        """Return all events of an empty response, which is sent if the context is full."""
         return [*self._begin(), *self._read(self._chat_response.without_tokens())]
 
     def closing(self) -> list[Event]:
@@ -73,7 +75,7 @@ class ProtocolAdapter(ABC):
         return []
 
     def complete(self) -> dict[str, Any]:
-        """The complete, non-streamed response."""
+        """Return the complete, non-streamed response."""
         chat = self._chat_response.complete()
         message = chat["choices"][0]["message"]
         items: list[dict[str, Any]] = []
@@ -145,5 +147,5 @@ class ProtocolAdapter(ABC):
 
 
 def record_of(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """The field ``areno`` of a chat response, if there is one. Only servers with a recorder add this field."""
+    """Return the field ``areno`` of a chat response as a dictionary; empty if the server has no recorder."""
     return {"areno": chat["areno"]} if "areno" in chat else {}

@@ -1,8 +1,8 @@
 """The interface through which the chat endpoints record conversations for training.
 
-Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`. This
-object stores the conversations of the key, and determines the tokens of each prompt. A continued conversation must extend
-exactly the tokens that the model has read and sampled.
+Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`. The
+session recorder stores the conversations of the key, and determines the tokens of each prompt. A continued conversation must
+extend exactly the tokens that the model has read and sampled.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,14 +56,14 @@ class OpenTurn(Protocol):
     prompt_text: str  # the rendered prompt, which may open the reasoning
 
     def seeds(self, samples: int) -> list[int]:
-        """The seeds of the samples if the request does not set a seed."""
+        """Return the seeds of the samples. Called if the request does not set a seed."""
 
     def end(self, sample: RecordedSample) -> dict[str, Any]:
         """Record a finished sample, and return the ``areno`` field of the response."""
 
 
 class SessionRecorder(Protocol):
-    """The conversations of one API key."""
+    """Records the conversations of one API key."""
 
     session: SessionHandle  # tracing session of the requests
 
@@ -81,7 +81,7 @@ class Recorder(Protocol):
     context_limit: int | None  # maximum tokens of prompt plus response; None: the model's limit
 
     def of_key(self, key: str) -> SessionRecorder | None:
-        """The session recorder of an API key. None if the key is unknown or revoked."""
+        """Return the session recorder of an API key. None if the key is unknown or revoked."""
 
 
 def sampling_defaults(sampling: SamplingParams) -> dict[str, Any]:

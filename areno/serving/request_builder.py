@@ -35,11 +35,11 @@ class GenerationJob:
     context_full: bool = False  # the prompt fills the context; the response is empty, with finish reason ``length``
 
     def prompt_of(self, sample: int) -> list[int]:
-        """Prompt tokens of a sample."""
+        """Return the prompt tokens of a sample."""
         return self.requests[sample // self.body.samples].prompt_tokens
 
     def sample_text(self) -> SampleText:
-        """A new decoder for one sample."""
+        """Return a new decoder for one sample."""
         return SampleText(self.engine.tokenizer, self.stop, self.stop_ids, self.skip_special_tokens)
 
 
@@ -58,8 +58,8 @@ def build_job(
 ) -> GenerationJob:
     """Validate a request against the model and build the engine requests.
 
-    ``max_tokens`` is capped by the remaining context. If a prompt fills ``context_limit``, its response is empty. With None,
-    the model's limit applies, and a prompt that fills this limit is an error.
+    ``max_tokens`` is capped by the remaining context. If a prompt fills ``context_limit``, its response is empty. If
+    ``context_limit`` is None, the model's limit applies, and a prompt that fills this limit is an error.
 
     Raises ApiError 400 if a value is invalid for this model.
     """
@@ -103,7 +103,7 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
         raise bad_field(
             "top_logprobs",
             f"{top_logprobs} alternatives for each of {tokens} tokens ({samples} samples) are "
-            f"{tokens * top_logprobs}; the limit is {_MAX_ALTERNATIVES} per request; request fewer samples, tokens or "
+            f"{tokens * top_logprobs}, but the limit is {_MAX_ALTERNATIVES} per request; request fewer samples, tokens or "
             "alternatives",
             code="too_many_logprobs",
         )
@@ -137,7 +137,7 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
 
 
 def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | None) -> int:
-    """Maximum number of new tokens after a prompt. Raises ApiError 400 if the prompt leaves no room."""
+    """Return the maximum number of new tokens after a prompt. Raises ApiError 400 if the prompt leaves no room."""
     context = context_limit or engine.context_length
     budget = engine.kv_tokens
     limit = min(context or budget, budget)
@@ -147,6 +147,6 @@ def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | 
             if limit == budget and context != budget
             else f"the model's context is {limit} tokens"
         )
-        message = f"the prompt has {prompt} tokens and leaves no room for a response: {why}; shorten the prompt"
+        message = f"the prompt has {prompt} tokens and leaves no room for a response, because {why}; shorten the prompt"
         raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
     return limit - prompt

@@ -24,7 +24,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class ChoiceState:
-    """A sample of a response during generation."""
+    """The state of a sample of a response during generation."""
 
     index: int  # index of the choice
     text: SampleText  # decodes the tokens
@@ -69,11 +69,11 @@ class SampledResponse:
             raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """The event of an error during streaming."""
+        """Return the event of an error during streaming."""
         return error.body
 
     def closing(self) -> list[dict[str, Any]]:
-        """The final usage chunk, if the client requested it."""
+        """Return the final usage chunk. The list is empty if the client did not request a usage chunk."""
         return [self._chunk_envelope([], self._usage())] if self._job.body.include_usage else []
 
     def _chunk_envelope(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
@@ -84,13 +84,13 @@ class SampledResponse:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        """Token counts. A prompt with several samples counts once."""
+        """Return token counts. A prompt with several samples counts once."""
         completion = sum(len(sample.tokens) for sample in self._samples)
         prompt = self.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _token_ids(self, sample: ChoiceState, positions: range, first: bool) -> dict[str, list[int]]:
-        """Token ids of a choice, if requested. The ``first`` chunk also has the token ids of the prompt."""
+        """Return the token ids of a choice, if requested. The ``first`` chunk also has the token ids of the prompt."""
         if not self._job.body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": self._job.prompt_of(sample.index)} if first else {}
@@ -98,7 +98,7 @@ class SampledResponse:
 
 
 def chat_logprobs(tokens: Sequence[GeneratedToken], texts: TokenTexts) -> dict[str, Any]:
-    """The field ``logprobs`` of a chat choice: each token with the most likely alternatives."""
+    """Return the field ``logprobs`` of a chat choice: each token with the most likely alternatives."""
     content = [
         {**_entry(t.token, t.logprob, texts), "top_logprobs": [_entry(*other, texts) for other in t.top]}
         for t in tokens

@@ -100,7 +100,7 @@ def _extend(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise bad_field("tools", f"tools of type {tool.get('type')!r} are not supported; send functions")
+        raise bad_field("tools", f"tools of type {tool.get('type')!r} are not supported; send function tools")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
@@ -117,7 +117,7 @@ def _format(form: Any) -> dict[str, Any] | None:
 
 
 class ResponsesResponse(ProtocolAdapter):
-    """Builds the response to one request."""
+    """Builds the Responses API response to one request."""
 
     def __init__(self, chat_response: ChatResponse, body: ResponsesRequest) -> None:
         super().__init__(chat_response)

@@ -1,8 +1,8 @@
 """Request schemas of the chat and text completion endpoints, with the supported fields.
 
-Undeclared fields are ignored. In messages, they are passed to the chat template. Declared fields are validated strictly, and
-``null`` means unset. The fields are those of OpenAI's API, and common extensions of other servers: ``top_k``, ``min_p``,
-``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
+Undeclared fields are ignored, but undeclared fields of messages are passed to the chat template. Declared fields are validated
+strictly, and ``null`` means unset. The fields are those of OpenAI's API, and common extensions of other servers: ``top_k``,
+``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``, ``return_token_ids`` and ``chat_template_kwargs``.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +13,7 @@ from areno.serving.errors import ApiError
 from areno.types.sampling import MAX_TOP_LOGPROBS
 
 MAX_SAMPLES = 128
-"""Maximum number of samples per request, over all prompts of the request."""
+"""Maximum number of samples per request, for all prompts of the request together."""
 
 MAX_TOOLS, MAX_MESSAGES = 512, 10_000
 MAX_DEPTH, MAX_VALUES = 100, 100_000
@@ -30,7 +30,7 @@ class StrictSchema(BaseModel):
 
 
 class RequestBody(StrictSchema):
-    """Base of generation requests. Their size is checked before validation."""
+    """Base of generation requests. The size of a request is checked before its fields are validated."""
 
     _characters: int = PrivateAttr(0)
 
@@ -49,17 +49,18 @@ class RequestBody(StrictSchema):
 
 
 def measure(value: Any) -> int:
-    """Count the characters of all strings in a JSON value. Raises ApiError 400 if there are too many levels or values."""
+    """Count the characters of all strings in a JSON value. Raises ApiError 400 if the JSON value is too large or nested too
+    deeply."""
     characters = values = depth = 0
     level = [value]
     while level:
         depth, values = depth + 1, values + len(level)
         if depth > MAX_DEPTH:
             raise ApiError(
-                400, f"the body is nested more than {MAX_DEPTH} levels deep; flatten it", code="body_too_deep"
+                400, f"the body is nested more than {MAX_DEPTH} levels deep; flatten the body", code="body_too_deep"
             )
         if values > MAX_VALUES:
-            message = f"the body has more than {MAX_VALUES} strings, lists and objects; send fewer"
+            message = f"the body has more than {MAX_VALUES} strings, lists and objects; send fewer values"
             raise ApiError(400, message, code="body_too_large")
         below: list[Any] = []
         for one in level:
@@ -129,7 +130,7 @@ class ChatMessage(StrictSchema):
     tool_calls: list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as a dictionary for chat templates."""
+        """Return the message as a dictionary for chat templates."""
         values = self.model_dump(exclude_unset=True)
         values["role"] = "system" if self.role == "developer" else self.role
         return {"content": None, **values}

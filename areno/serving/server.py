@@ -1,4 +1,5 @@
-"""Runs the application in a thread or in the main thread. In the main thread, a signal shuts the server down gracefully."""
+"""Runs the application in a background thread or in the main thread. A signal gracefully shuts down a server in the main
+thread."""
 
 from __future__ import annotations
 
@@ -40,13 +41,14 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for a free port"
+            f"cannot listen at --host {host} --port {port}: {error.strerror or error}; choose another port, or "
+            "0 for a free port"
         ) from error
     return sock
 
 
 def address_of(sock: socket.socket) -> str:
-    """The URL of a listening socket."""
+    """Return the URL of a listening socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -61,7 +63,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 class AppServer(uvicorn.Server):
-    """uvicorn without its signal handlers. The number of open connections has a limit (None: unlimited)."""
+    """uvicorn without its signal handlers. ``max_connections`` limits the number of open connections; None: unlimited."""
 
     def __init__(self, app: FastAPI, max_connections: int | None) -> None:
         super().__init__(
@@ -140,8 +142,8 @@ class ForegroundServer:
     def serve(self) -> None:
         """Serve until a signal arrives, and then finish the running requests.
 
-        A second signal cancels the running requests. They are also cancelled after ``drain_timeout_s``. Raises ArenoError if
-        loading the model failed.
+        A second signal cancels the running requests. The requests are also cancelled after ``drain_timeout_s`` seconds. Raises
+        ArenoError if loading the model failed.
         """
         run_loop(self._serve())
         if self._loading.is_alive():
@@ -177,7 +179,7 @@ class ForegroundServer:
         running = self.service.open_samples
         if running:
             self.print_status(
-                f"finishing {running} samples within {self.drain_timeout_s:g} s; send a second signal to cancel them"
+                f"finishing {running} samples within {self.drain_timeout_s:g} s; send a second signal to cancel the samples"
             )
         draining = asyncio.create_task(self.service.drain(self.drain_timeout_s))
         cancelling = asyncio.create_task(self._cancel_requested.wait())

@@ -1,6 +1,6 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
-Almost everything runs in the event loop's thread. The thread that loads the model calls :meth:`Service.attach`. If loading
+Almost all code runs in the thread of the event loop. The thread that loads the model calls :meth:`Service.attach`. If loading
 fails, this thread sets :attr:`Service.failure`. The threads of :meth:`Service.prepare` call :meth:`Service.seeds`.
 """
 
@@ -120,20 +120,20 @@ class Service:
         return sum(self._open.values())
 
     def ready_model(self) -> ServedModel:
-        """The served model. Raises ApiError 503 if the server is not ready."""
+        """Return the served model. Raises ApiError 503 if the server is not ready."""
         if self.state == "ready" and self._model is not None:
             return self._model
         if self.state == "loading":
             raise ApiError(503, "the model is still loading; retry later", code="loading", headers=_RETRY)
         if self.state == "draining":
-            raise ApiError(503, "the server is shutting down", code="draining", headers=_RETRY)
+            raise ApiError(503, "the server is shutting down; retry later", code="draining", headers=_RETRY)
         raise ApiError(503, f"the engine failed: {self.failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
         """Check the model name of a request. Raises ApiError 404 if the name is neither None nor that of the served model."""
         served = self.config.model_name
         if name is not None and name != served:
-            message = f"model: {name!r} is not served; this server serves {served!r}"
+            message = f"model: {name!r} is not served; use {served!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -147,13 +147,14 @@ class Service:
         limit = self.config.max_prompt_chars or max(_CHARS_PER_TOKEN * tokens, _MIN_CHAR_LIMIT)
         if characters > limit:
             message = (
-                f"the request has {characters} characters of text; the limit is {limit} for a context of {tokens} tokens; "
+                f"the request has {characters} characters of text, but the limit is {limit} for a context of {tokens} tokens; "
                 "shorten the text"
             )
             raise ApiError(400, message, code="context_length_exceeded")
 
     def deadline(self) -> float:
-        """The deadline of a request that begins now, in the event loop's time. Infinite without a configured timeout."""
+        """Return the deadline of a request that begins now, on the event loop's clock. Infinite without a configured
+        timeout."""
         return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
 
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
@@ -180,7 +181,8 @@ class Service:
             self._preparing_samples -= samples
 
     def seeds(self, base: int | None, samples: int) -> list[int]:
-        """The seeds of a prompt's samples, derived from ``base`` as in the SDK. If ``base`` is None, the seeds are new."""
+        """Return the seeds of a prompt's samples, derived from ``base`` as in the SDK. If ``base`` is None, each call returns
+        new seeds."""
         if base is not None:
             return [derive_seed(base, index) for index in range(samples)]
         number = next(self._prompt_numbers)
@@ -193,7 +195,7 @@ class Service:
         """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
-            message = f"{samples} samples in one request exceed this server's limit of {limit}; send fewer"
+            message = f"{samples} samples in one request exceed this server's limit of {limit}; request fewer samples"
             raise bad_field("n", message, code="too_many_samples")
         taken = self.open_samples + self._preparing_samples
         if taken + samples > limit:
@@ -213,7 +215,8 @@ class Service:
         return generation
 
     def api_error(self, error: EngineError) -> ApiError:
-        """The response to a request that failed with ``error``. If the whole engine has failed, later requests are rejected."""
+        """Return the response to a request that failed with ``error``. If the whole engine has failed, later requests are
+        rejected."""
         if isinstance(error, GrammarError):
             return ApiError(400, f"{error}; simplify the schema", code="grammar_failed")
         if self._model is not None and self._model.engine.failed:
@@ -224,7 +227,8 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return how many were cancelled."""
+        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return the number of cancelled
+        samples."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
@@ -256,8 +260,9 @@ async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, An
 def reduced_gc() -> Iterator[None]:
     """Collect garbage less often, and never scan the objects that exist now, such as the model and the tokenizer.
 
-    Python's default thresholds cost a server a fifth of its time: each full collection scanned a million long-lived objects.
-    When the last server ends, the old thresholds are restored, because training must release dead tensors.
+    With Python's default thresholds, collections take a fifth of a server's time, because each full collection scans a million
+    long-lived objects. When the last server ends, the old thresholds are restored, so that training releases unused tensors
+    early.
     """
     _freeze_heap()
     with _gc_lock:

@@ -13,7 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class StopStringFilter:
-    """Returns the text before the first stop string. Text that may begin a stop string is held back."""
+    """Removes the first stop string and all later text. Text that may be the beginning of a stop string is held back."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -55,7 +55,7 @@ class SampleText:
 
     @property
     def stop_string(self) -> str | None:
-        """The first stop string that has occurred, or None."""
+        """The first stop string that has occurred. None if no stop string has occurred."""
         return self._cut.matched
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
@@ -86,7 +86,8 @@ class TokenTexts:
         return self._cache[token]
 
     def name(self, token: int) -> str:
-        """The text of a token. If a token is only a part of a character, its bytes are shown: ``bytes:\\xe2\\x82``."""
+        """Return the text of a token. If a token is only a part of a character, the result shows bytes:
+        ``bytes:\\xe2\\x82``."""
         text, data = self(token)
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
@@ -103,7 +104,7 @@ class TokenTexts:
 
 
 def _raw_bytes(raw: str) -> list[int] | None:
-    """The bytes of a token of a byte-fallback or byte-level vocabulary. None for other tokens."""
+    """Convert a token of a byte-fallback or byte-level vocabulary to bytes. None for other tokens."""
     if match := _BYTE_TOKEN.fullmatch(raw):
         return [int(match[1], 16)]
     table = _byte_alphabet()

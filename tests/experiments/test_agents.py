@@ -312,7 +312,7 @@ def test_an_agent_that_always_fails_stops_the_run(engine):
 @pytest.mark.parametrize(
     ("agent", "options", "message"),
     [
-        (object(), {}, "is not an agent: it has no method"),
+        (object(), {}, "is not an agent; define the method"),
         (Talker(), {"mode": "online"}, "agent.mode 'online' is not supported"),
         (Talker(), {"export_style": "tree"}, "agent.export_style 'tree' is unknown"),
     ],

@@ -230,7 +230,7 @@ def test_a_run_whose_episodes_all_raise_stops_with_the_first_exception():
 
 
 def test_a_run_whose_filter_rejects_everything_stops_and_says_so():
-    refused = pytest.raises(RolloutStoppedError, match=r"9 was rejected by the filter.*check the filter")
+    refused = pytest.raises(RolloutStoppedError, match=r"9 rejected by the filter.*check the filter")
     with dispatching(batch=2, max_rejections_in_a_row=9) as (dispatcher, _), refused:
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), lambda _: False)
 
@@ -253,7 +253,10 @@ def test_a_filter_that_raises_is_counted_like_a_workflow_that_does():
 
 
 def test_running_out_of_rows_is_an_error_and_not_a_hang():
-    with dispatching(batch=4) as (dispatcher, _), pytest.raises(DataError, match="ended with 3 of 4 episodes"):
+    with (
+        dispatching(batch=4) as (dispatcher, _),
+        pytest.raises(DataError, match="no rows are left, but only 3 of 4 episodes are ready"),
+    ):
         dispatcher.prepare_batch(itertools.islice(rows_of([""], [1]), 3), Ticking())
 
 
@@ -261,7 +264,7 @@ def test_a_missing_set_version_is_an_error_and_not_a_hang():
     with dispatching(batch=2) as (dispatcher, _):
         rows, workflow = rows_of([""], [1]), Ticking()
         dispatcher.prepare_batch(rows, workflow)
-        with pytest.raises(EngineError, match=r"batch 1 .*none may start.*call set_version"):
+        with pytest.raises(EngineError, match=r"batch 1 .*no waiting episode may start.*call set_version"):
             dispatcher.prepare_batch(rows, workflow)
 
 
@@ -272,10 +275,13 @@ def test_a_stalled_wait_says_what_it_waits_for(caplog):
 
     with (
         dispatching(batch=2, stall_report_s=0.1, stall_timeout_s=1.5) as (dispatcher, _),
-        pytest.raises(EngineError, match=r"waiting for batch 0 .*no progress for 1.5 s; 0 of 2 ready, 2 running"),
+        pytest.raises(
+            EngineError,
+            match=r"waiting for batch 0 .*there was no progress for 1.5 s \(0 of 2 episodes ready; 2 running",
+        ),
     ):
         dispatcher.prepare_batch(rows_of([""], [1]), Stuck())
-    assert "the oldest is episode 0" in caplog.text
+    assert "the oldest running episode (0) started" in caplog.text
 
 
 def test_a_new_workflow_applies_to_the_whole_batch_that_the_call_returns():
@@ -373,7 +379,7 @@ def test_state_must_be_loaded_before_the_first_batch():
     with dispatching(batch=1) as (dispatcher, _):
         state = dispatcher.export_state()
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking())
-        with pytest.raises(UsageError, match="load_state must be called before the first batch"):
+        with pytest.raises(UsageError, match="call load_state before the first batch"):
             dispatcher.load_state(state)
 
 
@@ -461,9 +467,9 @@ def test_trajectories_are_dumped_as_documented(tmp_path):
     [
         ({"on_stale": "keep"}, "on_stale 'keep' is unknown"),
         ({"queue_size": 0}, "rollout.queue_size must be at least 1, got 0"),
-        ({"max_errors_in_a_row": -1}, "must be at least 1"),
-        ({"max_errors_in_a_row": 0}, "must be at least 1"),
-        ({"max_rejections_in_a_row": 0}, "must be at least 1"),
+        ({"max_errors_in_a_row": -1}, "must both be at least 1"),
+        ({"max_errors_in_a_row": 0}, "must both be at least 1"),
+        ({"max_rejections_in_a_row": 0}, "must both be at least 1"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -43,7 +43,9 @@ def test_restored_rows_are_not_forgotten_by_an_evaluation():
         assert state["waiting"]
     with dispatching(batch=1, eta=2, most=1, stall_timeout_s=5) as (dispatcher, engine):
         dispatcher.load_state(state)
-        with pytest.raises(UsageError, match=r"prepare_batch or load_state still wait.*use a separate dispatcher"):
+        with pytest.raises(
+            UsageError, match=r"prepare_batch or load_state are still waiting.*use a separate dispatcher"
+        ):
             dispatcher.rollout_batch([next(rows)], Ticking())
         engine.set_version(1)
         dispatcher.set_version(1)
@@ -54,7 +56,9 @@ def test_an_evaluation_does_not_wait_behind_rows_that_were_read_ahead():
     with dispatching(batch=1, eta=1, most=1, stall_timeout_s=5) as (dispatcher, engine):
         rows = rows_of([""], [1])
         used = row_numbers(dispatcher.prepare_batch(rows, Ticking()))
-        with pytest.raises(UsageError, match=r"prepare_batch or load_state still wait.*use a separate dispatcher"):
+        with pytest.raises(
+            UsageError, match=r"prepare_batch or load_state are still waiting.*use a separate dispatcher"
+        ):
             dispatcher.rollout_batch([{"row": 99, "ticks": 1}], Ticking())
         for version in (1, 2, 3):
             engine.set_version(version)

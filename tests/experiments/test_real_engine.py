@@ -255,7 +255,7 @@ def test_cancelling_a_coroutine_frees_the_engine(engine):
 def test_a_late_request_is_an_error_that_names_the_option(engine):
     client = EngineClient(engine, request_timeout=0.05, request_retries=1)
     request = ModelRequest([5, 6], Generation(max_new_tokens=3000, max_tokens=4000), rid="r7")
-    with pytest.raises(EngineError, match=r"request r7: no answer within 0.05 s \(rollout.request_timeout\)"):
+    with pytest.raises(EngineError, match=r"request r7 got no answer within 0.05 s \(rollout.request_timeout\)"):
         asyncio.run(client.agenerate(request))
 
 
@@ -296,13 +296,15 @@ def test_sampling_settings_reach_the_engine():
 
 
 def test_settings_without_effect_and_prompts_without_room_are_refused():
-    with pytest.raises(UsageError, match="use_beam_search=True"):
+    with pytest.raises(UsageError, match="use_beam_search is not supported"):
         sampling_params(Generation(use_beam_search=True), 4)
-    with pytest.raises(DataError, match="a prompt of 300 tokens leaves no room for an answer within 256"):
+    with pytest.raises(DataError, match="a prompt of 300 tokens leaves no room for an answer within the limit of 256"):
         sampling_params(Generation(), 300)
-    with pytest.raises(DataError, match=r"within 256 tokens; raise gconfig\.max_tokens, or drop long prompts"):
+    with pytest.raises(
+        DataError, match=r"within the limit of 256 tokens; raise gconfig\.max_tokens, or drop long prompts"
+    ):
         sampling_params(Generation(), 300, 1000)
-    with pytest.raises(DataError, match="within 32 tokens; drop long prompts"):
+    with pytest.raises(DataError, match="within the limit of 32 tokens; drop long prompts"):
         sampling_params(Generation(), 300, 32)
     with pytest.raises(UsageError, match="gconfig: temperature must be above 0"):
         sampling_params(replace(Generation(), temperature=0.0), 4)

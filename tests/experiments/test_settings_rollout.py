@@ -326,7 +326,7 @@ def test_a_reward_model_scores_finished_answers_in_training_and_evaluation(rl, t
 
 
 def test_a_failing_reward_stops_the_run_if_configured(rl):
-    with pytest.raises(RolloutStoppedError, match=r"stops at the first RewardError: .*KeyError"):
+    with pytest.raises(RolloutStoppedError, match=r"stops because an episode raised RewardError: .*KeyError"):
         rl({"reward.fn": REWARDS + "broken", "reward.on_error": "stop"})
 
 

@@ -243,7 +243,7 @@ def test_rows_survive_padding_and_keep_their_group(groups):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("versions"), "lacks versions"),
+        (lambda t: t.pop("versions"), "lacks the keys versions"),
         (lambda t: t.update(rewards=torch.zeros(3)), r"rewards of a trajectory has the shape \[3\]; make it \[1\]"),
         (lambda t: t.update(logprobs=t["logprobs"][:, 1:]), r"logprobs of a trajectory has the shape \[1, 2\]"),
         (

@@ -46,7 +46,7 @@ def error_of(answer, status):
         ({**CHAT, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
         ({**CHAT, "logit_bias": {"99999": 1}}, "logit_bias", "99999 is not a token id"),
         ({**CHAT, "stop_token_ids": [99999]}, "stop_token_ids", "99999 is not a token id"),
-        ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format", "requires the field json_schema"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format", "must be used together"),
         ({**CHAT, "response_format": BAD_SCHEMA}, "response_format", "json_schema"),
         ({**CHAT, "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools", "Field required"),

@@ -2,5 +2,5 @@
 
 - ``agent_server``: the server for agents; ``recorder``: records the tokens of every turn.
 - ``continuation``: continues a conversation from recorded tokens; ``history``: compares message lists.
-- ``trajectory_rows``: training rows; ``spans``: the role of each token, and which tokens are trained on.
+- ``trajectory_rows``: converts turns to training rows; ``spans``: determines token roles, and the tokens to train on.
 """

@@ -1,4 +1,4 @@
-"""The HTTP server for agents: ``areno serve`` in a thread, with the rollout engine."""
+"""The HTTP server for agents: the server of ``areno serve``, run in a thread with the rollout engine."""
 
 import secrets
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MAX_QUEUE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """An agent's access to the server, with its own API key. ``url`` does not include ``/v1``."""
+    """The API key and the server address of one agent. ``url`` does not include ``/v1``."""
 
     api_key: str
     recorder: ConversationRecorder
@@ -77,11 +77,12 @@ class AgentServer:
         self.url = self._server.url
 
     def of_key(self, key: str) -> ConversationRecorder | None:
-        """The recorder of an API key. None if the key is unknown or revoked."""
+        """Return the recorder of an API key. None if the key is unknown or revoked."""
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:
-        """Create an API key with an empty recorder. Requests with this key that set no seed get seeds derived from ``seed``."""
+        """Create an API key with an empty recorder. If a request with this key sets no seed, its seed is derived from
+        ``seed``."""
         key = f"areno-agentic-{secrets.token_hex(12)}"
         self._tapes[key] = ConversationRecorder(self._engine.tokenizer, seed)
         return AgentSession(key, self._tapes[key], self.url)

@@ -4,8 +4,8 @@ The chat template renders two texts: the conversation up to the model's last ans
 If the first text is a prefix of the second text, the rest of the second text is tokenized. The new tokens are appended to the
 recorded tokens.
 
-Otherwise, the template now renders the history differently, usually without the reasoning. In deployment, the model would read
-this new history instead of the recorded tokens. The request therefore starts a new row (:class:`Forked`).
+Otherwise, the template renders the history differently than before, usually without the reasoning. In deployment, the model
+would read this new history instead of the recorded tokens. The request therefore starts a new row (:class:`Forked`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LETTER = "a"
 
 
 class Forked(Exception):  # noqa: N818  (an expected outcome, not an error)
-    """Raised if a request cannot continue from recorded tokens. ``reason`` says why."""
+    """Raised with a ``reason`` if a request cannot continue from recorded tokens."""
 
     def __init__(self, reason: ForkReason) -> None:
         super().__init__(reason)
@@ -119,7 +119,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Token ids of ``text`` after ``anchor``. Some tokenizers would encode ``text`` differently at the start of a string."""
+    """Tokenize ``text`` as the continuation of ``anchor``. Some tokenizers encode text differently at the start of a string."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -150,8 +150,8 @@ def _after_answer(
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
     """Return the text and the anchor of :func:`_after_answer` for an answer that ended at a stop token.
 
-    The template must also render this token. Usually, the stop token ends the turn. In formats without an end token, the stop
-    token starts the next turn.
+    The template must also render the stop token. Usually, the stop token ends the turn. In formats without an end token, the
+    stop token starts the next turn.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

@@ -1,4 +1,4 @@
-"""Compares message lists. Differences from reformatting by clients are ignored.
+"""Compares message lists, but ignores changes that clients make when they reformat messages.
 
 Clients may split content into parts, reserialize the arguments of tool calls, drop reasoning, or add empty fields. These
 changes do not count as edits.
@@ -18,17 +18,17 @@ _FORM = frozenset(
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[int]:
-    """One key per prefix of a conversation. Except for hash collisions, equal keys mean equal messages."""
+    """Return one hash key per prefix of a conversation. Except for hash collisions, equal keys mean equal messages."""
     return list(itertools.accumulate(messages, next_key, initial=0))[1:]
 
 
 def next_key(before: int, message: Message) -> int:
-    """The key of a conversation after one more message. ``before`` is the key without this message."""
+    """Return the hash key of a conversation that ends with ``message``. ``before`` is the key without this message."""
     return hash((before, _canonical(message)))
 
 
 def same_answer(original: Message, returned: Message) -> bool:
-    """Whether a client returned an assistant message unchanged. Dropped ids or dropped reasoning do not count as changes."""
+    """Whether a client returned an assistant message unchanged. Missing ids and missing reasoning do not count as changes."""
     if _canonical(original) != _canonical(returned):
         return False
     reasoning = returned.get("reasoning_content")
@@ -39,7 +39,7 @@ def same_answer(original: Message, returned: Message) -> bool:
 
 
 def call_ids(message: Message) -> list[str]:
-    """Ids of a message's tool calls. Tool calls without an id are omitted."""
+    """Return the ids of a message's tool calls. Tool calls without an id are omitted."""
     return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
 
 

@@ -1,7 +1,7 @@
 """Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
 
-A recorder belongs to one API key. Its turns form trees. If a request extends an answered turn, it becomes a child of that turn,
-and adds only its new tokens. Any other request starts a new tree. Each path from a root to a leaf becomes training rows (see
+A recorder belongs to one API key. Its turns form trees. A request that extends an answered turn becomes a child of this turn,
+and adds only new tokens. Any other request starts a new tree. Each path from a root to a leaf becomes training rows (see
 :mod:`areno.rollouts.conversation.trajectory_rows`). Several server threads use a recorder, so a lock guards its changes.
 """
 
@@ -25,7 +25,7 @@ _HASH_BITS = (1 << 63) - 1
 
 
 class ConversationRecorder:
-    """The conversations of one API key. Implements :class:`areno.serving.recording.SessionRecorder`.
+    """Records the conversations of one API key. Implements :class:`areno.serving.recording.SessionRecorder`.
 
     The seeds of requests are derived from ``seed``. ``session`` is the tracing session in which the recorder was created.
     """
@@ -65,7 +65,7 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """Return the answered turns that a request may extend, likeliest first, and the length of their history.
+        """Return the answered turns that a request may extend, likeliest first, each with the length of its history.
 
         Only the turns with the longest history are returned.
         """
@@ -87,7 +87,7 @@ class ConversationRecorder:
         return "edited" if began and not self._prefixes.issuperset(answers) else None
 
     def seeds(self, prompt: Sequence[int], samples: int) -> list[int]:
-        """Seeds for the samples of a prompt. The k-th request with a given prompt gets the same seeds in every run."""
+        """Return one seed per sample of a prompt. The k-th request with a given prompt gets the same seeds in every run."""
         with self._lock:
             key = hash(tuple(prompt)) & _HASH_BITS
             first = self._draws[key]
@@ -95,7 +95,7 @@ class ConversationRecorder:
             return [derive_seed(self._seed, key, first + index) for index in range(samples)]
 
     def find(self, turn_id: str | None) -> Turn | None:
-        """The recorded turn with this id, or None."""
+        """Return the recorded turn with this id. None if the recorder has no such turn."""
         return self._by_id.get(turn_id or "")
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
@@ -116,7 +116,7 @@ class ConversationRecorder:
             if not turns:
                 latest = ", ".join(turn.response_id for turn in self.turns[-3:]) or "none"
                 which = "with tokens" if response_id is None else f"with the id {response_id!r}"
-                raise ValueError(f"this session has no answer {which}; the latest answers are: {latest}")
+                raise ValueError(f"this session has no answer {which}; the ids of the latest answers are: {latest}")
             for turn in turns:
                 turn.reward = reward
 
@@ -154,7 +154,7 @@ class ConversationRecorder:
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Index of the first user message, which identifies the conversation."""
+    """Return the index of the first user message, which identifies the conversation."""
     return next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
 
 

@@ -1,7 +1,7 @@
 """Determines the role of each token of a turn, and which tokens are trained on.
 
-Sampled tokens belong to text (including reasoning) or to a tool call. Prompt tokens belong to the message that they render.
-In prompts, the chat template's markup belongs to no message and is not trained on.
+Sampled tokens belong to text (including reasoning) or to a tool call. Prompt tokens belong to the message whose text they
+encode. In prompts, the chat template's markup belongs to no message and is not trained on.
 """
 
 import json
@@ -21,7 +21,7 @@ class LossMaskPolicy:
     """Selects the tokens of a trajectory that count in the policy loss.
 
     A sampled token counts at most once, even if the token is in several rows. Tokens that were not sampled (tool results and
-    prompts) have no rollout log-probs. If such tokens are trained on, areno computes their log-probs first.
+    prompts) have no rollout log-probs. If these tokens are trained on, areno computes their log-probs first.
     """
 
     assistant_text: bool = True  # text of the model, including reasoning, except in the last answer
@@ -41,7 +41,7 @@ _RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
-    """Whether each sampled token of a turn is trained on. ``final`` marks the last turn of a conversation."""
+    """Return, for each sampled token of a turn, whether it is trained on. ``final`` marks the last turn of a conversation."""
     text = policy.final_assistant_text if final else policy.assistant_text
     if text == policy.assistant_tool_calls:
         mask = [text] * len(turn.tokens)
@@ -53,7 +53,7 @@ def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
 
 
 def sampled_roles(turn: Turn) -> list[Role]:
-    """``text`` or ``call`` for each sampled token. A stop token has the role of the previous token."""
+    """Return the role of each sampled token, ``text`` or ``call``. A stop token has the role of the previous token."""
     if not any(isinstance(piece, ToolCallDelta) for piece in turn.pieces):
         return ["text"] * len(turn.tokens)
     spans = _call_spans(turn)
@@ -68,7 +68,7 @@ def sampled_roles(turn: Turn) -> list[Role]:
 
 
 def _call_spans(turn: Turn) -> list[tuple[int, int]]:
-    """Spans of tool calls in a turn's text, including the markers. The spans are the gaps between pieces of text."""
+    """Return the spans of tool calls in a turn's text, including the markers. The spans are the gaps between pieces of text."""
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []
@@ -95,7 +95,8 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 
 
 def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Container[int] = ()) -> list[bool]:
-    """Whether each new prompt token of a turn is trained on. Messages whose ``keys`` are in ``seen`` are not trained on.
+    """Return, for each new prompt token of a turn, whether it is trained on. Messages whose ``keys`` are in ``seen`` are not
+    trained on.
 
     Raises the UsageError of :func:`context_roles`.
     """
@@ -106,7 +107,7 @@ def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Conta
 
 
 def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list[Role]:
-    """The role of each new prompt token of a turn. Messages whose ``keys`` are in ``seen`` have the role ``template``.
+    """Return the role of each new prompt token of a turn. Messages whose ``keys`` are in ``seen`` have the role ``template``.
 
     Raises UsageError if the tokenizer cannot map tokens to text.
     """
@@ -129,7 +130,7 @@ def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list
 
 
 def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> Role:
-    """The role of the message content that contains a token. A token that is partly markup counts as markup."""
+    """Return the role of the message content that contains a token; ``template`` if the token contains markup."""
     for begin, end, role in spans:
         if begin <= start and stop <= end and start < stop:
             return role
@@ -137,7 +138,7 @@ def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> R
 
 
 def _content_spans(text: str, messages: Sequence[dict[str, Any]], repeated: int) -> list[tuple[int, int, Role]]:
-    """The spans and roles of message contents in ``text``. The first ``repeated`` messages get the role ``template``."""
+    """Return the spans and roles of message contents in ``text``. The first ``repeated`` messages get the role ``template``."""
     spans: list[tuple[int, int, Role]] = []
     cursor = 0
     for place, message in enumerate(messages):

@@ -25,7 +25,7 @@ from areno.types.routing import RoutingRecord, continued
 
 @dataclass(slots=True)
 class TrajectoryRow:
-    """One row. All lists have one entry per token."""
+    """A training row. Each list has one entry per token."""
 
     tokens: list[int]
     sampled: list[bool]  # whether the policy sampled the token
@@ -46,11 +46,12 @@ class TrajectoryRow:
         return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """Convert to a training row without advantages. Raises UsageError if the row still lacks log-probs."""
+        """Convert the row to a :class:`TrainSequence` without advantages. Raises UsageError if the row still lacks
+        log-probs."""
         if self.lacks_logprobs:
             raise UsageError(
-                "a row trains on tokens that were not sampled (LossMaskPolicy) and have no log-probs yet; take samples from "
-                "ctx.samples(), or call areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
+                "a row trains on tokens that were not sampled (see LossMaskPolicy) and have no log-probs yet; take samples "
+                "from ctx.samples(), or call areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
             )
         prompt = [not (sampled or trained) for sampled, trained in zip(self.sampled, self.trained, strict=True)]
         plain = all(trained != masked for trained, masked in zip(self.trained, prompt, strict=True))
@@ -70,7 +71,7 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """The rows of one sample's turns. Rows that train on no tokens are omitted.
+    """Return the rows of one sample's turns. Rows that train on no tokens are omitted.
 
     Raises:
         UsageError: ``policy`` selects prompt tokens, but the tokenizer cannot map tokens to text.
@@ -92,14 +93,15 @@ def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) ->
 
 
 def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """The branches of a sample's conversations. Each branch lists its turns from the first to the last."""
+    """Return the branches of a sample's conversations. Each branch lists its turns from the first to the last."""
     paths = [_own_path(turn, turns) for turn in turns]
     inner = {turn for path in paths for turn in path[:-1]}
     return [path for path in paths if path[-1] not in inner]
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """The path to a turn. A turn of another sample is replaced by an identical turn of this sample, if there is one."""
+    """Return the turns from the root to ``turn``. A turn of another sample is replaced by an identical turn of this sample, if
+    possible."""
     own_turns = set(turns)
     path: list[Turn] = []
     for step in turn.path:
@@ -141,7 +143,7 @@ def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
 
 
 def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> TrajectoryRow:
-    """The row of a prompt and its completion."""
+    """Return the row of a prompt and its completion."""
     prompt_len, answer_len = len(prompt), len(sequence.resp_tokens)
     prompt_roles: list[Role] = ["user"] * prompt_len
     answer_roles: list[Role] = ["text"] * answer_len
@@ -160,7 +162,7 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> Trajecto
 
 
 def known_roles(row: TrajectoryRow) -> Sequence[str] | None:
-    """The role of each token of a row. None if the tokenizer cannot map prompt tokens to text."""
+    """Return the role of each token of a row. None if the tokenizer cannot map prompt tokens to text."""
     try:
         return row.roles()
     except UsageError:

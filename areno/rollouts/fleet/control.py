@@ -1,8 +1,8 @@
 """Changes the number of replicas of a running experiment, for ``areno scale``.
 
 A running fleet writes the number of replicas to ``replicas.json`` in its run directory. ``areno scale`` writes a request to
-``replicas.wanted.json``. The fleet handles the request, and writes its result to ``replicas.json``. One request is handled at a
-time, and further callers wait.
+``replicas.wanted.json``. The fleet handles the request, and writes the result to ``replicas.json``. The fleet handles one
+request at a time. Further calls of ``areno scale`` wait.
 """
 
 import json
@@ -31,7 +31,7 @@ class Resizable(Protocol):
         """See :meth:`RolloutFleet.resize`."""
 
     def size(self) -> int:
-        """Number of replicas."""
+        """Return the number of replicas."""
 
 
 class ReplicaControl:
@@ -73,7 +73,7 @@ class ReplicaControl:
                 (self._folder / _WANTED).unlink(missing_ok=True)
 
     def _heartbeat(self) -> None:
-        """Update the modification time of the state file regularly. This heartbeat continues while a request is handled."""
+        """Update the modification time of the state file regularly, even while a request is handled."""
         while not self._ended.wait(_POLL_S):
             with suppress(OSError):
                 os.utime(self._folder / _STATE)
@@ -84,7 +84,7 @@ class ReplicaControl:
             return
         if path.stat().st_uid != os.getuid():
             path.unlink()
-            logger.warning("removed %s, which belonged to another user", path)
+            logger.warning("removed the request %s, because the file belonged to another user", path)
             return
         request = _read(path)
         if request is None:
@@ -95,7 +95,7 @@ class ReplicaControl:
         try:
             added = request["addresses"]
             self._fleet.resize(before + len(added) if request["replicas"] is None else request["replicas"], added)
-            logger.info("rollout replicas: %d, before %d", self._fleet.size(), before)
+            logger.info("the number of rollout replicas is now %d (before: %d)", self._fleet.size(), before)
         except Exception as error:
             problem = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
             logger.warning("the number of rollout replicas stays %d: %s", self._fleet.size(), problem)
@@ -104,10 +104,8 @@ class ReplicaControl:
 
 
 def replicas_of(folder: Path) -> int:
-    """Wait for a heartbeat of the experiment in ``folder``, and return its number of replicas.
-
-    Raises:
-        UsageError: the run has ended or has no replicas.
+    """Wait for a heartbeat of the experiment in ``folder``, and return the experiment's number of replicas. Raises: UsageError:
+    the run has ended or has no replicas.
         EngineError: the run does not respond.
     """
     began, last = time.monotonic(), _last_heartbeat(folder)
@@ -118,8 +116,8 @@ def replicas_of(folder: Path) -> int:
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(
-            f"{folder} has no rollout replicas: the run has ended, or its training engine also generates (see rollout.backend "
-            "of an experiment, --rollout-replicas)"
+            f"{folder} has no rollout replicas: the run has ended, or its training engine also generates; to use replicas, set "
+            "rollout.backend (areno run) or --rollout-replicas (areno train)"
         )
     return int(state["replicas"])
 
@@ -137,7 +135,8 @@ def request(
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():
         raise UsageError(
-            f"the run in {folder} belongs to the user with id {owner}, not {os.getuid()}; run `areno scale` as that user"
+            f"the run in {folder} belongs to the user with id {owner}, but your id is {os.getuid()}; run `areno scale` as the "
+            "owner of the run"
         )
     wanted = {"id": uuid.uuid4().hex, "replicas": replicas, "addresses": list(addresses)}
     began, placed, accepted = time.monotonic(), False, False
@@ -153,7 +152,8 @@ def request(
         if not accepted and state.get("begun") == wanted["id"]:
             accepted = True
             say(
-                f"resizing from {before} replicas; new replicas load the model, and replicas to be removed finish their samples"
+                f"the run has begun to resize ({before} replicas before): new replicas load the model, and "
+                "removed replicas finish their samples"
             )
         now, beat = time.monotonic(), _last_heartbeat(folder)
         if beat != last:  # compare the time only with itself, because the clocks of machines differ
@@ -165,10 +165,13 @@ def request(
             raise _silent(folder)
         if late and not accepted:
             raise EngineError(
-                f"the run in {folder} did not begin to resize within {timeout_s:g} s, so the request was withdrawn; see its log"
+                f"the run in {folder} did not begin to resize within {timeout_s:g} s, so the request was withdrawn; "
+                "see the run's log"
             )
         if late:
-            raise EngineError(f"resizing was not done within {timeout_s:g} s; the run continues resizing, see its log")
+            raise EngineError(
+                f"the run did not finish resizing within {timeout_s:g} s, but continues to resize; see the run's log"
+            )
         time.sleep(_POLL_S)
 
 

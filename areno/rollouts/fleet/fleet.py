@@ -1,9 +1,8 @@
-"""A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine.
+"""A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine. Each replica is an
+inference server, or an engine in separate processes, without optimizer and gradients. The failure of a replica does not affect
+other replicas.
 
-Each replica is an inference server, or an engine in processes of its own. Such an engine has no optimizer and no gradients.
-Replicas fail independently.
-
-A request goes to the least loaded replica. If this replica dies, the request restarts on another replica. If tokens of its
+A request goes to the least loaded replica. If this replica dies, the request restarts on another replica. But if tokens of the
 answer were already streamed to a client, the request ends with an error.
 """
 
@@ -71,7 +70,7 @@ class FleetOptions:
     def __post_init__(self) -> None:
         for name in ("replicas", "tp_size"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: use at least 1")
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class ReplicaHealth:
 
 @dataclass(frozen=True, slots=True)
 class FleetHealth:
-    """State of all replicas."""
+    """The state of all replicas."""
 
     replicas: list[ReplicaHealth]
     version: int  # version of the last weight update
@@ -100,8 +99,9 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine. Its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, replica by replica. None: the CPU if ``config.device`` is the CPU. Otherwise, the launcher
-            assigns the devices. Without a launcher, these are consecutive GPUs starting at ``config.device``.
+        devices: one device per rank, in the order of the replicas. If None, replicas run on the CPU if ``config.device`` is the
+            CPU. On GPUs, the launcher assigns the devices. Without a launcher, the ranks use consecutive GPUs from
+            ``config.device`` on.
 
     Attributes:
         threads: number of PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share
@@ -162,17 +162,17 @@ class RolloutFleet:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests, and return one future per request. If no replica is up, requests wait for a replica.
+        """Queue requests, and return one future per request. If no replica is ready, requests wait for a replica.
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
-            WorkerFailedError: a replica has used up its restarts. Without restarts: no replica is left.
+            WorkerFailedError: a replica has used up its restarts, or restarts are disabled and no replica is left.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     @property
     def failed(self) -> bool:
-        """Whether the fleet accepts no more requests. :meth:`submit` raises the reason."""
+        """Whether the fleet accepts no more requests. If so, :meth:`submit` raises the error that is the cause."""
         return self._router.ended
 
     def cancel(self, future: Future[RolloutResult]) -> None:
@@ -180,7 +180,7 @@ class RolloutFleet:
         self._router.cancel(future)
 
     def load(self) -> EngineLoad:
-        """The generation load, summed over all replicas that are up."""
+        """Return the total generation load of all running replicas."""
         loads = []
         for replica in self._up().values():
             with suppress(EngineError):
@@ -188,8 +188,8 @@ class RolloutFleet:
         return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
-        """Do nothing, because replicas can always generate. In contrast, a :class:`SharedEngine` must first switch to
-        generation.
+        """Return a context that does nothing, because replicas can always generate. In contrast, a :class:`SharedEngine` must
+        first switch to generation.
         """
         return nullcontext()
 
@@ -208,14 +208,14 @@ class RolloutFleet:
     ) -> UpdateReport:
         """Transfer the weights of a trainer to all replicas. The trainer must not train during the transfer.
 
-        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``. On an
-        inference server, running samples keep their adapter, and their tokens have the version of this adapter. ``mode`` and
-        ``verify`` override the :class:`WeightOptions`.
+        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``. If
+        inference servers load adapters, a running sample keeps its adapter, and its tokens have the version of this adapter.
+        ``mode`` and ``verify`` override the :class:`WeightOptions`.
 
         Raises:
             UsageError: the mode is unknown, or the trainer and the replicas have different models.
-            EngineError: the trainer failed, the fleet is closed, or a server's log-probs are wrong. Without restarts, also: a
-                replica could not load the weights.
+            EngineError: the trainer failed, the fleet is closed, or a server's log-probs are wrong. If restarts are disabled,
+                also: a replica could not load the weights.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)
@@ -230,7 +230,7 @@ class RolloutFleet:
     def share_cores(self, threads: int | None = None) -> None:
         """Limit this process to ``threads`` PyTorch threads, if replicas run on the CPU.
 
-        By default, the limit is the number of threads of a rank.
+        By default, the limit is the number of threads of one replica rank.
         """
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
@@ -240,18 +240,17 @@ class RolloutFleet:
     # -- size ------------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Number of replicas, including those that are restarting or have failed."""
+        """Return the number of replicas, including replicas that are restarting or have failed."""
         return len(self._supervisor.workers())
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
-        """Change the number of replicas, and wait until this is done.
-
-        The last replicas are removed after their requests have been answered. ``addresses`` lists further servers to join. A
-        new replica gets the newest weights before its first request.
+        """Change the number of replicas, and wait until the change is complete. To reduce the number, the last replicas are
+        removed after they have answered their requests. ``addresses`` lists further servers to join. A new replica gets the
+        newest weights before its first request.
 
         Raises:
-            UsageError: there are no resources for that many replicas, or an address cannot be joined.
-            EngineError, WorkerCreationError: a new replica could not be started. The number of replicas is unchanged.
+            UsageError: the resources do not suffice for ``replicas`` replicas, or a server cannot be joined.
+            EngineError, WorkerCreationError: a new replica could not be started. The number of replicas is then unchanged.
         """
         with self._resizing:
             if addresses:
@@ -274,38 +273,40 @@ class RolloutFleet:
         server = self._server
         if server is None or not server.addresses:
             raise UsageError(
-                "this run starts its replicas itself; only a run that has joined servers can join more servers"
+                "this run starts its replicas itself and cannot join servers (--add); set the number of replicas instead"
             )
         added = tuple(address.strip().rstrip("/") for address in addresses)
         for address in added:
             if not address.startswith(("http://", "https://")):
                 raise UsageError(f"--add {address} is not an address; use http://HOST:PORT")
             if address in server.addresses:
-                raise UsageError(f"--add {address} is already a replica")
+                raise UsageError(f"--add {address} is already a replica; omit this address")
             if added.count(address) > 1:
-                raise UsageError(f"--add {address} is repeated; each server is one replica")
+                raise UsageError(f"--add {address} is repeated; give each address once")
         if replace(server, addresses=added).elsewhere and self.weights.folder is None:
             raise UsageError(
-                f"--add {', '.join(added)}: this run transfers weights through this machine's memory; to join servers on "
-                "other machines, start it with weight_update_mode=disk and a shared folder"
+                f"--add {', '.join(added)}: servers on other machines cannot join, because this run transfers weights through "
+                "this machine's memory; start the run with weight_update_mode=disk and a shared folder"
             )
         return replace(server, addresses=(*server.addresses, *added))
 
     def _refuse_size(self, replicas: int) -> None:
         if replicas < 1:
-            raise UsageError(f"{replicas} replicas: use at least 1")
+            raise UsageError(f"the number of replicas must be at least 1, got {replicas}")
         limit = None
         if self._server is not None and self._server.addresses:
             limit, reason = len(self._server.addresses), "server addresses are known"
         elif self._devices is not None and self.options.launcher is None:
             limit, reason = len(self._devices) // self.options.tp_size, "replicas have devices on this machine"
         if limit is not None and replicas > limit:
-            raise UsageError(f"{replicas} replicas: only {limit} {reason}")
+            raise UsageError(
+                f"the number of replicas cannot be {replicas}, because only {limit} {reason}; use at most {limit}"
+            )
 
     # -- supervision -----------------------------------------------------------------------------------------------
 
     def health(self) -> FleetHealth:
-        """State of all replicas, and the numbers of restarts and resubmissions."""
+        """Return the state of all replicas, and the numbers of restarts and resubmitted requests."""
         workers = self._supervisor.workers()
         return FleetHealth(
             replicas=[ReplicaHealth(worker, self._router.unfinished(n)) for n, worker in enumerate(workers)],
@@ -393,8 +394,8 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """Reject requests after a replica has used up its restarts. Without restarts, reject requests only if no replica is
-        left.
+        """Reject requests after a replica has used up its restarts. If restarts are disabled, reject requests only if no
+        replica is left.
         """
         if self.options.restart or not self._up():
             self._router.end(error)

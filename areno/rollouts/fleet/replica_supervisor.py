@@ -1,7 +1,7 @@
 """Starts, supervises and restarts replicas in worker processes, and changes their number.
 
-Each replica is a group of processes with a log file. Replicas fail independently. If a replica dies or makes no progress, it is
-restarted with exponential backoff. A replica that has used up its restarts is given up.
+Each replica is a group of processes with a log file. The failure of a replica does not affect other replicas. A replica that
+dies or makes no progress is restarted with exponential backoff, until its restarts are used up.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class WorkerFailedError(ArenoError):
 
 
 class Workers(Protocol):
-    """Processes that fail together."""
+    """The processes of a replica. If one process fails, all processes of the replica fail."""
 
     @property
     def failed(self) -> bool:
@@ -66,12 +66,14 @@ class Replica(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaJob:
-    """How to start and supervise the replicas of one role.
+    """Settings for starting and supervising the replicas of one role.
 
     Attributes:
-        make: starts a replica. Called with the number of the replica, its process options and a failure callback.
-        on_start: called with the number and the replica before the replica is ready. If ``on_start`` raises, the start fails.
-        on_given_up: called with the number and the error of a replica that is not restarted.
+        make: function that starts a replica. Its arguments are the replica's number, its process options and a failure
+            callback.
+        on_start: function ``(number, replica)`` that is called before the replica is ready. If it raises an error, the start
+            fails.
+        on_given_up: function ``(number, error)`` that is called for a failed replica that is not restarted.
     """
 
     role: str  # for log file names (``{role}-{number}.log``) and messages
@@ -95,7 +97,7 @@ class ReplicaJob:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """State of one replica. ``id`` is ``role/number``. ``error`` is the last failure, or empty if there was none."""
+    """State of one replica. ``id`` is ``role/number``. ``error`` is the last failure; empty if the replica has not failed."""
 
     id: str
     state: State
@@ -140,9 +142,8 @@ class ReplicaSupervisor:
         self.resize(job.replicas)
 
     def resize(self, replicas: int) -> None:
-        """Start further replicas, or stop the last replicas. Calls must not overlap.
-
-        A replica is stopped as soon as it is unused.
+        """Change the number of replicas: start further replicas, or stop the last replicas as soon as they are unused. Calls
+        must not overlap.
 
         Raises:
             UsageError, WorkerCreationError: as in the constructor. Replicas that this call started are stopped.
@@ -187,7 +188,7 @@ class ReplicaSupervisor:
             raise WorkerCreationError(text) from error
 
     def workers(self) -> list[Worker]:
-        """Current state of all replicas."""
+        """Return the current state of all replicas."""
         with self._changed:
             return [_describe(slot) for slot in self._slots]
 
@@ -264,7 +265,7 @@ class ReplicaSupervisor:
             slot.thread.start()
 
     def _revive(self, slot: _Slot, dead: Replica) -> None:
-        """Restart a failed replica. Repeat this until the replica is ready, or until its restarts are used up."""
+        """Try to restart a failed replica until the replica is ready or its restarts are used up."""
         job = self._job
         logger.warning("%s failed: %s", slot.name, slot.error)
         job.on_lost(slot.number)
@@ -297,7 +298,7 @@ def _text(error: Exception) -> str:
 
 
 def tail(log_file: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log file, with a heading. If the file cannot be read, the reason is returned instead."""
+    """Return the last lines of a log file, with a heading. If the file cannot be read, return the reason."""
     try:
         with open(log_file, encoding="utf-8", errors="replace") as file:
             last = deque((line.rstrip("\n") for line in file), lines)

@@ -77,7 +77,7 @@ class RequestRouter:
             time.sleep(_DRAIN_POLL_S)
 
     def end(self, error: ArenoError) -> None:
-        """Reject new requests, and fail the requests that wait for a replica."""
+        """Reject new requests, and let the requests that wait for a replica fail."""
         with self._lock:
             self._error = self._error or error
             parked, self._parked = self._parked, []
@@ -120,13 +120,13 @@ class RequestRouter:
                 routed.replica.cancel(routed.inner)
 
     def unfinished(self, number: int) -> int:
-        """Number of unfinished requests of a replica."""
+        """Return the number of unfinished requests of a replica."""
         with self._lock:
             replica = self._replicas.get(number)
             return sum(routed.replica is replica for routed in self._open.values()) if replica is not None else 0
 
     def waiting(self) -> int:
-        """Number of requests without a replica."""
+        """Return the number of requests that wait for a replica."""
         return len(self._parked)
 
     # -- placing ---------------------------------------------------------------------------------------------------
@@ -167,7 +167,8 @@ class RequestRouter:
                     replica.cancel(inner)
 
     def _watched(self, routed: _RoutedRequest) -> Request:
-        """Return the request with a listener that records whether tokens arrived. Late tokens of a dead replica are dropped."""
+        """Return the request with a listener that records whether tokens arrived. After a resubmission, the listener drops
+        tokens of the dead replica."""
         listener, tries = routed.request.listener, routed.tries
         if listener is None:
             return routed.request
@@ -189,7 +190,8 @@ class RequestRouter:
             self._failed(routed, replica, error)
 
     def _failed(self, routed: _RoutedRequest, replica: RolloutReplica, error: BaseException) -> None:
-        """Handle the error of a request. If its replica died, the request is resubmitted where possible. Otherwise, it ends."""
+        """Handle the error of a request. If its replica died, the request is resubmitted where possible; otherwise, the request
+        ends."""
         routed.tries += 1
         if not replica.workers.failed:
             self._finish(routed, error)
@@ -198,7 +200,12 @@ class RequestRouter:
         elif routed.streamed and routed.request.on_restart is None:
             self._finish(routed, EngineError(f"the replica died while streaming the answer: {error}"))
         elif routed.tries >= _MAX_TRIES:
-            self._finish(routed, EngineError(f"{routed.tries} replicas died with this request; last: {error}"))
+            self._finish(
+                routed,
+                EngineError(
+                    f"{routed.tries} replicas died while they processed this request; the last error was: {error}"
+                ),
+            )
         else:
             if routed.streamed and routed.request.on_restart is not None:
                 routed.request.on_restart()

@@ -1,5 +1,4 @@
-"""Transfers new weights from a trainer to inference servers. They are broadcast, or saved in a folder on disk or in shared
-memory.
+"""Transfers new weights from a trainer to inference servers, by a broadcast or through a folder on disk or in shared memory.
 
 A transfer is verified by comparing the server's log-probs of test tokens with the trainer's. A "success" response or changed
 output would not prove that the weights are right.
@@ -32,7 +31,7 @@ _MAX_GAP = {True: 0.01, False: 0.3}
 class ServerWeightTransfer:
     """Transfers weights to servers, one update at a time. Servers that start later get the newest weights.
 
-    ``channel`` broadcasts to servers that support broadcasts. Without a channel, weights are sent as folders.
+    ``channel`` broadcasts to servers that support broadcasts. Without a channel, servers load the weights from folders.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class ServerWeightTransfer:
         return UpdateReport(version, mode, size, time.perf_counter() - began, pauses, gap)
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Transfer the newest weights to a server, and return the seconds taken. Raises EngineError on failure."""
+        """Transfer the newest weights to a server, and return the duration in seconds. Raises EngineError on failure."""
         if self._torn:
             raise EngineError(TORN)
         if self._broadcast and self._channel is not None:
@@ -85,7 +84,7 @@ class ServerWeightTransfer:
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
 
     def _load(self, replicas: Mapping[int, Any], folder: Path, version: int) -> dict[int, float]:
-        """Let servers load a folder, and abandon servers that fail. Return the seconds taken by each server."""
+        """Let servers load weights from a folder, and abandon servers that fail. Return the seconds that each server took."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(one.take_over, folder, version, self.server.adapter) for n, one in replicas.items()}
         for number, answer in asked.items():
@@ -94,7 +93,7 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """Measure the ``logprob_gap`` of :class:`UpdateReport` on the servers that are up."""
+        """Measure the ``logprob_gap`` of :class:`UpdateReport` on the running servers."""
         probes = {}
         for number, replica in replicas.items():
             try:

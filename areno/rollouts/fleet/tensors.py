@@ -1,4 +1,4 @@
-"""The weights of an engine as named full tensors, independent of the layout of its ranks.
+"""The weights of an engine as named full tensors, independent of the parallel layout.
 
 The receiver specifies names, dtypes and shapes. A tied weight has one name. If the receiver has an adapter, only the adapter
 is transferred. If only the sender has an adapter, the merged weights are transferred. Values are rounded to the receiver's
@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
-    """Offset of each tensor in one buffer, and the size of the buffer in bytes."""
+    """Return the byte offset of each tensor in one common buffer, and the size of the buffer in bytes."""
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -46,13 +46,13 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 
 def views(memory: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """The tensors in a buffer (uint8 [n]), at the offsets of :func:`layout`."""
+    """Yield the tensors in a buffer (uint8 [n]), at the offsets of :func:`layout`."""
     for offset, spec in zip(layout(specs)[0], specs, strict=True):
         yield memory[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
 def rollout_specs(engine: Engine) -> list[TensorSpec]:
-    """The tensors that a rollout engine needs in a weight update, in module order."""
+    """Return the specs of the tensors that a rollout engine needs in a weight update, in module order."""
     model = engine.actor.model
     return [
         TensorSpec(name, p.dtype, tuple(p.shape))
@@ -64,7 +64,7 @@ def rollout_specs(engine: Engine) -> list[TensorSpec]:
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
     """Raise a UsageError on every rank if the trainer's tensors do not fit ``specs``.
 
-    This is so if a tensor is missing or has another shape, or if the trainer's adapter cannot be merged exactly.
+    The tensors do not fit if a tensor is missing or has another shape, or if the trainer's adapter cannot be merged exactly.
     """
     model = engine.actor.model
     trainer_shapes = shapes(engine)
@@ -72,26 +72,26 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
         shape = trainer_shapes.get(spec.name, trainer_shapes.get(_base_name(spec.name)))
         if shape is None:
             raise UsageError(
-                f"the trainer of {engine.path} has no tensor {spec.name}, which the rollout replicas need; use the same "
-                "checkpoint and the same adapter for both"
+                f"the trainer of {engine.path} has no tensor {spec.name}, which the rollout replicas need; load the "
+                "trainer and the replicas with the same checkpoint and adapter"
             )
         if shape != spec.shape:
             raise UsageError(
                 f"the weights of {engine.path} do not fit the rollout replicas: {spec.name} has the shape {shape} in the "
-                f"trainer and {spec.shape} in the replicas; load both from the same checkpoint"
+                f"trainer and {spec.shape} in the replicas; load the trainer and the replicas from the same checkpoint"
             )
         if spec.name not in trainer_shapes and model.adapter is not None and not model.adapter.merges:
             raise UsageError(
-                "the rollout replicas have no adapter, and the trainer's adapter cannot be merged exactly (only plain LoRA on "
-                "fp32 weights on a CPU can); give the fleet an EngineConfig with the trainer's adapter"
+                "the rollout replicas have no adapter, but the trainer's adapter cannot be merged exactly (only plain LoRA on "
+                "fp32 weights on a CPU can be merged exactly); give the fleet an EngineConfig with the trainer's adapter"
             )
 
 
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``. The trainer must not be generating.
 
-    Ranks gather each tensor from shards. Every rank with a shard of the model must therefore consume all tensors in this
-    order. The first rank receives the tensors of all pipeline stages. On other ranks, tensors of other stages are empty.
+    Ranks gather each tensor from shards. Every rank with a shard of the model must therefore consume all tensors in the order
+    of ``specs``. The first rank receives the tensors of all pipeline stages. On other ranks, tensors of other stages are empty.
     """
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
@@ -117,13 +117,13 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
 
 
 def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a trainer's tensors on all pipeline stages. All ranks must call this function."""
+    """Return the shapes of a trainer's tensors on all pipeline stages, by name. All ranks must call this function."""
     own = {name: tuple(p.shape) for name, p in engine.actor.model.module.named_parameters()}
     return {name: shape for each in engine.config.peers.pipeline.all_gather(own) for name, shape in each.items()}
 
 
 def _base_name(name: str) -> str:
-    """The name of a layer's base tensor if the layer has an adapter."""
+    """Return the name of a layer's base tensor if the layer has an adapter."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 
@@ -140,17 +140,17 @@ def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> No
             target.copy_(part)
             if check and not torch.equal(raw(target), raw(part.to(target.device, target.dtype))):
                 raise EngineError(
-                    f"{name} differs from the sent tensor after it was installed; the memory may be faulty"
+                    f"the installed weights {name} differ from the sent weights; check the memory of this machine for errors"
                 )
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as a uint8 tensor."""
+    """View a tensor as a one-dimensional uint8 tensor of its bytes."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def digest(tensor: Tensor) -> str:
-    """A checksum of dtype, shape and bytes."""
+    """Return a checksum of a tensor's dtype, shape and bytes."""
     checksum = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     checksum.update(raw(tensor).cpu().numpy().data)
     return checksum.hexdigest()

@@ -1,4 +1,4 @@
-"""Transfers new weights from a trainer to rollout replicas by shared memory, a collective, or a checkpoint on disk."""
+"""Transfers new weights from a trainer to rollout replicas through shared memory, a broadcast, or a checkpoint on disk."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ TORN = "a new replica cannot get the weights, because the last weight update fai
 
 Replicas = Mapping[int, EngineGroup]
 Answers = Mapping[int, Future[list[float]]]
-"""Per replica, a future of the seconds for which each rank paused generation."""
+"""Futures by replica number. The result of a future is a list: the seconds for which each rank paused generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class WeightOptions:
         mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
             GPUs. ``disk`` is a checkpoint folder.
         verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
-            inference servers, log-probs are compared instead. Without ``verify``, they are compared only after the first
+            inference servers, log-probs are compared instead: with ``verify`` after every transfer, otherwise after the first
             transfer.
     """
 
@@ -51,13 +51,13 @@ class WeightOptions:
     def __post_init__(self) -> None:
         refuse_unknown(self.mode)
         if self.weight_chunked_mem_mb < 1:
-            raise UsageError(f"weight_chunked_mem_mb={self.weight_chunked_mem_mb}: use at least 1")
+            raise UsageError(f"weight_chunked_mem_mb must be at least 1, got {self.weight_chunked_mem_mb}")
 
 
 def refuse_unknown(mode: str) -> None:
     """Raise a UsageError for an unknown mode."""
     if mode not in get_args(Mode):
-        raise UsageError(f"weight_update_mode={mode}: use one of {', '.join(get_args(Mode))}")
+        raise UsageError(f"weight_update_mode={mode} is unknown; use one of {', '.join(get_args(Mode))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class UpdateReport:
     """Result of a weight update.
 
     ``nbytes`` is the number of bytes transferred, and ``seconds`` is the duration. ``pauses_s`` has the seconds for which each
-    replica paused generation. For an inference server, this is the duration of the whole transfer.
+    replica paused generation. For an inference server, the number is the duration of the whole transfer.
 
-    ``logprob_gap`` compares the log-probs of test tokens on inference servers and on the trainer. It is the mean absolute
-    difference in nats on the server with the largest difference. None if the difference was not measured.
+    ``logprob_gap`` is the mean absolute difference, in nats, between the trainer's and a server's log-probs of test tokens. The
+    largest difference of all servers is reported; None if no difference was measured.
     """
 
     version: int
@@ -80,7 +80,8 @@ class UpdateReport:
 
 
 def save_weights(engine: Backend, root: Path, version: int) -> Path:
-    """Write a trainer's checkpoint to a folder below ``root``. The folder gets its name when it is complete."""
+    """Write a trainer's checkpoint to a folder below ``root``. The folder gets its final name when the checkpoint is
+    complete."""
     folder = root / f"weight_update_v{version}"
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -92,7 +93,7 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 
 
 def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> None:
-    """Let rank 0 of a trainer send its kept weights to the members of a new collective. The trainer may be training."""
+    """Let rank 0 of a trainer send the weights of ``Update.kept`` to the members of a new collective, even during training."""
     if isinstance(engine, EngineGroup):  # `tell` does not wait for a training step to end
         engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
     else:
@@ -102,8 +103,8 @@ def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> 
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives. With
-    None, the rendezvous is a temporary folder. The trainer and all replicas must then be on one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives. If
+    ``where`` is None, the rendezvous is a temporary folder, and the trainer and all replicas must be on one machine.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class WeightTransfer:
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
 
     def _store(self, update: Update) -> None:
-        """Mark the weights of ``update`` as complete. Replicas that start later can then get these weights."""
+        """Mark the weights of ``update`` as complete. Replicas that start later get these weights."""
         self.newest, self._torn = update if self._keeps else None, False
 
     def catch_up(self, replica: EngineGroup) -> None:
@@ -211,7 +212,8 @@ class WeightTransfer:
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """Seconds for which each replica paused. Dead replicas are skipped. Replicas that could not update are abandoned."""
+        """Return the seconds for which each replica paused. Skip dead replicas, and abandon replicas that could not load the
+        weights."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -227,7 +229,8 @@ class WeightTransfer:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """Broadcast to all replicas. Replicas that the broadcast did not reach get the kept weights, if there are any."""
+        """Broadcast an update to all replicas. Replicas that the broadcast did not reach get the kept weights, if there are
+        any."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""

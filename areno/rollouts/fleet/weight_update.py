@@ -1,7 +1,7 @@
 """The steps of a weight update on each rank. The trainer's ranks send weights, and the replicas' ranks receive them.
 
-A replica continues to generate while it receives the new weights. It then pauses generation between two tokens, and installs
-the weights. If the transfer fails before the installation, the old weights stay in place.
+A replica continues to generate while it receives the new weights. The replica then pauses generation between two tokens, and
+installs the weights. If the transfer fails before the installation, the old weights stay in place.
 """
 
 import logging
@@ -72,7 +72,7 @@ class Update:
 
 
 def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """Checksum of each transferred tensor, by name."""
+    """Return the checksum of each transferred tensor, by name."""
     engine.wait_idle()
     refuse_misfit(engine, specs)
     return {spec.name: digest(tensor) for spec, tensor in _mine(engine, specs)}
@@ -81,8 +81,8 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 def send(engine: Engine, update: Update) -> str:
     """Send the weights of the trainer as ``update`` specifies. All ranks of the trainer must call this function.
 
-    With ``segment``, the weights are written to shared memory. Otherwise, with ``kept``, rank 0 keeps a copy. With ``channel``,
-    the weights are also broadcast. Returns an empty string, or the error of a failed broadcast.
+    With ``segment``, the weights are written to shared memory. With ``kept`` and without ``segment``, rank 0 keeps a copy. With
+    ``channel``, the weights are also broadcast. Returns an empty string, or the error of a failed broadcast.
     """
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
@@ -113,7 +113,7 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on data-parallel replica 0, or with FSDP on all ranks. Other ranks yield nothing."""
+    """Yield the full tensors on the ranks of data-parallel replica 0; with FSDP, on all ranks. Other ranks yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
@@ -126,7 +126,7 @@ def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], ten
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast the trainer's bytes into ``memory``, in place."""
+    """Broadcast the bytes of ``memory`` from the trainer, and overwrite ``memory`` on the other members."""
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a collective")
     try:
@@ -148,7 +148,7 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
-    """Send the kept weights to the members of a new collective. Runs in a thread, because other calls must not wait."""
+    """Send the kept weights to the members of a new collective. Runs in a thread, so that other calls need not wait."""
 
     def send_kept() -> None:
         memory = _kept.get(update.version)
@@ -160,7 +160,7 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
                 _send_bucket(engine, update.channel, bucket, islice(tensors, len(bucket)))
             _settle(engine.config.device)
         except BrokenChannelError as error:  # the replica reports a failure too
-            logger.warning("sending the kept weights failed: %s", error)
+            logger.warning("sending the kept weights to a replica failed: %s", error)
         finally:
             leave(engine, update.channel)
 
@@ -194,7 +194,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """The received full tensors by name, in the dtypes of the specs."""
+    """Return the received full tensors by name, in the dtypes of the specs."""
     if update.channel:
         return _from_channel(engine, update)
     if update.folder:
@@ -219,7 +219,7 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """The weights of a checkpoint folder, under the names of the specs."""
+    """Return the weights of a checkpoint folder, under the names of the specs."""
     if engine.actor.model.adapter is not None:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
@@ -233,7 +233,7 @@ def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
 def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
     if wrong := [name for name, tensor in tensors.items() if digest(tensor) != digests[name]]:
         raise EngineError(
-            f"{len(wrong)} of {len(digests)} received weights differ from the sent ones: {', '.join(wrong[:3])}"
+            f"{len(wrong)} of {len(digests)} received tensors differ from the sent tensors: {', '.join(wrong[:3])}"
         )
 
 
@@ -244,10 +244,10 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """Join a collective of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. All ranks of a replica join, but only rank 0 of a trainer.
+        engine: engine of a trainer or a replica. Of a replica, all ranks join; of a trainer, only rank 0 joins.
         where: rendezvous of the members.
         channel: name of the collective.
-        first: the rank of this engine's rank 0 in the collective; 0 for the trainer.
+        first: rank in the collective that the engine's rank 0 gets; 0 for the trainer.
         size: number of members.
     """
     peers = engine.config.peers
@@ -274,7 +274,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
 def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.device) -> RankGroup:
     """Form the process group in a thread, so that a cancelled collective can be left at once.
 
-    If a member dies while it connects, gloo makes the others wait for five times the timeout.
+    If a member dies while it connects, gloo lets the other members wait for five times the timeout.
     """
     formed: Future[RankGroup] = Future()
 
@@ -312,11 +312,11 @@ class DialledStore:
         return 2**31
 
     def call_off(self, name: str) -> None:
-        """Do nothing, because members cannot be notified. They time out after :data:`PATIENCE_S` seconds."""
+        """Do nothing, because members cannot be notified. The members time out after :data:`PATIENCE_S` seconds."""
 
 
 def own_specs(engine: Engine) -> list[TensorSpec]:
-    """Specs of the trainer's tensors, in the compute dtype of its model."""
+    """Return the specs of the trainer's tensors, in the compute dtype of the trainer's model."""
     return [TensorSpec(name, engine.actor.model.dtype, shape) for name, shape in shapes(engine).items()]
 
 

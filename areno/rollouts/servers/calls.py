@@ -17,7 +17,7 @@ SERVED_NAME = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A request for one answer. ``rid`` identifies the request when it is aborted."""
+    """A request for one answer. An abort identifies the request by ``rid``."""
 
     rid: str
     prompt: list[int]
@@ -39,10 +39,10 @@ class ServerAnswer:
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             counts = f"{len(self.logprobs)} log-probs and {len(self.versions)} weight versions"
-            raise EngineError(f"{len(self.tokens)} tokens came with {counts}")
+            raise EngineError(f"the server returned {len(self.tokens)} tokens, but {counts}")
 
     def sequence(self, sampling: SamplingParams, text: str) -> RolloutSequence:
-        """The answer as a :class:`RolloutSequence`."""
+        """Convert the answer to a :class:`RolloutSequence`."""
         reason: Any = self.finish_reason if self.finish_reason in ("stop", "length") else "abort"
         return RolloutSequence(
             self.tokens,
@@ -57,12 +57,12 @@ class ServerAnswer:
 
 
 class ServerCalls(Protocol):
-    """The HTTP calls of one product. A call raises EngineError if the server rejects it or is unreachable."""
+    """The HTTP calls of one product. A call raises EngineError if the server rejects the call or is unreachable."""
 
     product: str
 
     async def describe(self, http: httpx.AsyncClient) -> int:
-        """Query the context length. This is the first call after the server is healthy."""
+        """Return the context length. areno calls this method first, as soon as the server is healthy."""
 
     async def generate(self, http: httpx.AsyncClient, sample: SampleRequest) -> ServerAnswer:
         """Generate one answer, with the log-prob and weight version of each token."""
@@ -77,10 +77,10 @@ class ServerCalls(Protocol):
         """Load an adapter under a name."""
 
     async def unload_adapter(self, http: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter. Running samples keep it."""
+        """Unload an adapter. Running samples keep the adapter."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
-        """Log-probs of the prompt tokens at temperature 1. The first token has no log-prob, and no entry."""
+        """Return the log-probs of the prompt tokens at temperature 1. The first token has no log-prob and no entry."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
@@ -89,7 +89,7 @@ def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
-    """The ``sampling_params`` of a request that have the same names in vLLM and SGLang."""
+    """Return the ``sampling_params`` of a request whose names are the same in vLLM and SGLang."""
     names = ("top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     chosen = {name: getattr(sampling, name) for name in (*names, *penalties)}
@@ -111,7 +111,7 @@ async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **para
 
 
 async def get_json(http: httpx.AsyncClient, path: str) -> Any:
-    """GET, and return the JSON of the response. Retries once if the server closed the connection."""
+    """Send a GET request, and return the JSON of the response. Retries once if the server closed the connection."""
     return await _answered(http, path, _got(http, path))
 
 
@@ -126,9 +126,11 @@ async def _answered(http: httpx.AsyncClient, path: str, call: Awaitable[httpx.Re
     try:
         answer = await call
     except httpx.HTTPError as error:
-        raise EngineError(f"{http.base_url}{path}: {type(error).__name__}: {error}") from error
+        raise EngineError(f"the request to {http.base_url}{path} failed: {type(error).__name__}: {error}") from error
     if answer.status_code >= 300:
-        raise EngineError(f"{http.base_url}{path}: status {answer.status_code}: {_reason(answer)}")
+        raise EngineError(
+            f"the request to {http.base_url}{path} failed with status {answer.status_code}: {_reason(answer)}"
+        )
     return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
 

@@ -1,7 +1,7 @@
 """Broadcasts weights from a trainer to vLLM servers.
 
 Uses vLLM's weight transfer calls and areno's transfer engine. vLLM expects the tensor names of the checkpoint. If the trainer's
-parameters have other names, weights are sent as folders.
+parameters have other names, the servers load the weights from folders.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class ServerChannel:
     """A process group of the trainer's rank 0 and the workers of all servers. When a member changes, the group is recreated.
 
-    This process runs a store, which listens at ``host``. The members of the group connect to this store.
+    This process runs a TCP store, which listens at ``host``. The members of the group connect to this store.
     """
 
     def __init__(self, path: str, host: str, bucket_bytes: int) -> None:
@@ -53,11 +53,15 @@ class ServerChannel:
             self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
                 why = "its files use different tensor names" if stored else "it has no local safetensors files"
-                logger.info("the weights of %s are sent to the servers as folders: %s", self._path, why)
+                logger.info(
+                    "the servers load the weights of %s from folders and not by a broadcast, because %s",
+                    self._path,
+                    why,
+                )
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Send the weights, and keep them for servers that start later. Return the seconds taken by each updated server."""
+        """Send the weights, and keep them for servers that start later. Return the seconds that each updated server took."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
         name = self._meet(engine, replicas) if replicas else ""
@@ -78,7 +82,7 @@ class ServerChannel:
         return arrived | self._one_by_one({n: replica for n, replica in replicas.items() if n not in arrived})
 
     def _one_by_one(self, replicas: Mapping[int, ServerReplica]) -> dict[int, float]:
-        """Send the kept weights to servers that the broadcast did not reach. Return the seconds taken by each server."""
+        """Send the kept weights to servers that the broadcast did not reach. Return the seconds that each server took."""
         arrived: dict[int, float] = {}
         for number, replica in replicas.items():
             if not self._fits or replica.workers.failed:
@@ -87,12 +91,13 @@ class ServerChannel:
                 arrived[number] = self.catch_up(replica)
             except EngineError as error:
                 logger.warning(
-                    "sending weights to server %d failed, so it will load them from a folder: %s", number, error
+                    "sending weights to server %d failed, so the server loads them from a folder: %s", number, error
                 )
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Send one server the weights that the trainer's rank 0 has kept, even during training."""
+        """Send the weights that the trainer's rank 0 keeps to one server, even during training. Return the duration in
+        seconds."""
         engine, sent = self._sender, self._sent
         if engine is None or sent is None:
             return 0.0
@@ -117,7 +122,7 @@ class ServerChannel:
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
         """Return the name of the group of all members, or an empty string if the members could not connect.
 
-        If they could not connect although no server has failed, broadcasts are disabled. Weights are then sent as folders.
+        If the members could not connect although no server has failed, later updates use folders instead of broadcasts.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
@@ -151,7 +156,7 @@ class ServerChannel:
 
 
 def _stored_names(path: str) -> set[str]:
-    """Tensor names in a checkpoint folder or a cached hub snapshot. Empty if there are no safetensors files."""
+    """Return the tensor names in a checkpoint folder or a cached hub snapshot. Empty if there are no safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
         with suppress(OSError, ValueError):

@@ -31,7 +31,7 @@ _WORKER_OPTION = "--worker-extension-cls"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """The inference servers of a fleet.
+    """Options of the inference servers of a fleet.
 
     Attributes:
         arguments: command-line arguments of a server, from the settings section of the product.
@@ -58,12 +58,12 @@ class ServerOptions:
 
 
 def context_length_of(path: str) -> int | None:
-    """Context length of a checkpoint's model in tokens, or None if its configuration has no context length."""
+    """Return the context length of a checkpoint's model in tokens. None if the model configuration has no context length."""
     return context_length(AutoConfig.from_pretrained(base_of(path)))
 
 
 def command_of(options: ServerOptions) -> list[str]:
-    """The command that starts a server, without arguments. Raises UsageError if the product is not installed."""
+    """Return the command that starts a server, without arguments. Raises UsageError if the product is not installed."""
     if options.command:
         return list(options.command)
     if options.product == "sglang":
@@ -90,7 +90,7 @@ def has_custom_worker(options: ServerOptions) -> bool:
 
 
 def arguments_of(path: str, options: ServerOptions) -> list[str]:
-    """The arguments of a server for the model at ``path``."""
+    """Return the command-line arguments of a server for the model at ``path``."""
     where = ["--host", HOST, "--port", PORT, "--served-model-name", SERVED_NAME]
     if options.product == "sglang":
         weights = ["--model-path", path, "--weight-version", "0"]
@@ -102,7 +102,8 @@ def arguments_of(path: str, options: ServerOptions) -> list[str]:
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Default environment variables of a server. On CPUs, and if a launcher assigns the devices, ``devices`` is None."""
+    """Return the default environment variables of a server. ``devices`` is None on CPUs and if a launcher assigns the
+    devices."""
     chosen = {}
     if devices is not None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

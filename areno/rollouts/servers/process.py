@@ -20,13 +20,13 @@ _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 
 class InferenceServerProcess:
-    """A server process on this machine. If ``processes`` has a launcher, the launcher chooses the machine.
+    """A server process on this machine, or on a machine that the launcher of ``processes`` chooses.
 
     Args:
         command: the command with arguments. ``{host}`` and ``{port}`` are replaced by the address at which the server listens.
         environment: additional environment variables.
         processes: launcher, log file and startup timeout.
-        on_failure: called once, in a thread of this object, when the server exits unexpectedly or is abandoned.
+        on_failure: function that is called once, in a thread of this object, if the server exits unexpectedly or is abandoned.
 
     Attributes:
         url: URL of the server.
@@ -63,13 +63,16 @@ class InferenceServerProcess:
             self._process.kill()
             self._cut()
             self._lifeline.close()
-            raise EngineError("the server process exited or did not respond during startup; see its log") from error
+            raise EngineError(
+                "the server process exited or did not respond during startup; see the server's log"
+            ) from error
         self.url = f"http://{host}:{port}"
         threading.Thread(target=self._watch, name="areno-server", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the supervisor, the server and its child processes. On another machine, only the id of the supervisor."""
+        """Process ids of the supervisor, the server and its child processes; on another machine, only the id of the
+        supervisor."""
         if self._process.poll() is not None:
             return []
         return [self._process.pid, *(sorted(descendants(self._process.pid)) if not self._process.node else ())]

@@ -1,4 +1,5 @@
-"""An inference server as a rollout replica. Each sample is one HTTP call. Weights are sent as folders, or by a broadcast.
+"""Uses an inference server as a rollout replica. One HTTP call generates one sample. The server loads new weights from folders,
+or receives them by a broadcast.
 
 All calls run in one thread with an event loop. The server is a process that areno has started, or an external server.
 """
@@ -38,7 +39,7 @@ _PROBE_ANSWER = 16
 
 
 class ExternalServer:
-    """A server that areno has not started. areno detects its failure, but does not stop the server."""
+    """A server that areno has not started. areno detects failures of the server, but does not stop the server."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()
@@ -68,11 +69,11 @@ class ServerReplica:
     """A rollout replica on an inference server.
 
     Args:
-        path: checkpoint that the server has loaded, with the tokenizer.
+        path: checkpoint that the server has loaded, including the tokenizer.
         url: URL of the server.
         calls: the HTTP calls of the server's product.
         server: the server's process, or :class:`ExternalServer`.
-        startup_s: time limit in seconds until the server is healthy.
+        startup_s: time limit in seconds for the server to become healthy.
         vocab_size: width of the model's logits.
 
     Raises:
@@ -154,7 +155,7 @@ class ServerReplica:
             await asyncio.sleep(_ABORT_S)
 
     def load(self) -> EngineLoad:
-        """The numbers of running samples and generated tokens. This class counts them, and does not query the server."""
+        """Return the numbers of running samples and generated tokens, as counted by this class. The server is not queried."""
         with self._lock:
             running = sum(entry.request.n for entry in self._open.values())
             return EngineLoad(running=running, generated_total=self._load.generated_total)
@@ -202,7 +203,7 @@ class ServerReplica:
             await asyncio.sleep(0.05)
 
     def _sequence(self, entry: _Open, index: int, answer: ServerAnswer) -> RolloutSequence:
-        """Convert an answer. The listener gets all its tokens at once, because answers are not streamed."""
+        """Convert an answer. The listener gets all tokens of the answer at once, because answers are not streamed."""
         sampling, listener = entry.request.sampling, entry.request.listener
         checker = StopChecker(self.tokenizer, sampling.stop or [], sampling.skip_special_tokens)
         for token in answer.tokens:
@@ -232,7 +233,8 @@ class ServerReplica:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def take_over(self, folder: Path, version: int, adapter: str = "") -> float:
-        """Load the weights of a checkpoint into the server. Return the seconds taken. Raises EngineError on failure."""
+        """Load the weights of a checkpoint into the server, and return the duration in seconds. Raises EngineError on
+        failure."""
         began = time.perf_counter()
         if adapter:
             self.call(self._change_adapter(f"{adapter}-v{version}", folder, version))
@@ -243,7 +245,8 @@ class ServerReplica:
     async def _change_adapter(self, name: str, folder: Path, version: int) -> None:
         """Load an adapter, and use it for later requests.
 
-        The previous adapter stays loaded until the next change. Its requests may not have reached the server yet.
+        The previous adapter stays loaded until the next change, because requests for this adapter may still arrive at the
+        server.
         """
         if self._previous:
             await self.calls.unload_adapter(self._http, self._previous)
@@ -257,7 +260,7 @@ class ServerReplica:
         return isinstance(self.calls, VllmCalls) and self.calls.transfers
 
     def world_size(self) -> int:
-        """Number of workers of the server. Raises EngineError on failure."""
+        """Return the number of workers of the server. Raises EngineError on failure."""
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
@@ -265,7 +268,8 @@ class ServerReplica:
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
-        """Receive broadcast weights, and return the seconds taken. After an EngineError, the server must reload weights."""
+        """Receive broadcast weights, and return the duration in seconds. After an EngineError, the server must reload
+        weights."""
         began = time.perf_counter()
         self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))
         return time.perf_counter() - began
@@ -278,8 +282,9 @@ class ServerReplica:
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
         """Return token ids, and the server's log-probs of a suffix of these tokens.
 
-        Without an adapter, the prompt is scored. With an adapter, the server generates an answer, and the answer is scored.
-        This avoids a crash: vLLM 0.32 on CPUs cannot compute prompt log-probs concurrently with other requests of an adapter.
+        Without an adapter, the prompt is scored. With an adapter, the server generates an answer, and the answer is scored. The
+        generated answer avoids a crash: vLLM 0.32 on CPUs cannot compute prompt log-probs concurrently with other requests of
+        an adapter.
 
         Raises EngineError if the call failed. An unhealthy server is also abandoned.
         """
@@ -312,7 +317,7 @@ class ServerReplica:
                 raise EngineError(f"the {self.calls.product} server exited during startup")
             if time.monotonic() > deadline:
                 where = f"the {self.calls.product} server at {self._http.base_url}"
-                raise EngineError(f"{where} was not healthy within {limit_s:g} s; see its log")
+                raise EngineError(f"{where} was not healthy within {limit_s:g} s; see the server's log")
             time.sleep(_POLL_S)
 
     async def _healthy(self) -> bool:
@@ -327,7 +332,7 @@ class ServerReplica:
             await asyncio.sleep(_HEALTH_S)
             sick = 0 if await self._healthy() else sick + 1
             if sick == 3:
-                self.workers.abandon(f"{self._http.base_url}/health failed three times in a row")
+                self.workers.abandon(f"the health check at {self._http.base_url}/health failed three times in a row")
 
     def close(self) -> None:
         """End all open requests with an error, and stop the server. An external server keeps running. A second call does

@@ -2,8 +2,8 @@
 
     python -m areno.rollouts.servers.run_supervised COMMAND...
 
-The program reports the address of this machine and a free port to the process that launched it. The address and the port
-replace ``{host}`` and ``{port}`` in the command.
+The program reports the address of this machine and a free port to the process that launched the program. The address and the
+port replace ``{host}`` and ``{port}`` in the command.
 """
 
 import os
@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
-    """Fork, and exec the command in the child."""
+    """Fork, and run the server's command in the child process."""
     with suppress(OSError):
         os.setsid()  # only the trainer handles Ctrl-C
     connection = dial()

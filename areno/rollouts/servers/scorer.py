@@ -1,7 +1,7 @@
 """Scores rows with a frozen model on any OpenAI-compatible server that returns prompt log-probs.
 
-A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``. vLLM and SGLang support
-such requests. The model must have the vocabulary of the policy, but areno does not check this.
+A request sends token ids as the prompt to ``/v1/completions`` and sets ``echo`` and ``logprobs``. vLLM and SGLang support these
+requests. The model must have the vocabulary of the policy, but areno does not check the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class ServerScorer:
         option: name of the setting that holds ``url``, for error messages.
         timeout_s: time limit per row in seconds.
 
-    The API key is read from ``OPENAI_API_KEY``.
+    The API key is read from the environment variable ``OPENAI_API_KEY``.
 
     Raises:
         UsageError: the server does not list its models.
@@ -33,7 +33,7 @@ class ServerScorer:
         self._client.check(f"{option}={url}")
 
     def __call__(self, rows: Sequence[Sequence[int]], temperatures: Sequence[float]) -> list[list[float]]:
-        """Log-probs of the tokens of each row, given the previous tokens. Entry 0 of a row is 0.0.
+        """Return the log-prob of each token of each row, given the previous tokens. The first entry of each row is 0.0.
 
         Raises:
             UsageError: a row was sampled at a temperature other than 1. Servers score rows only at temperature 1.
@@ -41,8 +41,8 @@ class ServerScorer:
         """
         if others := sorted({temperature for temperature in temperatures if temperature != 1}):
             raise UsageError(
-                f"{self._option}={self._client.url}: a server scores at temperature 1, but the workflow sampled at "
-                f"{others[0]:g}; sample at temperature 1, or use a model folder"
+                f"{self._option}={self._client.url}: a server scores only at temperature 1, but the workflow sampled at "
+                f"temperature {others[0]:g}; sample at temperature 1, or set {self._option} to a model folder"
             )
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="areno-teacher") as pool:
             return list(pool.map(self._row, rows))
@@ -60,5 +60,5 @@ class ServerScorer:
             logprobs = []
         scores = logprobs[: len(tokens)]
         if len(scores) < len(tokens) or any(score is None for score in scores[1:]):
-            raise EngineError(f"{where} returns no prompt log-probs (echo with logprobs); use vLLM or SGLang")
+            raise EngineError(f"{where} returns no prompt log-probs (echo with logprobs); use a vLLM or SGLang server")
         return [0.0, *(float(score) for score in scores[1:])]

@@ -1,6 +1,6 @@
-"""The HTTP calls of an SGLang server, written for version 0.5.23. They are untested with a real server.
+"""The HTTP calls of an SGLang server, written for version 0.5.23. The calls are untested with a real server.
 
-Log-probs refer to the temperature-scaled distribution before top-k and top-p. Weights are sent as checkpoint folders.
+Log-probs refer to the temperature-scaled distribution before top-k and top-p. New weights are loaded from checkpoint folders.
 """
 
 from pathlib import Path
@@ -28,15 +28,15 @@ class SglangCalls:
     product = "SGLang"
 
     async def describe(self, http: httpx.AsyncClient) -> int:
-        """Query the context length.
-
-        Raises UsageError if the weight version is not a number. areno compares weight versions as numbers.
+        """Return the context length. Raises UsageError if the weight version is not a number, because areno compares weight
+        versions as numbers.
         """
         info = await get_json(http, "/server_info")
         version = str(info.get("weight_version", _UNSET))
         if version != _UNSET and not version.isdecimal():
             raise UsageError(
-                f"the SGLang server at {http.base_url} has the weight version {version!r}; start it with --weight-version 0"
+                f"the SGLang server at {http.base_url} has the weight version {version!r}, which is not a number; start "
+                "the server with --weight-version 0"
             )
         return int(info.get("context_length") or info.get("max_total_num_tokens"))
 
@@ -62,7 +62,7 @@ class SglangCalls:
         meta, tokens = answer["meta_info"], list(answer["output_ids"])
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code"):
-            raise EngineError(f"{http.base_url}/generate: {reason.get('message')}")
+            raise EngineError(f"the request to {http.base_url}/generate failed: {reason.get('message')}")
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         spans = [{**span, "version": 0 if span["version"] == _UNSET else span["version"]} for span in spans]
@@ -86,7 +86,7 @@ class SglangCalls:
         }
         done = await post_json(http, "/update_weights_from_disk", body)
         if not done.get("success"):
-            raise EngineError(f"{http.base_url}/update_weights_from_disk: {done.get('message')}")
+            raise EngineError(f"the request to {http.base_url}/update_weights_from_disk failed: {done.get('message')}")
         await post_json(http, "/continue_generation", {})
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path) -> None:

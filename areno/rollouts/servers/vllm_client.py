@@ -1,7 +1,7 @@
 """The HTTP calls of a vLLM server (0.32 and later), started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
 
-With ``--logprobs-mode processed_logprobs``, log-probs refer to the temperature-scaled distribution after top-k and top-p.
-Weights are sent as checkpoint folders, or by a broadcast.
+With ``--logprobs-mode processed_logprobs``, log-probs refer to the temperature-scaled distribution after top-k and top-p. New
+weights are loaded from checkpoint folders, or received by a broadcast.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ _PREFIX = "generate-tokens-"
 class VllmCalls:
     """The HTTP calls of vLLM.
 
-    ``transfers`` tells whether the server should have areno's worker extension and transfer engine, which broadcasts need. A
-    ``joined`` server may still lack them.
+    ``transfers`` tells whether the server is expected to have areno's worker extension, which broadcasts need. A ``joined``
+    server was not started by areno, and may lack the extension.
     """
 
     product = "vLLM"
@@ -40,7 +40,7 @@ class VllmCalls:
         self.transfers, self.joined = transfers, joined
 
     async def describe(self, http: httpx.AsyncClient) -> int:
-        """Query the context length, and set the weight version to 0."""
+        """Return the context length, and set the weight version to 0."""
         models = (await get_json(http, "/v1/models"))["data"]
         await post_json(http, "/update_weight_version", {"new_version": "0"})
         return int(models[0]["max_model_len"])
@@ -82,7 +82,7 @@ class VllmCalls:
         await self._resume(http)
 
     async def world_size(self, http: httpx.AsyncClient) -> int:
-        """Number of workers of the server."""
+        """Return the number of workers of the server."""
         return int((await get_json(http, "/get_world_size"))["world_size"])
 
     async def join_group(
@@ -95,9 +95,8 @@ class VllmCalls:
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """Load weights that the group's first member broadcasts. Otherwise like :meth:`load_weights`.
-
-        After a failure, the server must reload its weights before it can compute.
+        """Load weights that the group's first member broadcasts. Generation is paused as in :meth:`load_weights`. After a
+        failure, the server must reload its weights before it can generate.
         """
         await post_json(http, "/pause", mode="keep")
         await post_json(http, "/start_weight_update")
@@ -118,7 +117,7 @@ class VllmCalls:
                 await self._rpc(http, "areno_repack")
         dropped = await post_json(http, "/reset_prefix_cache", reset_running_requests=True)
         if not (dropped or {}).get("success", True):
-            raise EngineError(f"{http.base_url}: could not reset the prefix cache of the old weights")
+            raise EngineError(f"the vLLM server at {http.base_url} could not reset the prefix cache of the old weights")
         await post_json(http, "/resume")
 
     async def _rpc(self, http: httpx.AsyncClient, method: str, **arguments: Any) -> None:

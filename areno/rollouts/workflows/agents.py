@@ -29,21 +29,21 @@ from areno.rollouts.workflows.processes import AgentProcesses, returned_value
 logger = logging.getLogger(__name__)
 
 DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
-"""Default options of agents outside of experiments."""
+"""Default options of agents that run without an experiment configuration."""
 
 
 class AgentWorkflow(RolloutWorkflow):
     """Runs an agent once per sample.
 
     ``run`` returns the reward of the last answer as a number, or a dictionary from response ids to rewards. If the agent has
-    sent rewards to ``/rl/set_reward``, ``run`` may return None. A run without any reward is an error.
+    sent rewards to ``/rl/set_reward``, ``run`` may return None. A run without a reward fails.
 
     Args:
-        agent: has a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode
+        agent: object with a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode
             ``inline`` also ``http_client``. If ``run`` has no ``**extra``, it gets only the arguments that it declares.
         gconfig: default sampling settings of the agent's requests.
-        options: how the agent is run. In mode ``subproc``, the agent also gets the address and the key as environment variables
-            (see :attr:`AgentSession.environment`).
+        options: agent options, such as the mode. In mode ``subproc``, the agent also gets the address and the key as
+            environment variables (see :attr:`AgentSession.environment`).
         model_name: the model's name in requests.
 
     Raises:
@@ -54,7 +54,9 @@ class AgentWorkflow(RolloutWorkflow):
         self, agent: Any, gconfig: GenerationSettings, options: AgentConfig = DEFAULTS, model_name: str = "default"
     ) -> None:
         if not is_agent(agent):
-            raise UsageError(f"{name_of(agent)} is not an agent: it has no method `async def run(self, data, **extra)`")
+            raise UsageError(
+                f"{name_of(agent)} is not an agent; define the method `async def run(self, data, **extra)`"
+            )
         if options.mode not in ("inline", "subproc"):
             raise UsageError(f"agent.mode {options.mode!r} is not supported; use inline or subproc")
         if options.export_style not in ("individual", "concat"):
@@ -87,11 +89,11 @@ class AgentWorkflow(RolloutWorkflow):
         turns = list(itertools.dropwhile(lambda turn: not turn.tokens, session.recorder.turns))
         if not turns:
             raise AgentError(
-                f"agent {name_of(self.agent)} ended without a model answer; pass base_url and api_key to its client"
+                f"agent {name_of(self.agent)} ended without a model answer; pass base_url and api_key to the agent's client"
             )
         if all(turn.reward is None for turn in turns):
             raise AgentError(
-                f"agent {name_of(self.agent)} neither returned nor set a reward; return a number from run, or a dictionary "
+                f"agent {name_of(self.agent)} neither returned nor set a reward; let run return a number, or a dictionary "
                 "from response ids to rewards"
             )
         return export_interactions(turns, self._options, engine.tokenizer)
@@ -167,7 +169,7 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
 
 
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
-    """Return the training rows of a session's turns, in chronological order.
+    """Return the training rows of a session's turns by name, in chronological order.
 
     The rows depend on the export style:
 
@@ -176,8 +178,8 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
       forks, each branch has a row, and the common prefix is trained on once.
 
     The return of an answer is its reward plus ``turn_discount`` times the return of the next answer. An answer without a reward
-    has the reward 0. If the context was full, an answer has no tokens and no row. Its reward still counts in the returns of
-    earlier answers.
+    has the reward 0. If the context was full, an answer has no tokens and no row. The reward of this empty answer still counts
+    in the returns of earlier answers.
     """
     answered = [turn for turn in turns if turn.tokens]
     counted = [turn for turn in turns if turn.tokens or turn.reward]
@@ -196,5 +198,5 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
 
 
 def _single_turn_rows(turn: Turn, tokenizer: Any) -> list[TrajectoryRow]:
-    """The row of one answer. The list is empty if a grammar forced all tokens of the answer."""
+    """Return a list with the row of one answer. The list is empty if a grammar forced all tokens of the answer."""
     return build_rows([replace(turn, parent=None, context_tokens=turn.prompt)], LossMaskPolicy(), tokenizer)

@@ -1,4 +1,4 @@
-"""The interface of workflows, groups of samples of one data row, and a runner for ``--workflow``."""
+"""Defines the interface of workflows, groups the samples of a data row, and runs episodes for ``--workflow``."""
 
 import asyncio
 import logging
@@ -35,18 +35,20 @@ class Interaction:
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`) or interactions by name. None rejects the episode."""
+"""Result of an episode: tensors (see :mod:`areno.rollouts.trajectory`) or interactions by name; None if the episode is
+rejected."""
 
 
 class RolloutWorkflow(ABC):
-    """Runs episodes as coroutines in a shared event loop. Episodes must not block. If one fails, its group is dropped."""
+    """Runs episodes as coroutines in a shared event loop. An episode must not block. If an episode fails, its group is
+    dropped."""
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run one sample of a data row with ``engine``. The row must not be modified."""
+        """Generate one sample for a data row with ``engine``. The row must not be modified."""
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
-        """Run several samples of a data row. A subclass may override this method to share work between samples."""
+        """Generate several samples for a data row. A subclass may override this method to share work between samples."""
         return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
 
     async def aclose(self) -> None:  # noqa: B027  (most start nothing)
@@ -54,7 +56,8 @@ class RolloutWorkflow(ABC):
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
-    """Run an episode several times concurrently, with different seeds. Once all runs have ended, raises the first error."""
+    """Run an episode several times concurrently, with different seeds. If runs fail, the first error is raised after all runs
+    have ended."""
     group = EPISODE.get() or Episode(-1)
 
     async def run(index: int) -> EpisodeResult:
@@ -74,7 +77,7 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs several samples of each data row as one group, without the samples that were rejected."""
+    """Combines the samples of each data row into one group. Rejected samples are omitted."""
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
         if group_size < 1:
@@ -82,11 +85,11 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.workflow, self.group_size = workflow, group_size
 
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run all samples of a data row, and return one trajectory with their rows."""
+        """Generate all samples for a data row, and return one trajectory with their rows. None if all samples were rejected."""
         results = await self.workflow.arun_group(engine, data, self.group_size)
         accepted = [trajectory for result in results if (trajectory := as_trajectory(result)) is not None]
         if dropped := len(results) - len(accepted):
-            what = "the group continues without them" if accepted else "dropping the group"
+            what = "the group continues without these samples" if accepted else "the group is dropped"
             logger.warning("%d of %d samples of a row were rejected; %s", dropped, len(results), what)
         return stack(accepted) if accepted else None
 
@@ -96,7 +99,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors. A result that is None or has no rows is a rejected episode, and gives None.
+    """Convert the result of a workflow to tensors. None if the result is None or has no rows, which means a rejected episode.
 
     With ``check``, the keys, shapes and values of tensors are checked.
 
@@ -122,7 +125,7 @@ class Episodes:
         self._loop = EpisodeLoop()
 
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
-        """Run several samples of a data row. The future returns one entry per sample, or raises the error of an episode.
+        """Generate several samples for a data row. The future returns one entry per sample, or raises the error of an episode.
 
         Seeds are derived from the group's ``number``.
         """

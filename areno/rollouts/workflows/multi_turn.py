@@ -33,7 +33,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     """Generates answers until an answer has a reward other than 0, but at most ``max_turns`` answers.
 
     The conversation continues from the sampled tokens, and becomes one training row with all answers. If the chat template
-    rewrites the history, there are several rows. The reward of each row is the last answer's reward times
+    rewrites the history, the conversation becomes several rows. The reward of each row is the last answer's reward times
     ``turn_discount ** (turns - 1)``.
 
     :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` documents the other arguments.
@@ -41,7 +41,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     Args:
         reward_fn: function that scores every answer. Its argument ``completions`` is the latest answer.
         max_turns: maximum number of answers.
-        turn_discount: factor in (0, 1] by which each further attempt reduces the reward.
+        turn_discount: factor in (0, 1] by which the reward is multiplied once per further attempt.
         retry_message: user message after a wrong answer.
 
     Raises:

@@ -14,7 +14,7 @@ from areno.types import RewardRecord
 
 
 def name_of(thing: Any) -> str:
-    """Qualified name of an object or of its class, for messages."""
+    """Return the qualified name of an object or of its class, for messages."""
     definition = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{getattr(definition, '__module__', '')}.{definition.__qualname__}"
 
@@ -22,8 +22,8 @@ def name_of(thing: Any) -> str:
 def pickled(thing: Any, option: str) -> bytes:
     """Pickle an object for another process. Error messages mention ``option``.
 
-    Objects of installed packages are pickled by reference. Objects that are defined in a user's file are pickled by value. By
-    reference, the other process would import the file, which may fail or load a whole trainer.
+    Objects of installed packages are pickled by reference. Objects that are defined in a user's file are pickled by value.
+    Otherwise, the other process would import this file, which may fail or load a whole trainer.
     """
     function = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -35,7 +35,7 @@ def pickled(thing: Any, option: str) -> bytes:
     except Exception as error:
         raise UsageError(
             f"{option} {name_of(thing)} cannot be pickled for a worker process: {type(error).__name__}: {error}; create "
-            "resources when it is called, or give its name as a string"
+            "resources only when it is called, or give its name as a string"
         ) from error
     finally:
         if by_value:
@@ -50,7 +50,7 @@ def _is_packaged(module: ModuleType) -> bool:
 
 
 class RewardCall:
-    """Calls a workflow's reward function with the data of a reward record. The function is pickled or given by name."""
+    """Calls a workflow's reward function with the data of a reward record. ``sent`` is the pickled function or its name."""
 
     def __init__(self, sent: bytes | str) -> None:
         # Error messages find the function's file through the attribute ``func``.

@@ -1,7 +1,7 @@
 """Runs agents in separate processes. An agent that blocks or crashes affects only its own episode.
 
-A process runs one agent at a time. It gets the server address and the API key of the agent's session as environment variables.
-A process imports torch or model code only if the agent imports them.
+A process runs one agent at a time. Environment variables contain the server address and the API key of the agent's session. A
+process imports torch or model code only if the agent imports them.
 """
 
 import asyncio
@@ -37,12 +37,13 @@ class AgentProcesses:
     async def run(
         self, agent: bytes, data: dict[str, Any], extra: dict[str, Any], environment: dict[str, str], timeout_s: float
     ) -> float | dict[str, float] | None:
-        """Run a pickled agent. On a timeout or cancellation, the agent's process and all child processes are killed.
+        """Run a pickled agent, and return its rewards. On a timeout or cancellation, the agent's process and all child
+        processes are killed.
 
-        The time limit ``timeout_s`` starts when a process is free.
+        The time limit of ``timeout_s`` seconds starts when a process is free.
 
         Raises:
-            AgentError: the agent raised, timed out, died, or returned something other than rewards.
+            AgentError: the agent raised an error, timed out, died, or returned something other than rewards.
         """
         job = pickle.dumps({"agent": agent, "data": data, "extra": extra, "environment": environment})
         async with self._slots:
@@ -99,7 +100,8 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection. ``settings``: file descriptors ``connection`` and ``lifeline``."""
+    """Run agents until the parent closes the connection. ``settings`` has the file descriptors ``connection`` and
+    ``lifeline``."""
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:
@@ -112,7 +114,7 @@ def main(settings: dict[str, Any]) -> None:
 def _run(sent: bytes) -> list[Any]:
     """Run a pickled job. Return ``["value", returned]`` or ``["error", text]``.
 
-    The list is sent as JSON. The trainer therefore unpickles nothing.
+    The list is sent as JSON, so that the trainer unpickles nothing.
     """
     try:
         job = pickle.loads(sent)

@@ -25,13 +25,13 @@ def resolve_workflow(
     model_name: str = "default",
     n_samples: int = 1,
 ) -> RolloutWorkflow:
-    """Return a :class:`GroupedRolloutWorkflow`, which runs ``n_samples`` samples of each data row as a group.
+    """Return a :class:`GroupedRolloutWorkflow`, which combines ``n_samples`` samples of each data row into a group.
 
     Args:
-        workflow: a workflow or an agent. This is an object, a class, or the name of an object or class.
+        workflow: workflow or agent, given as an object, a class, or the name of an object or class.
         gconfig: sampling settings of agents. Workflows get settings through ``workflow_kwargs`` and ``offered``.
-        workflow_kwargs: keyword arguments of the class. They are an error if ``workflow`` is an object.
-        offered: further arguments. The class gets only those that it declares.
+        workflow_kwargs: keyword arguments of the class; an error if ``workflow`` is an object.
+        offered: further keyword arguments. The class gets only the arguments that it declares.
         agent: agent options.
         model_name: model name in an agent's requests.
 
@@ -58,7 +58,7 @@ def resolve_workflow(
         if not is_agent(workflow):
             raise UsageError(
                 f"workflow {name_of(workflow)} has neither `async def arun_episode(self, engine, data)` nor `async def "
-                "run(self, data, **extra)`"
+                "run(self, data, **extra)`; define one of these methods"
             )
         workflow = AgentWorkflow(workflow, gconfig, agent, model_name)
     return GroupedRolloutWorkflow(workflow, n_samples)

@@ -36,7 +36,7 @@ class AsyncReward:
         timeout_seconds: timeout of a call.
         max_workers: number of concurrent calls; None: half of the usable cores.
         max_retries: maximum number of retries of a call.
-        weights: weights of named reward parts; None: all weights are 1.
+        weights: weight of each named reward part; None: all weights are 1.
 
     Raises:
         UsageError: the function cannot be found or pickled, or ``max_workers`` is below 1.
@@ -53,7 +53,9 @@ class AsyncReward:
     ) -> None:
         workers = max(usable_cores() // 2, 1) if max_workers is None else max_workers
         if workers < 1:
-            raise UsageError(f"max_workers must be at least 1, got {workers}; None uses half of the CPUs")
+            raise UsageError(
+                f"max_workers must be at least 1, got {workers}; omit max_workers to use half of the CPU cores"
+            )
         sent: bytes | str
         if isinstance(reward_fn, str):
             named_object(reward_fn, option="reward_fn")  # so that an invalid name fails at once
@@ -75,7 +77,8 @@ class AsyncReward:
         """Compute the reward, with its parts. A field of ``data`` is ignored if another argument has the same name.
 
         Raises:
-            RewardError: the function raised, or did not return finite numbers, or every attempt timed out or lost its process.
+            RewardError: the function raised an error or returned a number that is not finite, or all attempts timed out or lost
+                their process.
         """
         record = RewardRecord(
             prompt=prompt,

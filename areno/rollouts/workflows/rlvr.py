@@ -19,12 +19,13 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
-    """Return the first non-empty one of ``messages``, ``prompt`` and ``question``. Raises DataError if there is none."""
+    """Return the first non-empty field of ``messages``, ``prompt`` and ``question``. Raises DataError if all are missing or
+    empty."""
     for name in PROMPT_FIELDS:
         if data.get(name):
             return data[name]
     raise DataError(
-        f"a row has no messages, prompt or question, only {', '.join(data)}; set data_extract_prompt_fn, or convert "
+        f"a row has no messages, prompt or question, but only {', '.join(data)}; set data_extract_prompt_fn, or convert "
         "rows with a loader (train_dataset.dataset_kwargs.loader)"
     )
 
@@ -43,7 +44,7 @@ class RLVRWorkflow(RolloutWorkflow):
             sets them.
         gconfig: sampling settings.
         tokenizer: tokenizer of the model.
-        enable_thinking: argument of the chat template.
+        enable_thinking: whether the chat template enables reasoning.
         get_input_ids_fn: function ``(prompt, tokenizer, enable_thinking)`` that returns prompt tokens.
         data_extract_prompt_fn: function that returns the prompt of a data row.
     """
@@ -88,6 +89,6 @@ class RLVRWorkflow(RolloutWorkflow):
 
 
 def answer_text(answer: ModelResponse, tokenizer: Any, gconfig: GenerationSettings) -> str:
-    """Text of an answer without its stop token."""
+    """Decode an answer without its stop token."""
     tokens = answer.output_tokens_without_stop
     return str(tokenizer.decode(tokens, skip_special_tokens=gconfig.skip_special_tokens))

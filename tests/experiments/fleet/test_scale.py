@@ -73,7 +73,7 @@ def test_each_replica_gets_its_own_gpus(monkeypatch, tmp_path, open_fleet):
     with pytest.raises(WorkerCreationError, match="exited during startup"):
         open_fleet(config(device=torch.device("cuda")), replicas=2, **options)
     assert sorted((tmp_path / "gpus").read_text().split()) == ["3,4", "5,6"]
-    with pytest.raises(UsageError, match="3 replicas: only 2 replicas have devices on this machine"):
+    with pytest.raises(UsageError, match="cannot be 3, because only 2 replicas have devices on this machine"):
         open_fleet(config(device=torch.device("cuda")), replicas=3, **options)
 
 
@@ -120,7 +120,7 @@ def test_the_command_resizes_a_running_fleet(open_fleet, tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert [line for line in out if line.startswith("replicas")] == ["replicas: 1", "replicas: 2", "replicas: 1"]
     assert main(["scale", str(folder), "--add", "http://127.0.0.1:1"]) == 1
-    assert "only a run that has joined servers can join more" in capsys.readouterr().err
+    assert "starts its replicas itself and cannot join servers" in capsys.readouterr().err
     assert main(["scale", str(folder), "0"]) == 2
     fleet.close()
     assert main(["scale", str(folder)]) == 2
@@ -134,7 +134,9 @@ def test_only_the_user_of_a_run_can_scale_it(open_fleet, tmp_path, capsys, caplo
     fleet = open_fleet(scales=True)
     os.chown(folder / "replicas.json", 12345, -1)
     assert main(["scale", str(folder), "2"]) == 2
-    assert "belongs to the user with id 12345, not 0; run `areno scale` as that user" in capsys.readouterr().err
+    assert (
+        "belongs to the user with id 12345, but your id is 0; run `areno scale` as the owner" in capsys.readouterr().err
+    )
 
     request = tmp_path / "request"
     request.write_text(json.dumps({"id": "x", "replicas": 2, "addresses": []}))
@@ -142,7 +144,7 @@ def test_only_the_user_of_a_run_can_scale_it(open_fleet, tmp_path, capsys, caplo
     os.replace(request, folder / "replicas.wanted.json")
     wait_until(lambda: not (folder / "replicas.wanted.json").exists())
     time.sleep(1.2)  # two more looks at the folder
-    assert [record.message.endswith("which belonged to another user") for record in caplog.records] == [True]
+    assert [record.message.endswith("because the file belonged to another user") for record in caplog.records] == [True]
     assert fleet.size() == 1
 
 

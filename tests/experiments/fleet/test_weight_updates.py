@@ -328,7 +328,7 @@ def test_a_bit_flipped_in_transfer_is_found_and_the_old_weights_stay(policy, tra
         byte = file.read(1)[0]
         file.seek(1001)
         file.write(bytes([byte ^ 4]))
-    with pytest.raises(EngineError, match=r"1 of \d+ received weights differ from the sent ones"):
+    with pytest.raises(EngineError, match=r"1 of \d+ received tensors differ from the sent tensors"):
         weight_update.receive(replica, update)
     assert same(parameters_of(replica), before)
     assert replica.loop.version == 0
@@ -354,11 +354,11 @@ def test_a_failed_weight_change_answers_no_request_from_partial_weights(policy):
 
 def test_mistakes_are_named(policy, trainer, open_fleet, tiny_checkpoint):
     fleet = open_fleet(path=tiny_checkpoint)
-    with pytest.raises(UsageError, match="weight_update_mode=nccl: use one of shm, xccl, disk"):
+    with pytest.raises(UsageError, match="weight_update_mode=nccl is unknown; use one of shm, xccl, disk"):
         fleet.update_weights(trainer, 1, "nccl")
     with pytest.raises(UsageError, match="the same checkpoint"):
         fleet.update_weights(trainer, 1)
-    with pytest.raises(UsageError, match="replicas=0: use at least 1"):
+    with pytest.raises(UsageError, match="replicas must be at least 1, got 0"):
         open_fleet(replicas=0)
     with pytest.raises(EngineError, match="5000 tokens leaves no room for an answer in a context of 4096"):
         fleet.submit([Request([5] * 5000, SamplingParams())])

@@ -27,7 +27,7 @@ def test_rows_of_another_temperature_are_refused_and_not_scored_at_temperature_1
     try:
         scorer = ServerScorer(f"http://127.0.0.1:{server.server_port}/v1", "teacher.path", 5.0)
         assert scorer([[5, 6, 7], [8]], [1.0, 1.0]) == [[0.0, -0.5, -0.5], [0.0]]
-        with pytest.raises(UsageError, match=r"teacher\.path=http://.*scores at temperature 1, but .* sampled at 0\.7"):
+        with pytest.raises(UsageError, match=r"teacher\.path=http://.*only at temperature 1, but .* temperature 0\.7"):
             scorer([[5, 6, 7], [8]], [1.0, 0.7])
     finally:
         server.shutdown()

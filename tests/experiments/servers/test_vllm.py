@@ -200,7 +200,9 @@ def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
     with closing(RolloutFleet(str(policy), config(), FleetOptions(log_folder=tmp_path, server=joined))) as other:
         assert len(ask(other).result(60).sequences[0].resp_tokens) == 12
         assert other.health().replicas[0].worker.pids == ()
-        with pytest.raises(UsageError, match="2 replicas: only 1 server addresses are known"):
+        with pytest.raises(
+            UsageError, match="the number of replicas cannot be 2, because only 1 server addresses are known"
+        ):
             other.resize(2)
         with pytest.raises(UsageError, match="is already a replica"):
             other.resize(2, [url])

@@ -1,6 +1,6 @@
 """Weight transfer engine for vLLM servers. Weights are broadcast with gloo between CPUs and with NCCL between GPUs.
 
-vLLM's workers import this module, and their environment may lack areno. ``/init_weight_transfer_engine`` joins the trainer's
+vLLM's workers import this module in an environment that may lack areno. ``/init_weight_transfer_engine`` joins the trainer's
 group. ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
 """
 
@@ -75,7 +75,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights. The base class would synchronize an accelerator even on a CPU."""
+        """Receive all weights. Unlike the base class, this method does not synchronize an accelerator on a CPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -88,7 +88,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
     def receive_weights(self, update_info: WeightInfo) -> None:
         """Receive and load the tensors of all buckets."""
         if self._group is None:
-            raise RuntimeError("this worker has not joined a group: call init_weight_transfer_engine first")
+            raise RuntimeError("this worker has not joined a group; call init_weight_transfer_engine first")
         for bucket in _buckets(update_info):
             ends = [0]
             for _, dtype, shape in bucket:
@@ -127,7 +127,7 @@ def _buckets(info: WeightInfo) -> Iterator[list[tuple[str, torch.dtype, list[int
 
 
 def _own_address(other: str) -> str:
-    """Address of this machine on the route to another machine. Sends nothing."""
+    """Return the address of this machine on the route to another machine. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])

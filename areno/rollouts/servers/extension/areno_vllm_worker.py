@@ -1,4 +1,4 @@
-"""Worker extension for vLLM servers. vLLM's workers import this module, and their environment may lack areno."""
+"""Worker extension for vLLM servers. vLLM's workers import this module in an environment that may lack areno."""
 
 from typing import Any
 
