@@ -46,11 +46,11 @@ def test_gathered_pages_give_exact_attention(window, extra):
 def test_a_correct_candidate_passes_and_a_wrong_one_fails_with_a_reason():
     assert why_not(GATHER, CPU, torch.float32, 16) is None
     wrong = AttentionBackend("wrong", lambda *arguments: 1.2 * gather_attention(*arguments), fixed_shape=True)
-    assert "differ from the reference by" in str(why_not(wrong, CPU, torch.float32, 16))
+    assert "differ from those of PyTorch's attention by" in str(why_not(wrong, CPU, torch.float32, 16))
     late = AttentionBackend(
         "late", lambda la, q, k, v, t, p, c: gather_attention(la, q, k, v, t, p - 1, c), fixed_shape=True
     )
-    assert "differ from the reference by" in str(why_not(late, CPU, torch.float32, 16))
+    assert "differ from those of PyTorch's attention by" in str(why_not(late, CPU, torch.float32, 16))
 
     def raises(*arguments):
         raise RuntimeError("page size 16 must be a multiple of 256")
