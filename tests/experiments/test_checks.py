@@ -177,6 +177,6 @@ def test_a_model_of_another_family_on_the_hub_is_refused_before_its_weights_are_
         environment, root = os.environ | variables, Path(__file__).parents[2]
         result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
         server.shutdown()
-    message = "actor.model_type 'qwen3': some/model is a llama model; correct or remove model_type"
+    message = "actor.model_type is 'qwen3', but some/model is a llama model; correct or remove actor.model_type"
     assert message in result.stdout, result.stderr
     assert set(handler.requested) == {"config.json"}

@@ -113,7 +113,7 @@ class SGLangConfig:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         yield from _command_problems(self.command)
 
 
@@ -148,7 +148,7 @@ class vLLMConfig:  # noqa: N801
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         yield from _command_problems(self.command)
 
 

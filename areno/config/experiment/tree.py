@@ -166,7 +166,7 @@ def _key(node: Any, name: str, path: str) -> Any:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of all entries of a tree, mappings before their contents."""
+    """Yield (dotted path, value) of each entry of a tree, a mapping before its contents."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value

@@ -263,7 +263,10 @@ def test_an_override_sets_what_was_written(value):
         (["actor.scheduling_spec=3"], "actor.scheduling_spec 3: expected a list of mappings"),
         (["train_dataset.dataset_kwargs=3"], "train_dataset.dataset_kwargs 3: expected a mapping"),
         (["gconfig.stop_token_ids=[1,x]"], "gconfig.stop_token_ids 'x': expected an integer"),
-        (["actor.path=${actor.pth}"], "actor.path: ${actor.pth} is not a setting (did you mean actor.path?)"),
+        (
+            ["actor.path=${actor.pth}"],
+            "actor.path: ${actor.pth} does not refer to a setting (did you mean actor.path?)",
+        ),
         (["actor.path=${tokenizer_path}"], "interpolation cannot be resolved"),
         (["ref=${rollout}"], "PPOActorConfig has no settings"),
         (["~actor.path"], "actor.path is required"),
