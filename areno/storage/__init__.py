@@ -1,4 +1,4 @@
-"""The files of a run: its directory, lock and checkpoints, and the paths of both front ends. Does not import torch.
+"""Reads and writes the files of a run, such as its checkpoints, without importing torch.
 
 - ``run_layout``: paths of each front end, and a run's newest model
 - ``run_dir``: the files of a run directory

@@ -192,7 +192,7 @@ def test_unreadable_files_are_refused_with_the_option_the_file_and_the_remedy(tm
         file.write_bytes(raw)
         problem = ckpt_problem(str(file), "actor.path")
         assert problem.startswith(f"actor.path {file} could not be read: ")
-        assert "Download it again" in problem
+        assert "download the file again" in problem
     changes = {
         "llama": "llana",
         "blk.1.attn_k.weight": "blk.1.attn_z.weight",

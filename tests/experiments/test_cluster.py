@@ -86,7 +86,7 @@ def test_colocated_roles_share_their_placement():
 def test_workers_are_spread_over_nodes():
     needs = {"actor": RoleNeed(workers=4, gpu=1, cpu=8), "rollout": RoleNeed(workers=4, together=2, gpu=1, cpu=8)}
     assert place_workers(needs, ["a", "b"], 4) == {"actor": ["a"] * 4, "rollout": ["b"] * 4}
-    with pytest.raises(UsageError, match="4 workers of rollout need . GPUs each, but .* on 2 nodes with 3 GPUs each"):
+    with pytest.raises(UsageError, match=r"4 workers of rollout need . GPUs each, but .* on 2 nodes with 3 GPUs each"):
         place_workers(needs, ["a", "b"], 3)
     with pytest.raises(
         UsageError, match=r"engine of rollout needs 2 GPUs on a single node, but a node has 1; .* rollout\.backend"
