@@ -60,7 +60,7 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def parser_problems(agent: AgentConfig) -> Iterator[str]:
-    """Yield a problem for each parser of tool calls or of reasoning that areno does not have."""
+    """Yield a problem for each unknown parser of tool calls or of reasoning."""
     for name, parsers in {
         "tool_call_parser": list_tool_call_parsers(),
         "reasoning_parser": list_reasoning_parsers(),

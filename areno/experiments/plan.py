@@ -116,7 +116,7 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """Memory plan of an experiment: ``actor`` of the training engine, and ``rollout`` of each rollout replica.
+    """Memory plans of an experiment: ``actor`` for the training engine, and ``rollout`` for each rollout replica.
 
     ``rollout`` is None if there are no separate replicas.
     """
@@ -178,7 +178,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Return the bytes on the fullest training rank, without the process itself; 0 without FSDP and pipeline stages."""
+    """Return the bytes on the fullest training rank, without the process itself; 0 with neither FSDP nor pipeline stages."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0

@@ -57,7 +57,7 @@ class ReplayPPOTrainer(PPOTrainer):
         return ExperimentTrainer._make_engine(self, checkpoint)  # without inference servers
 
     def open_rollout(self) -> None:
-        """Start nothing."""
+        """Start no rollout, because nothing is generated."""
 
     def rollout_state(self) -> Any:
         """Return None, because nothing is generated."""

@@ -74,7 +74,9 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
         except EngineError as error:
             if attempt > retries:
                 raise
-            _log.warning("retry %d of %d from the newest recovery checkpoint: %s", attempt, retries, error)
+            _log.warning(
+                "retry %d of %d starts from the newest recovery checkpoint, after: %s", attempt, retries, error
+            )
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:

@@ -292,8 +292,8 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         one = {"CPU": float(need.cpu + guests), "GPU": float(need.gpu), "memory": memory}
         if not any(all(node.get(name, 0.0) >= amount for name, amount in one.items()) for node in nodes.values()):
             raise UsageError(
-                f"scheduler.type=ray: no node of the cluster has {_text(one)}, which a worker of {role} needs; lower "
-                f"{role}.scheduling_spec; the nodes are {_listing(nodes)}"
+                f"scheduler.type=ray: no node of the cluster has {_text(one)}, which a worker of {role} needs (nodes: "
+                f"{_listing(nodes)}); lower the resources in {role}.scheduling_spec"
             )
     for name in ("CPU", "GPU"):
         own = [need for need in needs.values() if name == "CPU" or not need.beside]

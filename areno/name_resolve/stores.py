@@ -1,6 +1,7 @@
 """Name stores in the memory of a process, or in files of a shared folder.
 
-The operations of a store are atomic, and never wait for a value. :class:`areno.name_resolve.repository.Repository` can wait.
+The operations of a store are atomic, and never wait for a value. :class:`areno.name_resolve.repository.Repository` adds
+waiting for values.
 """
 
 import contextlib

@@ -9,7 +9,7 @@
 - ``json_lines``: reads ``.jsonl`` files
 - ``metric_columns``: ``metrics.jsonl`` as columns
 - ``sample_index``: the index of ``samples.jsonl``
-- ``checkpoint_folder``: writes checkpoints atomically, and deletes old ones
+- ``checkpoint_folder``: writes checkpoints atomically, and deletes old checkpoints
 - ``contents``: the state and the checksums of a checkpoint
 - ``rollout_files``: saved training rows
 - ``gguf``: GGUF files as checkpoint folders

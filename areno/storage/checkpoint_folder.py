@@ -39,7 +39,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of a run below ``root``, which the first save creates. The newest ``keep`` (None: all) are kept."""
+    """The checkpoints of a run below ``root``, which the first save creates. Keeps the newest ``keep``, or all if None."""
 
     def __init__(
         self,

@@ -63,7 +63,8 @@ def gguf_folder(path: str | Path) -> Path:
                     ) from error
                 raise UsageError(
                     f"{path} could not be read: {error}\nIf the file is damaged or incomplete, download the file again. "
-                    "Otherwise, use the folder of the original model, or a model of an architecture that transformers reads from GGUF."
+                    "Otherwise, use the folder of the original model, or a model of an architecture that transformers reads "
+                    "from GGUF."
                 ) from error
             if not target.is_dir():  # another process may have been faster
                 (building / "model").rename(target)
@@ -126,7 +127,7 @@ def _model(path: Path, reader: Any, values: dict[str, Any]) -> Any:
 
 
 def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
-    """Set Llama 3's RoPE scaling if the file contains ``factors``, because transformers does not read them from GGUF.
+    """Set Llama 3's RoPE scaling if the file contains ``factors``, which transformers does not read from GGUF.
 
     Raises ValueError for any other scaling.
     """

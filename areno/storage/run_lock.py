@@ -63,7 +63,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of a folder. Always True if the file system does not support locks."""
+    """Whether a process holds the lock of a folder. Also True if the file system does not support locks."""
     try:
         # These flags avoid blocking on a pipe, and following a link to another program's lock.
         descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

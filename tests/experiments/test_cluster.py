@@ -190,7 +190,7 @@ def test_impossible_requests_are_refused_before_ray_is_asked():
         (RoleNeed(cpu=9), "no node of the cluster has 9 CPU, which a worker of actor needs"),
         (
             RoleNeed(gpu=1),
-            r"no node of the cluster has 1 CPU, 1 GPU .* 10\.0\.0\.1 with 8 CPU, 8 GB of memory; 10\.0\.0\.2",
+            r"no node of the cluster has 1 CPU, 1 GPU, .* 10\.0\.0\.1 with 8 CPU, 8 GB of memory; 10\.0\.0\.2",
         ),
         (RoleNeed(mem=9), "1 CPU, 9 GB of memory"),
         (RoleNeed(workers=13), "the roles together need 13 CPUs, but the cluster has 12"),

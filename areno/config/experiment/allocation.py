@@ -343,7 +343,8 @@ def _by_model(text: str, compact: str) -> str:
         role = _MODELS.get(model)
         if role is None or not _SIZES.fullmatch(dims):
             raise InvalidAllocationModeError(
-                f"{text!r}: {part!r} is not MODEL:SIZES; write MODEL as one of {', '.join(_MODELS)}, and SIZES such as d4"
+                f"{text!r}: {part!r} is not of the form MODEL:SIZES; write one of {', '.join(_MODELS)} as MODEL, and SIZES "
+                "such as d4"
             )
         if role in sizes:
             raise InvalidAllocationModeError(f"{text!r} gives sizes for {role} twice; remove one of the two entries")

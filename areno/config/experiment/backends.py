@@ -134,7 +134,7 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
 
 def unshardable(config: Any) -> Iterator[str]:
     """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2), each with a remedy."""
-    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
+    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of the two settings"
     if parallel.data * parallel.context == 1:
         yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove the setting"
     if parallel.tensor > 1 and (problem := tensor_parallel_problem(fsdp=True)):

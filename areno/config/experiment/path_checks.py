@@ -80,7 +80,7 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
 
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
-    """Return a problem if ``split`` has no effect, because the path has no splits or contains the split."""
+    """Return a problem if ``split`` has no effect, because the path has no splits or itself selects a split."""
     section, explicit = getattr(config, name), explicit_split(getattr(config, name).path)
     harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, explicit)
     if has_splits(section.path) or section.split in harmless:

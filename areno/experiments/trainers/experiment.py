@@ -128,7 +128,7 @@ class ExperimentTrainer(TrainingLoop):
         """Return the training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Return the experiment's name of each statistic of the health monitor and the display, by its name there."""
+        """Return the names of the experiment's statistics, by their names in the health monitor and the display."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:

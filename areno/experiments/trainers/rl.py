@@ -157,7 +157,7 @@ class PPOTrainer(ExperimentTrainer):
         return RowSource(rows, section, config.seed), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
-        """Return ``max_length``, or less if the model's context would have no room for an answer."""
+        """Return ``max_length``, or less if the model's context would otherwise leave no room for an answer."""
         context = self.engine.context_length
         return max_length if max_length is None or context is None else min(max_length, context - 1)
 

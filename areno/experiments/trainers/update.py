@@ -1,4 +1,4 @@
-"""Converts the settings of a policy update: the models that score rows, the reward shaping, and the loss."""
+"""Makes the parts of a policy update from settings: the models that score rows, the reward shaping, and the loss."""
 
 import functools
 import inspect
