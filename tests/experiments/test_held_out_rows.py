@@ -109,7 +109,7 @@ def test_training_rows_are_evaluated_only_on_request(tmp_path, tiny_checkpoint, 
     check_inputs(config)
     with caplog.at_level(logging.WARNING), trainer_class(config)(config) as trainer:
         assert len(trainer.eval_rows) == 12
-    assert "rows that are trained on" in caplog.text
+    assert "rows that the model is trained on" in caplog.text
 
 
 def test_a_split_without_effect_is_refused(tmp_path, tiny_checkpoint):

@@ -284,7 +284,7 @@ def _groups(config: PPOConfig) -> Iterator[str]:
         if samples == 1 and norm.mean_level == "group":
             yield (
                 f"actor.{name}.mean_level=group compares the answers to a prompt, but each prompt has only one answer "
-                f"(gconfig.n_samples); set gconfig.n_samples to at least 2, or actor.{name}.mean_level to batch"
+                f"(gconfig.n_samples is 1); set gconfig.n_samples to at least 2, or actor.{name}.mean_level to batch"
             )
     rows = samples * config.train_dataset.batch_size
     for role, engine in (("actor", config.actor), ("critic", config.critic)):

@@ -177,7 +177,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             {"workflow.path": "agent"},
-            "needs rollout.agent.agent_cls_path",
+            "needs an agent; set rollout.agent.agent_cls_path",
             {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B"},
         ),
         # normalization
@@ -216,7 +216,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             TEACHER,
         ),
         # kind of experiment
-        ({"train_dataset.type": "sft"}, "is for SFTConfig, not GRPOConfig", {}),
+        ({"train_dataset.type": "sft"}, "is for SFTConfig, but the experiment is a GRPOConfig", {}),
         ({"train_dataset.type": "rll"}, "did you mean rl?", {}),
     ],
 )
@@ -345,7 +345,7 @@ def test_allocation_mode_sets_the_backend_of_each_role():
         ),
         (
             {"actor.backend": "archon:p2", "actor.use_lora": True},
-            "actor.use_lora with actor.backend archon:p2: pipeline parallelism",
+            "actor.use_lora is not supported with actor.backend archon:p2: pipeline parallelism",
         ),
         (
             {"actor.backend": "megatron:p2", "rollout.scheduling_strategy.type": "colocation"}

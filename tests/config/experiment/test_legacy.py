@@ -181,7 +181,7 @@ def test_mistakes_are_named(word, words):
 
 
 def test_conflicting_keys_are_refused():
-    assert "remove one of them" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
+    assert "remove one of the two keys" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
     assert "contradict" in problem(*SHORT, "group_adv_norm=True", "ppo.adv_norm=False")
 
 

@@ -315,8 +315,8 @@ def test_a_wrong_value_is_reported_once_and_not_where_it_is_inherited(tmp_path):
     [
         ("a: [", "not valid YAML"),
         ("a: 1\na: 2\n", "not valid YAML"),
-        ("just text", "expected a mapping"),
-        ("- 1\n", "expected a mapping"),
+        ("just text", "is not a mapping of settings"),
+        ("- 1\n", "is not a mapping of settings"),
         ("1: 2\n", "is not the name of a setting"),
         ("", "experiment_name is required"),
     ],

@@ -183,7 +183,7 @@ def test_the_notice_lists_a_request_not_to_shard_weights_that_are_always_sharded
     for backend, idle in (("fsdp:d1c2", True), ("megatron:d2e2", True), ("fsdp:d2", False)):
         config = rl(actor__backend=backend, actor__fsdp__shard_weights=False)
         assert training_layout(config.actor).fsdp is idle
-        assert (f"actor.fsdp.shard_weights: actor.backend {backend} divides" in notice(config)) is idle
+        assert (f"actor.fsdp.shard_weights: actor.backend {backend} has context" in notice(config)) is idle
 
 
 def test_speculative_decoding_is_refused_on_a_gpu():

@@ -151,6 +151,6 @@ def test_settings_without_effect_are_listed_in_the_notice():
     )
     for changes in effective:
         assert notice(accepted(changes)) == "", changes
-    assert "log_agent_stats_keys has an empty key" in refused(
+    assert "log_agent_stats_keys contains an empty key" in refused(
         {"actor.log_agent_stats": True, "actor.log_agent_stats_keys": ["tools", " "]}
     )
