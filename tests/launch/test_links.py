@@ -58,7 +58,7 @@ def test_other_processes_are_rejected(listener, monkeypatch):
         right | {links.KEY: "00" * 32},
         right | {links.LINK: right[links.LINK].replace("actor/0", "actor/1")},
     ):
-        with pytest.raises(EngineError, match=r"cannot connect to .*: the peer has closed the connection"):
+        with pytest.raises(EngineError, match=r"cannot connect to .*: the other process has closed the connection"):
             dial_as(monkeypatch, variables)
     assert not expected.done()
     dial_as(monkeypatch, right)
