@@ -1,4 +1,4 @@
-"""Checks that the files, functions and packages of an experiment exist. The checks run before a model is loaded."""
+"""Checks that the files, functions and packages of an experiment exist, before a model is loaded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,19 +21,20 @@ def check_inputs(config: BaseExperimentConfig) -> None:
     """Check that models, data, functions and packages exist, and that ``cluster.fileroot`` is writable.
 
     Raises:
-        UsageError: lists all problems.
+        UsageError: something is missing; the message lists all problems.
     """
     Problems.raise_all((*path_problems(config), *function_problems(config), *package_problems(config)))
 
 
 NO_REWARD = (
-    "reward.fn is missing: name the reward function as file.py:NAME or module.NAME, or a reward model as reward.path"
+    "reward.fn is missing; set reward.fn to a reward function (file.py:NAME or module.NAME), or set reward.path to a reward "
+    "model"
 )
 """Error message if a built-in workflow has no reward."""
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield the problems of the configured functions, classes and reward weights. A valid name yields an empty string."""
+    """Yield the problems with configured functions, classes and reward weights. A valid name yields an empty string."""
     for name in DATASETS:
         section = getattr(config, name)
         if section is not None and (loader := section.dataset_kwargs.get(LOADER)):
@@ -51,7 +52,7 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield NO_REWARD
     if not config.built_in_workflow and reward.weights and not reward.normalize_parts:
         yield (
-            "reward.weights has no effect with a custom workflow, which sets rewards itself; pass weights to the "
+            "reward.weights has no effect with a custom workflow, which computes rewards itself; pass the weights to the "
             "AsyncReward of the workflow"
         )
     if workflow.dynamic_filter_fn:
@@ -59,7 +60,7 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def parser_problems(agent: AgentConfig) -> Iterator[str]:
-    """Yield a problem for each unknown tool-call or reasoning parser."""
+    """Yield a problem for each unknown parser of tool calls or of reasoning."""
     for name, parsers in {
         "tool_call_parser": list_tool_call_parsers(),
         "reasoning_parser": list_reasoning_parsers(),
@@ -67,11 +68,11 @@ def parser_problems(agent: AgentConfig) -> Iterator[str]:
         value = getattr(agent, name)
         if value not in ("auto", *parsers) and value.replace("-", "_") not in parsers:
             near = nearest(value, parsers)
-            yield f"rollout.agent.{name} {value!r} is unknown{near}; choose auto, {', '.join(parsers)}"
+            yield f"rollout.agent.{name} {value!r} is unknown{near}; choose one of auto, {', '.join(parsers)}"
 
 
 def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield a problem for each unknown parser, missing package and missing login, without heavy imports."""
+    """Yield a problem for each unknown parser, missing package and missing login, without slow imports."""
     if isinstance(config, PPOConfig):
         yield from parser_problems(config.rollout.agent)
         if config.rollout.agent.agent_cls_path and (missing := missing_packages("serve")):
@@ -83,7 +84,7 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
             continue
         login = {"key": section.wandb_api_key, "address": section.wandb_base_url} if name == "wandb" else {}
         if problem := service_problem(name, mode, **login):
-            yield f"stats_logger.{name}.mode={mode} {problem}; or set stats_logger.{name}.mode=disabled"
+            yield f"stats_logger.{name}.mode={mode} {problem}, or set stats_logger.{name}.mode=disabled"
 
 
 def _problem(name: Any, option: str, resolve: Callable[..., Any] = named_function) -> str:

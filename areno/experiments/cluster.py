@@ -1,4 +1,4 @@
-"""The workers of an experiment on a Ray cluster or in a Slurm job: resources of each role, and launcher."""
+"""Determines the resources of an experiment's workers on a Ray cluster or in a Slurm job, and opens their launcher."""
 
 import uuid
 from dataclasses import replace
@@ -22,10 +22,10 @@ _NODES_MEMORY_GB = SchedulingSpec().mem
 
 
 def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
-    """The resources of the cluster that ``scheduler.type`` selects. For an experiment on one machine, None.
+    """Return the resources of the cluster that ``scheduler.type`` selects; None for an experiment on one machine.
 
     Raises:
-        UsageError: there is no such cluster, or it has fewer nodes than ``cluster.n_nodes``.
+        UsageError: there is no cluster, or the cluster has fewer nodes than ``cluster.n_nodes``.
     """
     kind, cluster = config.scheduler.type, config.cluster
     if kind not in CLUSTERS:
@@ -43,19 +43,19 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
         gpus = nodes * (cluster.n_gpus_per_node or 0)
     if nodes < cluster.n_nodes:
         raise UsageError(
-            f"cluster.n_nodes={cluster.n_nodes}, but the {kind} cluster has {nodes} node{'s' * (nodes > 1)}; lower "
+            f"cluster.n_nodes is {cluster.n_nodes}, but the {kind} cluster has only {nodes} node{'s' * (nodes > 1)}; lower "
             "cluster.n_nodes, or add nodes"
         )
     return Machine(gpus=gpus, cores=cores, flash_attention=False, threads=None, nodes=nodes)
 
 
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
-    """The launcher for the workers of an experiment with resolved settings. On one machine, None.
+    """Return the launcher for the workers of an experiment with resolved settings; None on one machine.
 
     The caller must close the launcher.
 
     Raises:
-        UsageError: the cluster lacks resources that the roles need.
+        UsageError: the cluster has too few resources for the roles.
     """
     if not machine.nodes:
         return None
@@ -67,7 +67,7 @@ def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | 
 
 
 def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
-    """Resources of the actor's workers, and of the rollout workers if rollout has its own processes."""
+    """Return the resources of the actor's workers and, if the rollout has its own processes, of the rollout workers."""
     actor = ModelAllocation.from_str(config.actor.backend, "actor").parallel
     needs = {"actor": _need(config.actor.scheduling_spec[0], actor.world_size, actor.tensor, gpus)}
     if isinstance(config, PPOConfig) and not takes_turns(config) and not config.rollout.api_url:
@@ -106,7 +106,7 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool) -> Role
 
 
 def name_options(config: BaseExperimentConfig) -> NameOptions:
-    """Options of the name store. By default, its files are below ``cluster.fileroot``."""
+    """Return the options of the name store. By default, the files of the store are below ``cluster.fileroot``."""
     section = config.cluster.name_resolve
     root, entry = section.nfs_record_root, settings_of(NameResolveConfig)["nfs_record_root"]
     if root in (entry.default, entry.info.documented):  # the default is local to one machine

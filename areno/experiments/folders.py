@@ -3,7 +3,7 @@
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
     {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery checkpoints
 
-``checkpoints`` in the run directory is a link to the second directory. Tools that read run directories need it.
+``checkpoints`` in the run directory is a link to the second directory, for tools that read run directories.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def _user() -> str:
-    """The user name, for paths. If the user has no name, as in some containers, the user id."""
+    """Return the user name for paths, or the user id if the user has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -39,9 +39,9 @@ def _user() -> str:
 
 @contextmanager
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
-    """Open the run directory and its log for the duration of the block. The first log line has the directory's path.
+    """Open the run directory and its log for the duration of the block. A nested call only yields the run directory.
 
-    This function does not import torch, because the import takes seconds. A nested call only returns the directory.
+    The first log line contains the path of the directory. The function does not import torch, which would take seconds.
     """
     run_dir = ExperimentFolders.of(config).create()
     if LoggingSetup.active is not None:
@@ -55,20 +55,17 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
 
 
 def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> None:
-    """Raise UsageError if the trial has run already and recovery is disabled.
-
-    The check must come before anything of the earlier run is changed.
-    """
+    """Raise UsageError if the trial has run already and recovery is disabled, before any file of the earlier run changes."""
     if not config.recover.enabled and run_dir.read_metrics():
         raise UsageError(
             f"trial_name {config.trial_name!r}: {config.experiment_name}/{config.trial_name} has run already, in "
-            f"{run_dir.path}; choose another trial_name, or set recover.mode=auto to resume it"
+            f"{run_dir.path}, and recovery is disabled; choose another trial_name, or set recover.mode=auto"
         )
 
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
-    """Lock the run directory of the trial for this process, and its checkpoint directories under other roots."""
+    """Hold locks on the run directory of the trial, and on the checkpoint directories that are below other roots."""
     default, roots = ExperimentFolders.of(config), (config.saver.fileroot, config.recover.fileroot)
     elsewhere = {ExperimentFolders.of(config, root).checkpoints.resolve() for root in roots}
     with ExitStack() as locks:
@@ -79,7 +76,7 @@ def _locked(config: BaseExperimentConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolders:
-    """The directories of one trial, by default of the current user. The properties do not create them."""
+    """The directories of a trial, by default of the current user. The properties do not create directories."""
 
     fileroot: str | Path
     experiment: str
@@ -88,7 +85,7 @@ class ExperimentFolders:
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, root: str = "") -> ExperimentFolders:
-        """The directories of an experiment, below ``root``, by default ``cluster.fileroot``."""
+        """Return the directories of an experiment below ``root``; with an empty ``root``, below ``cluster.fileroot``."""
         return cls(root or config.cluster.fileroot, config.experiment_name, config.trial_name)
 
     def _below(self, kind: str) -> Path:
@@ -111,7 +108,7 @@ class ExperimentFolders:
 
     @property
     def run_dir(self) -> RunDirectory:
-        """The files in the run directory; its log is ``main.log``."""
+        """The files in the run directory."""
         return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:

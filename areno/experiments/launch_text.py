@@ -1,4 +1,4 @@
-"""A description of what an experiment would start on a cluster."""
+"""Describes what an experiment would start on a cluster."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from areno.experiments.slurm_job import batch_script, driver_command
 
 
 def launch_text(words: Sequence[str]) -> str:
-    """The script of the Slurm job, or the reservations on the Ray cluster.
+    """Return the script of the Slurm job, or a description of the workers on the Ray cluster.
 
     Raises:
         UsageError: no cluster is configured.
@@ -20,12 +20,16 @@ def launch_text(words: Sequence[str]) -> str:
     if kind == "slurm":
         return batch_script(config, driver_command(words))
     if kind != "ray":
-        raise UsageError("scheduler.type=local runs all processes on this machine; set scheduler.type to ray or slurm")
+        raise UsageError(
+            "scheduler.type=local uses no cluster, so there is nothing to show; set scheduler.type to ray or slurm"
+        )
     lines = []
     for role, need in needs_of(config, gpus=config.cluster.n_gpus_per_node != 0).items():
         where = f" colocated with {need.beside}" if need.beside else f" ({need.ray_placement_strategy})"
         memory = f", {need.memory_gb} GB" if need.memory_gb else ""
         lines.append(f"{role}: {need.workers} workers{where}, each with {need.cpu} CPUs, {need.gpu} GPUs{memory}\n")
     if config.cluster.n_gpus_per_node is None:
-        lines.append("on nodes without GPUs, workers have no GPU, and 1 CPU per rank unless scheduling_spec sets cpu\n")
+        lines.append(
+            "if the nodes have no GPUs, workers get no GPU, and 1 CPU per rank unless scheduling_spec sets cpu\n"
+        )
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""Plans the memory of an experiment without loading a model. The plan covers training engine and rollout replicas."""
+"""Plans the memory of an experiment's training engine and rollout replicas, without loading a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concu
 
 
 class ExperimentSizes(Sizes):
-    """The sizes that determine an engine's memory in ``areno run``, from a fully resolved ``config``."""
+    """The sizes that determine the memory of an engine in ``areno run``. All settings of ``config`` must be resolved."""
 
     def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
         self.experiment, self.pairs = config, isinstance(config, RWConfig | DPOConfig)
@@ -55,9 +55,9 @@ class ExperimentSizes(Sizes):
         return self.experiment.train_dataset.max_length or max(gconfig.max_tokens - gconfig.max_new_tokens, 1)
 
     def roles(self) -> list[HeldRole]:
-        """Models that need weights of their own besides the actor's.
+        """Return the models that need memory for weights in addition to the actor's weights.
 
-        A frozen model needs none if it has the weights of the actor's frozen base, or those of an earlier frozen model.
+        A frozen model needs no such memory if the actor's frozen base or an earlier frozen model has the same weights.
         """
         config, held = self.experiment, []
         if not self.trains:
@@ -116,9 +116,9 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """Memory plan of an experiment. ``actor`` is the plan of the training engine.
+    """Memory plans of an experiment: ``actor`` for the training engine, and ``rollout`` for each rollout replica.
 
-    ``rollout`` is the plan of each separate rollout replica. If there are none, ``rollout`` is None.
+    ``rollout`` is None if there are no separate replicas.
     """
 
     actor: MemoryPlan
@@ -130,15 +130,13 @@ class ExperimentPlan:
 
     @property
     def needed(self) -> int:
-        """Peak size in bytes. Plans that share one memory are added, together with ``transfer``. Otherwise the larger plan
-        counts.
-        """
+        """Peak memory in bytes: the sum of both plans and ``transfer`` if the plans share memory, else the larger plan."""
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
 
     @property
     def available(self) -> int:
-        """Available bytes."""
+        """Available memory in bytes."""
         return self.actor.available
 
     @property
@@ -148,9 +146,9 @@ class ExperimentPlan:
 
 
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
-    """Plan the memory of an experiment with ``available`` bytes.
+    """Plan the memory of an experiment. ``available`` is the available memory in bytes.
 
-    If ``available`` is None, the free memory of this machine or GPU is used.
+    If ``available`` is None, the free memory of this machine or of its GPU is available.
     """
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
@@ -180,7 +178,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Bytes on the fullest training rank, without the process itself. With neither FSDP nor pipeline stages, 0."""
+    """Return the bytes on the fullest training rank, without the process itself; 0 with neither FSDP nor pipeline stages."""
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0
@@ -193,7 +191,7 @@ def _share(sizes: ExperimentSizes, longest: int) -> int:
 
 
 def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
-    """A copy with all machine-dependent settings resolved."""
+    """Return a copy of the configuration in which all machine-dependent settings are resolved."""
     config, machine = settled(config), engines.this_machine()
     if config.scheduler.type in CLUSTERS:  # the number of GPUs here says nothing about the cluster
         machine = replace(machine, gpus=machine.gpus and devices_needed(config), nodes=config.cluster.n_nodes)
@@ -202,13 +200,13 @@ def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
 
 
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
-    """Engine options for generation. The concurrent samples are divided among the replicas."""
+    """Return the engine options for generation. The concurrent samples are divided among the replicas."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
 
 def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
-    """Changes that reduce memory, least costly first. ``longest`` is the number of tokens of the longest row."""
+    """Yield changes of settings that reduce memory, least costly first. ``longest`` is the longest row in tokens."""
     actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}
@@ -226,7 +224,7 @@ def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
 
 
 def _largest_pass(config: Any, longest: int) -> int:
-    """Number of tokens in the largest microbatch of a data-parallel replica with the current settings."""
+    """Return the number of tokens in the largest microbatch of a data-parallel replica with the current settings."""
     layout = engines.training_layout(config.actor)
     return sum(
         ExperimentSizes(config, engines.engine_config(config.actor), layout, generates=False).microbatch(longest)[0]
@@ -234,10 +232,9 @@ def _largest_pass(config: Any, longest: int) -> int:
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
-    """The largest concurrency and microbatch size with which an experiment fits into memory. If none fits, an empty
-    change.
+    """Return the largest concurrency and microbatch size with which an experiment fits into memory; empty if none fits.
 
-    The concurrency is chosen first, so that the rollout cache holds all answers at maximum length. Microbatches get the
+    The concurrency is the largest value at which the rollout cache holds all answers at maximum length. Microbatches get the
     remaining memory. The call changes the microbatch settings of ``config``.
     """
     chosen: Change = {}
@@ -257,9 +254,9 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 
 
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
-    """Plan an experiment that is given by its command line. Return the plan itself and a description of it.
+    """Plan the memory of an experiment that is given by its command line. Return the plan and its description.
 
-    The description is a table or, with ``as_data``, the bytes by name. With ``tune``, the description includes the
+    The description is a table or, with ``as_data``, a dict of numbers by name. With ``tune``, the description includes the
     largest concurrency and microbatch size that fit into memory.
 
     Raises:
@@ -304,13 +301,15 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.share:
         lines.append(
-            "The actor's plan assumes unsharded weights on each rank, so it is an upper bound. With the sharding of "
-            f"actor.backend, the fullest rank needs about {plan.share / 2**20:,.1f} MiB plus the process itself "
-            "(docs/layouts.md)."
+            "The actor's plan is an upper bound, because it assumes unsharded weights on each rank. With the sharding of "
+            f"actor.backend, the fullest rank needs about {plan.share / 2**20:,.1f} MiB, plus the memory of the process "
+            "itself (docs/layouts.md)."
         )
     if plan.transfer:
         lines.append(f"Shared memory for weight transfers: {plan.transfer / 2**20:,.1f} MiB.")
-    remedy = "None of the settings tried makes the experiment fit: use a smaller model, or a machine with more memory"
+    remedy = (
+        "No tried change of the settings makes the experiment fit; use a smaller model, or a machine with more memory"
+    )
     lines.append(verdict(plan.needed, plan.available, change, remedy))
     if sizes is not None:
         lines.append(f"Largest sizes that fit: {' '.join(sizes)}" if sizes else "No sizes fit.")

@@ -1,4 +1,4 @@
-"""``areno replay`` of an experiment. The experiment's trainer makes updates on recorded rows, without a rollout engine."""
+"""Replays an experiment for ``areno replay``: its trainer makes updates on recorded rows, without a rollout engine."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ _NOT_REPEATED = (
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
-"""Overrides of the run's settings: a replay neither evaluates nor reports to services."""
+"""Overrides of the run's settings, with which a replay neither evaluates nor reports to services."""
 _KEEPS_NOTHING = (
     "recover.mode=disabled",
     "saver.mode=off",
@@ -43,21 +43,21 @@ _KEEPS_NOTHING = (
 
 
 class ReplayPPOTrainer(PPOTrainer):
-    """Trains on the rows of a replay; generates nothing."""
+    """Trains on the recorded rows of a replay, without generation."""
 
     def __init__(self, config: PPOConfig, replay: RecordedStep) -> None:
         self.replay = replay
         super().__init__(config, workflow_is_named=True)
 
     def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
-        """The checkpoint of the replayed run."""
+        """Return the checkpoint of the replayed run."""
         return self.replay.checkpoint
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
         return ExperimentTrainer._make_engine(self, checkpoint)  # without inference servers
 
     def open_rollout(self) -> None:
-        """Start nothing."""
+        """Start no rollout, because nothing is generated."""
 
     def rollout_state(self) -> Any:
         """Return None, because nothing is generated."""
@@ -72,22 +72,22 @@ class ReplayPPOTrainer(PPOTrainer):
         self.state.step = self.replay.step
 
     def data_size(self) -> dict[str, int]:
-        """Empty, because a replay has only the rows of one step."""
+        """Return an empty dict, because a replay has only the rows of one step."""
         return {}
 
     def total_steps(self) -> int:
-        """The number of completed steps after the last update."""
+        """Return the number of completed steps after the last update."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
-        """The updates, all on the same rows."""
+        """Yield the updates, which all train on the same rows."""
         per_epoch = self.rows.steps_per_epoch
         for step in range(self.replay.step, self.total_steps()):
             at = StepInfo(*divmod(step, per_epoch), step, per_epoch, self.total_steps())
             yield PlannedStep(at, at)
 
     def run_step(self, at: StepInfo) -> StepOutcome:
-        """Run one update."""
+        """Run one update on the recorded rows."""
         rows = self.replay.saved.rows
         numbers = self.update(rows, at, range(max(row.group for row in rows) + 1))
         return StepOutcome(rows, numbers, rewards=[row.reward for row in rows])
@@ -95,8 +95,8 @@ class ReplayPPOTrainer(PPOTrainer):
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
         """Prepare the rows of an update.
 
-        Before the first update, the inputs of the loss are added to the rows. If the replay changes the shaping of
-        rewards, or if rows lack the returns of a critic, advantages are recomputed.
+        Before the first update, the inputs of the loss are added to the rows. If the replay changes the reward shaping, or if
+        rows lack the returns that a critic needs, advantages are recomputed.
         """
         if self.state.step == self.replay.step:
             has_all = self.config.critic is None or all(row.returns for row in rows)
@@ -119,8 +119,8 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
     kind = experiment_class(words)
     if not issubclass(kind, PPOConfig):
         raise UsageError(
-            f"{run} trains on its dataset, so there are no samples to replay; to repeat steps with other settings, start an "
-            "experiment with a model saved before those steps as actor.path"
+            f"{run} has no rollout, so there are no samples to replay; to repeat steps with other settings, start an "
+            "experiment and set actor.path to a model that was saved before these steps"
         )
     recorded, _ = load_expr_config(words, kind)
     replayed, _ = load_expr_config([*words, *settings, *_NOT_REPEATED, *(() if keeps else _KEEPS_NOTHING)], kind)
@@ -131,7 +131,7 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
 
 
 def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> RecordedStep:
-    """Adapt a replay to changed settings. Raises UsageError: the settings need data that was not recorded."""
+    """Return the replay, adapted to changed settings. Raises UsageError if the settings need data that was not recorded."""
     before, after = (config.reward_section.weights for config in (recorded, replayed))
     replay = replay.weighed(after) if after != before else replay
     for section, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
@@ -144,7 +144,7 @@ def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> 
 
 
 def run_replay(config: PPOConfig, replay: RecordedStep) -> list[dict[str, Any]]:
-    """Run the updates of a replay; return the statistics of each. Raises StopRequested if a signal stopped the replay."""
+    """Run the updates of a replay, and return the statistics of each update. Raises StopRequested after a signal."""
     run_dir = ExperimentFolders.of(config).create()
     with setup_logging(run_dir, level="error"), recorded_status(run_dir), ReplayPPOTrainer(config, replay) as trainer:
         trainer.report.display = ProgressDisplay()

@@ -33,7 +33,7 @@ MATH_REWARD = "areno.rollouts.workflows.math_reward.math_reward"
 
 
 def trainer_class(config: BaseExperimentConfig) -> Any:
-    """The trainer class for a configuration."""
+    """Return the trainer class for a configuration."""
     from areno.experiments import trainers
 
     kinds = (
@@ -48,8 +48,8 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 def run_experiment(config: BaseExperimentConfig) -> None:
     """Check the configuration, create the trainer, and run the experiment to its end.
 
-    If recovery is enabled, a run is retried after an engine failure, such as a dead process. Each retry resumes from
-    the newest recovery checkpoint. There are at most ``recover.retries`` retries.
+    If recovery is enabled, an engine failure, such as a dead process, does not end the run. The run resumes from the newest
+    recovery checkpoint, at most ``recover.retries`` times.
     """
     check_inputs(config)
     with open_log(config):
@@ -66,24 +66,28 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
                 trainer.train()
             return
         except StopRequested as stop:
-            hint = "run the same command again to resume" if recovers else "set recover.mode=auto to make it resumable"
+            hint = (
+                "run the same command again to resume" if recovers else "set recover.mode=auto to make runs resumable"
+            )
             _log.warning("experiment stopped; %s", hint)
             raise SystemExit(128 + stop.signum) from None
         except EngineError as error:
             if attempt > retries:
                 raise
-            _log.warning("retry %d of %d from the newest recovery checkpoint: %s", attempt, retries, error)
+            _log.warning(
+                "retry %d of %d starts from the newest recovery checkpoint, after: %s", attempt, retries, error
+            )
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``main_async_ppo.py`` and ``main_sync_ppo.py``, with legacy keys and, by default, the math reward."""
+    """Run ``main_async_ppo.py`` or ``main_sync_ppo.py``, and return the exit code. The default reward is the math reward."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     return guarded(lambda: run_experiment(legacy_config(words, asynchronous=asynchronous)))
 
 
 def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
-    """Read legacy keys. Without a reward function and a reward model, the math reward is used."""
+    """Return the configuration from legacy keys, with the math reward if there is neither a reward function nor a model."""
     config = load_legacy_config(words, asynchronous=asynchronous)
     if not config.reward.path:
         config.reward.fn = config.reward.fn or MATH_REWARD
@@ -91,10 +95,7 @@ def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Call ``run``, and return the exit code. An `ArenoError` becomes one message on stderr.
-
-    :func:`areno.errors.exit_code` chooses the code.
-    """
+    """Call ``run``, and return the exit code of :func:`areno.errors.exit_code`. An `ArenoError` is printed to stderr."""
     try:
         run()
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit after --help
@@ -103,19 +104,21 @@ def guarded(run: Callable[[], None]) -> int:
 
 
 def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
-    """Raise UsageError if a run to resume was moved, or its recovery is disabled."""
+    """Raise UsageError if the run to resume was moved, or if its recovery is disabled."""
     logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
-        raise UsageError(f"--resume {run}: the run's configuration places it in {logs}; move the run there")
+        raise UsageError(
+            f"--resume {run}: the run is not in the directory of its configuration; move the run back to {logs}"
+        )
     if not config.recover.enabled:
         raise UsageError(
-            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery checkpoints; to repeat it "
-            "from the first step, add recover.mode=auto"
+            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery checkpoints and cannot be "
+            "resumed; to start the run again from the first step, add recover.mode=auto"
         )
 
 
 def _dry_run(config: BaseExperimentConfig) -> str:
-    """Check the configuration and its inputs, and describe the run. No model is loaded, and no file is written."""
+    """Check the configuration and its inputs, and return a description of the run. Neither load a model nor write a file."""
     from areno.experiments.trainers.engines import machine_of
     from areno.experiments.trainers.row_source import RowSource, load_dataset
 
@@ -132,16 +135,16 @@ def _dry_run(config: BaseExperimentConfig) -> str:
     steps = config.total_train_epochs * per_epoch
     steps = min(steps, config.total_train_steps or steps)
     lines += [f"{name}: {len(rows)} rows" for name, rows in data.items()]
-    lines.append(f"steps: {steps}; {per_epoch} per epoch, before over-long rows are dropped")
+    lines.append(f"steps: {steps} ({per_epoch} per epoch), or fewer if the run drops over-long rows")
     folders = ExperimentFolders.of(config)
     lines += [f"run directory: {folders.logs}", f"models: {folders.checkpoints}"]
     return "\n".join([*lines, "dry run: nothing was started, and nothing was written"])
 
 
 def main(argv: Sequence[str], resumed: Path | None = None) -> None:
-    """Entry point of ``areno run``. ``train_dataset.type`` selects the kind of experiment.
+    """Run the command ``areno run``. ``train_dataset.type`` selects the kind of experiment.
 
-    ``resumed`` is a run directory to resume. If it is None, ``recover.mode`` decides whether to resume.
+    ``resumed`` is the directory of the run to resume. If ``resumed`` is None, ``recover.mode`` decides whether to resume.
     """
     words = [word for word in argv if word != DRY_RUN]
     config, _ = load_expr_config(words, experiment_class(words))

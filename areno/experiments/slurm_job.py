@@ -23,7 +23,7 @@ _POLL_S = 1.0
 
 
 def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
-    """The job script, which runs ``command`` on the first node."""
+    """Return the job script, which runs ``command`` on the first node."""
     cluster, folder = config.cluster, ExperimentFolders.of(config).logs
     nodes = [f"node {number}" for number in range(cluster.n_nodes)]  # the actual names are known only inside the job
     gpus = cluster.n_gpus_per_node or 0
@@ -54,7 +54,7 @@ def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
             "#!/bin/bash",
             *lines,
             f"cd {shlex.quote(os.getcwd())}",
-            "# The run is a separate step, so that scancel and requeueing send it SIGTERM, and it saves before it ends.",
+            "# The run is a separate job step. On scancel or requeueing, the step gets SIGTERM and saves before it ends.",
             f'{shlex.join(driver)} --nodelist="$SLURMD_NODENAME" {shlex.join(command)} &',
             "step=$!",
             "# SIGTERM to srun itself would kill the step.",
@@ -70,16 +70,16 @@ def _common(values: set[str]) -> str:
 
 
 def driver_command(words: Sequence[str]) -> list[str]:
-    """The command line of ``areno run`` with the given arguments."""
+    """Return the command line of ``areno run`` with the given arguments."""
     return [*python_command(), "-m", "areno", "run", *words]
 
 
 def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
-    """Submit the experiment, show its output until it ends, and return its exit code. Ctrl-C cancels the job.
+    """Submit the experiment as a job, show its output until the job ends, and return its exit code. Ctrl-C cancels the job.
 
     Raises:
-        EngineError: Slurm rejected the job, or did not answer in time.
-        UsageError: Slurm is not available.
+        EngineError: Slurm rejected the job, or did not respond in time.
+        UsageError: Slurm is not installed.
     """
     folder = ExperimentFolders.of(config).create().path
     script, output = folder / SCRIPT, folder / OUTPUT
@@ -96,7 +96,7 @@ def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
         return code
     except KeyboardInterrupt:
         slurm_steps.run(["scancel", job])
-        sys.stderr.write(f"job {job} was cancelled; waiting until it has saved its state and ended\n")
+        sys.stderr.write(f"job {job} was cancelled; waiting until the job has saved its state and ended\n")
         while slurm_steps.exit_code_of(job) is None:
             time.sleep(_POLL_S)
         _show(output, shown)
@@ -104,7 +104,7 @@ def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
 
 
 def _show(output: Path, shown: int) -> int:
-    """Print the file from byte ``shown`` on, and return its new size."""
+    """Print the file from byte ``shown`` on, and return the new value of ``shown``."""
     if not output.exists():
         return shown
     with open(output, "rb") as file:

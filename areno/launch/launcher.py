@@ -20,19 +20,19 @@ from areno.name_resolve import NameOptions
 from areno.python_process import python_command
 
 NODE = "ARENO_NODE"
-"""The environment variable with the name or address of a worker's machine."""
+"""Environment variable that contains the name or the address of a worker's machine."""
 
 _POLL_S, _AT_ONCE = 0.05, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A process to start. It runs a Python module that connects to this process (:func:`areno.launch.links.dial`).
+    """A process to start, whose Python module connects to this process (:func:`areno.launch.links.dial`).
 
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.
-        environment: environment variables in addition to those that the task inherits.
-        log_file: file for the output. If None, the task inherits the output of the process that starts it.
+        environment: environment variables in addition to the inherited variables.
+        log_file: file for the output of the task. If None, the task inherits the output of the process that starts the task.
     """
 
     role: str
@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """Resources of each worker of a role. ``SchedulingSpec`` documents the fields without a comment."""
+    """Number and resources of the workers of a role. `SchedulingSpec` documents the fields that have no comment."""
 
     workers: int = 1
     together: int = 1  # number of consecutive workers that must be on one machine
@@ -71,19 +71,18 @@ class RoleNeed:
 
     @property
     def memory_gb(self) -> int | None:
-        """Memory of a worker in GB; None requests none."""
+        """Memory in GB to request for a worker; None if no amount is requested."""
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Number of workers of ``holder`` that share their places with one worker of this colocated role.
+        """Return the number of workers of ``holder`` whose cores and GPUs one worker of this colocated role shares.
 
-        Worker ``n`` shares the places of ``span`` consecutive workers, from number ``n * span`` on. Their GPUs together
-        suffice for worker ``n``.
+        Worker ``n`` uses the GPUs of ``span`` consecutive workers of ``holder``, from number ``n * span`` on.
         """
         return max(math.ceil(self.gpu / max(holder.gpu, 1)), 1)
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
-        """Return the command that starts a task. It includes the container and the shell commands of the role."""
+        """Return the command that starts a task, including the container and the shell commands of the role."""
         words = [*self._python(python), "-m", task.module, *task.arguments]
         if self.image and self.container_type != "none":
             binds = ["--bind", self.mount] if self.mount else []
@@ -94,7 +93,7 @@ class RoleNeed:
         return words
 
     def _python(self, default: str) -> list[str]:
-        """Return the command that starts Python. If ``cmd`` runs a module, areno's worker replaces the module."""
+        """Return the command that starts Python. If ``cmd`` runs a module, the module is removed from the command."""
         words = shlex.split(self.cmd or "")
         if "-m" in words:
             words = words[: words.index("-m")]
@@ -105,9 +104,9 @@ class RunningTask(Protocol):
     """A process on this or another machine, with some methods of :class:`subprocess.Popen`.
 
     Attributes:
-        pid: process id on the machine of the process, or 0 if it is unknown.
-        node: name or address of the machine of the process. For this machine, an empty string.
-        returncode: exit code, or None if the process was running at the last poll.
+        pid: process id on the machine of the process; 0 if unknown.
+        node: name or address of the machine of the process; empty for this machine.
+        returncode: exit code; None if the process was running at the last poll.
     """
 
     pid: int
@@ -137,7 +136,7 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The name service of a run's tasks. ``root`` is the prefix of all names, and is unique to the run."""
+    """The name service of a run's tasks. ``root`` is the prefix of all names, which is unique to the run."""
 
     options: NameOptions
     root: str
@@ -147,7 +146,7 @@ class Launcher(Protocol):
     """Starts tasks with the resources of their roles. A launcher must be closed.
 
     Attributes:
-        names: name service of the tasks. If all tasks are on this machine, None.
+        names: name service of the tasks; None if all tasks run on this machine.
         host: address at which the tasks reach this machine.
     """
 
@@ -155,13 +154,13 @@ class Launcher(Protocol):
     host: str
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """Start tasks, and wait until all of them have connected. If one fails, kill all of them and raise EngineError."""
+        """Start tasks, and wait until all tasks have connected. If a task fails, kill all tasks and raise EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Reserve resources for ``workers`` workers of a role.
+        """Reserve resources for ``workers`` workers of a role in total.
 
-        After an EngineError or UsageError, some resources may stay reserved. To release them, call again with the old
-        number of workers.
+        After an EngineError or UsageError, some of the new resources may stay reserved. To release these resources, call
+        ``resize`` with the old number of workers.
         """
 
     def close(self) -> None:
@@ -169,7 +168,7 @@ class Launcher(Protocol):
 
 
 class RemoteLauncher(ABC):
-    """Base class of launchers that start tasks on other machines. The tasks connect to this process.
+    """Base class of launchers that start tasks on other machines.
 
     Args:
         needs: resources of each role.
@@ -190,7 +189,7 @@ class RemoteLauncher(ABC):
         """Start one task.
 
         Raises:
-            EngineError: the cluster has no resources for the task, or cannot start it.
+            EngineError: the cluster has no resources for the task, or cannot start the task.
         """
 
     @abstractmethod
@@ -244,11 +243,11 @@ def _wait_for_connection(
         code = process.poll()
         where = f"{task.name} on {process.node}" if process.node else task.name
         if code is not None and not connection.done():
-            raise EngineError(f"{where} exited with code {code} before it connected")
+            raise EngineError(f"{where} exited with code {code} before connecting to this process")
         if time.monotonic() > deadline:
             raise EngineError(
-                f"{where} has not connected within {timeout_s:g} s; workers must be able to reach the machine that started "
-                "them, on a port chosen by the system"
+                f"{where} has not connected within {timeout_s:g} s; make sure that the worker's machine can reach all ports of "
+                "the machine that started the worker"
             )
         time.sleep(_POLL_S)
     return connection.result()

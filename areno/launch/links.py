@@ -1,9 +1,9 @@
 """Connections from worker processes on other machines to the process that started them.
 
-A worker connects to the process that started it (the starter). In a handshake, both prove that they know the run's key.
-The worker reads the key from its environment. After the handshake, every message is signed
-(:class:`areno.frames.SignedFormat`). Nothing is encrypted. The starter detects an unreachable worker within 45 s. A
-worker detects an unreachable starter within three minutes.
+A worker connects to the process that started the worker (the starter). In a handshake, worker and starter prove to each other
+that they know the run's key, which the worker reads from its environment. After the handshake, every message is signed
+(:class:`areno.frames.SignedFormat`), but not encrypted. The starter detects an unreachable worker within 45 s. A worker detects
+an unreachable starter within three minutes.
 """
 
 import hashlib
@@ -22,13 +22,12 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker. On another machine, they are the address ``HOST:PORT/NAME`` and the run's key in hex.
-On the same machine, the first variable is the file descriptor of an inherited socket, and the second variable is not
-set.
+"""Environment variables of a worker. On another machine, ``LINK`` is ``HOST:PORT/NAME``, and ``KEY`` is the run's key in hex.
+On the starter's machine, ``LINK`` is the file descriptor of an inherited socket, and ``KEY`` is not set.
 """
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
-"""An environment variable that a worker sets. Its value is the address at which other machines reach the worker's machine."""
+"""Environment variable that a worker sets to the address at which other machines reach the worker's machine."""
 
 _NONCE_BYTES, _MAC_BYTES = 32, 32
 _HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3
@@ -52,7 +51,7 @@ class Connection:
         return self.key is not None
 
     def frames(self, limit: int = sys.maxsize) -> Frames:
-        """Wrap the socket in frames. The worker and the starter must both call this method."""
+        """Wrap the socket, to send and receive frames. Both the worker and the starter must call this method."""
         if self.key is not None:
             return Frames(self.socket, SignedFormat(self.key, self.dials), limit)
         return Frames.follow(self.socket) if self.dials else Frames.lead(self.socket, limit)
@@ -62,7 +61,7 @@ class Listener:
     """Accepts connections of workers. A listener must be closed.
 
     Attributes:
-        address: ``HOST:PORT``.
+        address: address of the listener, as ``HOST:PORT``.
     """
 
     def __init__(self, host: str) -> None:
@@ -75,17 +74,17 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Expect a worker that will be started with a unique name. Return a future of its connection."""
+        """Accept the connection of a worker that will be started under a unique name. Return a future of the connection."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future
 
     def forget(self, name: str) -> None:
-        """Stop expecting a worker."""
+        """Do not accept the connection of a worker any longer."""
         self._expected.pop(name, None)
 
     def environment(self, name: str) -> dict[str, str]:
-        """Return the environment variables with which a worker connects under a name."""
+        """Return the environment variables with which a worker connects under the name ``name``."""
         return {LINK: f"{self.address}/{name}", KEY: self._key.hex()}
 
     def close(self) -> None:
@@ -156,12 +155,14 @@ def _dial(link: str, key: bytes, attempts: int) -> Connection:
         transcript = theirs + nonce + name.encode()
         sock.sendall(bytes([len(name.encode())]) + name.encode() + nonce + _mac(key, b"worker", transcript))
         if not hmac.compare_digest(_receive(sock, _MAC_BYTES, deadline), _mac(key, b"starter", transcript)):
-            raise EngineError(f"{address} does not know the key of this run")
+            raise EngineError(
+                f"the process at {address} does not know the key of this run, so it did not start this worker"
+            )
     except OSError as error:
         if attempts > 1:
             time.sleep(_PAUSE_S)
             return _dial(link, key, attempts - 1)
-        raise EngineError(f"cannot connect to {address}, which started this worker: {error}") from error
+        raise EngineError(f"cannot connect to {address}, the process that started this worker: {error}") from error
     _watch(sock, _WORKER_PATIENCE_S)
     return Connection(sock, _mac(key, b"session", transcript), dials=True)
 
@@ -174,16 +175,16 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
         if time.monotonic() > deadline:
-            raise TimeoutError("the peer is too slow")
+            raise TimeoutError("the other process responds too slowly")
         chunk = sock.recv(size - len(data))
         if not chunk:
-            raise ConnectionError("the peer has closed the connection")
+            raise ConnectionError("the other process has closed the connection")
         data += chunk
     return data
 
 
 def _watch(sock: socket.socket, patience_s: int) -> None:
-    """Enable TCP keepalive and a timeout for unacknowledged data."""
+    """Enable TCP keepalive and a timeout of ``patience_s`` seconds for unacknowledged data."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

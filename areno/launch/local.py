@@ -1,4 +1,4 @@
-"""Processes on this machine. Each process is connected by a private socket pair."""
+"""Starts processes on this machine, and connects each process to this process by a private socket pair."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Uses the environment and commands of roles, but reserves no resources."""
+    """See :class:`areno.launch.launcher.Launcher`. Uses the environment and the commands of roles; reserves no resources."""
 
     names: Names | None = None
     host = "127.0.0.1"
@@ -32,7 +32,7 @@ class LocalLauncher:
         self.needs = dict(needs or {})
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """See :class:`areno.launch.launcher.Launcher`. Tasks are connected from the start."""
+        """See :class:`areno.launch.launcher.Launcher`. Tasks inherit a connected socket, so there is no wait."""
         started: list[LinkedTask] = []
         try:
             for task in tasks:

@@ -1,4 +1,4 @@
-"""Placement of workers on identical nodes."""
+"""Places workers on nodes that have equal numbers of GPUs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,13 @@ Placement = dict[str, list[str]]
 
 
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Place the workers of all roles. The first worker of the first role is on the first node that the role allows.
+    """Choose a node for each worker of each role. The first worker of the first role is on its first allowed node.
 
-    Workers with GPUs fill one node after another. A worker without GPUs goes to the node with the fewest cores in use.
+    Workers with GPUs fill one node after another. A worker without GPUs is placed on the node with the fewest cores in use.
 
     Raises:
-        UsageError: there are too few GPUs, the GPUs of a colocated worker are on several nodes, or ``nodelist`` and
-            ``exclude`` leave no node.
+        UsageError: there are too few GPUs, the GPUs of a colocated worker would be on several nodes, or ``nodelist`` and
+            ``exclude`` allow no node.
     """
     gpus, cores = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     placed: Placement = {}
@@ -29,8 +29,8 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
         gpus_needed = need.gpu * need.together
         if gpus_needed > gpus_per_node:
             raise UsageError(
-                f"an engine of {role} needs {gpus_needed} GPUs of one node, but a node has {gpus_per_node}; use smaller sizes "
-                f"in {role}.backend, or correct cluster.n_gpus_per_node"
+                f"an engine of {role} needs {gpus_needed} GPUs on a single node, but a node has {gpus_per_node}; use smaller "
+                f"sizes in {role}.backend, or correct cluster.n_gpus_per_node"
             )
         for _ in range(0, need.workers, need.together):
             fitting = (
@@ -38,8 +38,9 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
             )
             if not fitting:
                 raise UsageError(
-                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each are too few for {need.workers} workers of {role} with "
-                    f"{need.gpu} GPUs each, in addition to other roles; raise cluster.n_nodes, or use smaller sizes in backend"
+                    f"{need.workers} workers of {role} need {need.gpu} GPUs each, but the other roles leave too few free GPUs "
+                    f"on {len(nodes)} nodes with {gpus_per_node} GPUs each; raise cluster.n_nodes, or use smaller sizes in "
+                    f"{role}.backend"
                 )
             node = fitting[0] if gpus_needed else min(fitting, key=lambda name: cores[name])
             gpus[node] += gpus_needed
@@ -49,10 +50,9 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
 
 
 def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> list[str]:
-    """Return the nodes of colocated workers.
+    """Return the nodes of colocated workers, each of which shares the cores and GPUs of ``span`` other workers.
 
-    ``holders`` are the nodes of the workers whose places are shared. Each colocated worker shares the places of
-    ``span`` of these workers.
+    ``holders`` are the nodes of these other workers.
     """
     shared = [holders[at : at + span] for at in range(0, len(holders) - span + 1, span)][: need.workers]
     if divided := next((nodes for nodes in shared if len(set(nodes)) > 1), None):
@@ -61,7 +61,7 @@ def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> lis
 
 
 def divided_places(role: str, need: RoleNeed, nodes: Sequence[str]) -> str:
-    """Explain that the GPUs of one colocated worker would be on several nodes."""
+    """Return the message that the GPUs of a colocated worker would be on several nodes."""
     return (
         f"a worker of {role} uses {need.gpu} GPUs of {need.beside}, which are on several nodes ({', '.join(nodes)}); use "
         f"smaller sizes in {role}.backend, or sizes in {need.beside}.backend that fill the nodes"
@@ -74,13 +74,14 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
     allowed = [node for node in nodes if node not in excluded and (not listed or node in listed)]
     if not allowed:
         raise UsageError(
-            f"{role}.scheduling_spec leaves no node of {', '.join(nodes)}: nodelist={need.nodelist}, exclude={need.exclude}"
+            f"{role}.scheduling_spec allows none of the nodes {', '.join(nodes)}; correct nodelist={need.nodelist} or "
+            f"exclude={need.exclude}"
         )
     return allowed
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int, int]:
-    """Return the maximum numbers of cores, of GPUs and of GB of requested memory that are in use on one node."""
+    """Return the maxima over the nodes of the cores in use, of the GPUs in use and of the requested memory in GB."""
     cores, gpus, memory = dict[str, int](), dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

@@ -1,11 +1,10 @@
-"""Runs tasks on a Ray cluster. For each task, a Ray actor starts the process on the node where Ray has placed the actor.
+"""Runs tasks on a Ray cluster. For each task, a Ray actor starts a process on the node where Ray has placed the actor.
 
-Each role that is not colocated has its own placement groups. The task and the actor are separate processes. Ray's
-threads and pickling therefore do not affect the task. A hanging task can be killed. A task exits when its connection is
-closed.
+Each role that is not colocated has its own placement groups. The task runs in a separate process, so the threads and the
+pickling of Ray do not affect the task, and the actor can kill a hanging task. A task exits when its connection is closed.
 
-The output of a task goes to Ray's logs. If the folder of the task's log file exists on the node, the output also goes
-to this file.
+The output of a task is written to Ray's logs. If the folder of the task's log file exists on the node, the output is also
+written to this file.
 """
 
 import logging
@@ -35,13 +34,13 @@ _GIB = 1 << 30
 
 
 class TaskHost:
-    """The Ray actor of a task."""
+    """The Ray actor that starts a task."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, need: RoleNeed, task: Task, environment: Mapping[str, str]) -> int:
-        """Start the task with additional environment variables, and return its process id."""
+        """Start the task with additional environment variables, and return the process id of the task."""
         self._process = subprocess.Popen(
             need.command(task),
             env={**os.environ, "RAY_ADDRESS": _address(), **environment},
@@ -55,7 +54,7 @@ class TaskHost:
         return self._process.pid
 
     def wait(self) -> int:
-        """Wait until the task exits, and return its exit code."""
+        """Wait until the task exits, and return the exit code of the task."""
         assert self._process is not None
         code = self._process.wait()
         self._copier.join(_REST_S)  # the last output of the task
@@ -114,14 +113,14 @@ class RayTask:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """See :class:`areno.launch.launcher.RunningTask`. If the actor or the node of a task died, the exit code is -9."""
+        """See :class:`areno.launch.launcher.RunningTask`. The exit code is -9 if the actor or the node of the task died."""
         if self.returncode is None:
             try:
                 self.returncode = int(self._ray.get(self._end, timeout=timeout))
             except self._ray.exceptions.GetTimeoutError as error:
                 raise subprocess.TimeoutExpired(self._name, timeout or 0.0) from error
             except self._ray.exceptions.RayError as error:
-                logger.warning("%s on %s: its Ray actor died: %s", self._name, self.node, first_line(error))
+                logger.warning("the Ray actor of %s on %s died: %s", self._name, self.node, first_line(error))
                 self.returncode = -signal.SIGKILL
             with suppress(Exception):
                 self._ray.kill(self.actor)
@@ -139,7 +138,7 @@ class RayTask:
 
 
 class RayLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`. This process must be connected to the cluster. Ignores container images.
+    """See :class:`areno.launch.launcher.Launcher`. This process must be connected to Ray. Container images are ignored.
 
     Raises UsageError if the cluster has too few resources for the roles.
     """
@@ -178,16 +177,17 @@ class RayLauncher(RemoteLauncher):
             pid = ray.get(actor.start.remote(need, task, {**environment, NODE: node}), timeout=_CALL_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             ray.kill(actor)
-            raise EngineError(f"{task.name} could not be started by Ray: {first_line(error)}") from error
+            raise EngineError(f"Ray could not start {task.name}: {first_line(error)}") from error
         self._tasks[task.name] = started = RayTask(ray, actor, task.name, pid, node)
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`areno.launch.launcher.Launcher`. Additional workers get separate placement groups."""
+        """See :class:`areno.launch.launcher.Launcher`. Additional engines get separate placement groups."""
         need = self.needs[role]
         if need.beside and workers > need.workers:
             raise UsageError(
-                f"{workers} workers of {role} are too many: they run in the {need.workers} places of {need.beside}"
+                f"{workers} workers of {role} are too many, because {role} is colocated with {need.beside}, which has room for "
+                f"{need.workers}; use fewer workers"
             )
         with self._lock:
             groups = self._further.setdefault(role, [])
@@ -212,9 +212,9 @@ class RayLauncher(RemoteLauncher):
                 self._ray.util.remove_placement_group(group)
 
     def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
-        """Return the GPUs of a colocated worker, which belong to other workers (holders).
+        """Return the GPUs of a colocated worker: the first ``need.gpu`` GPUs of other workers (holders).
 
-        They are the first ``need.gpu`` GPUs of the ``count`` holders from number ``first`` on.
+        ``first`` is the number of the first holder, and ``count`` is the number of holders.
         """
         holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
         if len({task.node for task in holders}) > 1:
@@ -222,7 +222,7 @@ class RayLauncher(RemoteLauncher):
         try:
             devices = self._ray.get([task.actor.devices.remote() for task in holders], timeout=_CALL_S)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
-            raise EngineError(f"the GPUs of {need.beside} are not known: {first_line(error)}") from error
+            raise EngineError(f"the workers of {need.beside} did not report their GPUs: {first_line(error)}") from error
         return ",".join(",".join(devices).split(",")[: need.gpu])
 
     def _node_of(self, actor: Any, timeout_s: float) -> str:
@@ -250,8 +250,7 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for the workers from number ``first`` on.
 
-        Each engine gets a group of its own. With ``ray_placement_strategy=shared``, engines with one worker share one
-        group instead.
+        Each engine gets its own group. With ``ray_placement_strategy=shared``, engines with a single worker share one group.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
@@ -274,14 +273,14 @@ class RayLauncher(RemoteLauncher):
             if time.monotonic() > deadline:
                 self._remove(groups)
                 raise EngineError(
-                    f"Ray has not placed {need.workers} workers of {role} with {_text(bundle)} each within "
-                    f"{_PLACE_S:g} s; available in total: {_text(self._ray.available_resources())}"
+                    f"Ray has not found room for the workers of {role} ({need.workers} x {_text(bundle)}) within "
+                    f"{_PLACE_S:g} s; free on the whole cluster: {_text(self._ray.available_resources())}"
                 )
         return groups
 
 
 def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise UsageError if the cluster is too small for all roles together, or if no node is large enough for a worker.
+    """Raise UsageError if the cluster is too small for all roles together, or if a worker fits on no node.
 
     Without this check, Ray would wait forever.
     """
@@ -293,8 +292,8 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         one = {"CPU": float(need.cpu + guests), "GPU": float(need.gpu), "memory": memory}
         if not any(all(node.get(name, 0.0) >= amount for name, amount in one.items()) for node in nodes.values()):
             raise UsageError(
-                f"scheduler.type=ray: no node of the cluster has {_text(one)} for a worker of {role} "
-                f"({role}.scheduling_spec); the nodes are {_listing(nodes)}"
+                f"scheduler.type=ray: no node of the cluster has {_text(one)}, which a worker of {role} needs (nodes: "
+                f"{_listing(nodes)}); lower the resources in {role}.scheduling_spec"
             )
     for name in ("CPU", "GPU"):
         own = [need for need in needs.values() if name == "CPU" or not need.beside]
@@ -302,15 +301,15 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         available = sum(node.get(name, 0.0) for node in nodes.values())
         if needed > available:
             raise UsageError(
-                f"scheduler.type=ray: the roles need {needed} {name}s, but the cluster has {available:g}: {_listing(nodes)}; "
-                "use smaller sizes in backend and scheduling_spec, or add nodes"
+                f"scheduler.type=ray: the roles together need {needed} {name}s, but the cluster has {available:g} "
+                f"({_listing(nodes)}); use smaller sizes in backend or scheduling_spec, or add nodes"
             )
 
 
 def nodes() -> dict[str, dict[str, float]]:
-    """Return the resources of each live node of the cluster.
+    """Return the resources of each live node of the cluster, by the node's address and port.
 
-    A key is the address and port of a node, because nodes may share an address.
+    The address alone is not unique, because several nodes may run on one machine.
     """
     import ray
 
@@ -332,9 +331,9 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the node of each worker from number ``first`` on. Without a node list, return an empty list.
+    """Return the node of each worker from number ``first`` on; empty without a node list.
 
-    Engines are assigned to the listed nodes round-robin.
+    Engines are assigned to the listed nodes in turn.
     """
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []

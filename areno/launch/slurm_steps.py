@@ -1,7 +1,4 @@
-"""Runs tasks on the nodes of a Slurm job. Each task is a separate job step.
-
-:mod:`areno.experiments.slurm_job` submits the job itself.
-"""
+"""Runs each task as a separate job step on the nodes of a Slurm job, which :mod:`areno.experiments.slurm_job` submits."""
 
 import os
 import shlex
@@ -88,9 +85,9 @@ class SlurmTask:
 
 
 class SlurmLauncher(RemoteLauncher):
-    """See :class:`areno.launch.launcher.Launcher`. This process must belong to the job.
+    """See :class:`areno.launch.launcher.Launcher`. This process must belong to a Slurm job.
 
-    Raises UsageError if the workers do not fit on the nodes of the job.
+    Raises UsageError if the nodes of the job have too few resources for the workers.
     """
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names, gpus_per_node: int) -> None:
@@ -124,20 +121,21 @@ class SlurmLauncher(RemoteLauncher):
         return SlurmTask(srun, self._job, step, node)
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`RemoteLauncher`. Raises UsageError if the job's nodes have no room."""
+        """See :class:`RemoteLauncher`. Raises UsageError if the nodes of the job have too few resources."""
         if workers <= len(self._placed[role]):
             return
         listed = self._listed | {role: replace(self._listed[role], workers=workers)}
         placed = place_workers(listed, self._nodes, self._gpus_per_node)
         if len(placed[role]) < workers:
             raise UsageError(
-                f"{workers} workers of {role} are too many: they run in the {len(placed[role])} places of another role"
+                f"{workers} workers of {role} are too many, because {role} is colocated with another role, which has room for "
+                f"{len(placed[role])}; use fewer workers"
             )
         self._placed = placed
 
 
 def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
-    """Return the srun command that starts a worker, without the program of the worker."""
+    """Return the srun command that starts a worker, without the command of the worker itself."""
     words = ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={step}"]
     words.append(f"--cpus-per-task={need.cpu}")
     if need.memory_gb is not None:
@@ -152,7 +150,7 @@ def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """Expand a node list such as ``n[1-4]`` to the names of its nodes."""
+    """Return the names of the nodes in a node list, such as ``n[1-4]``."""
     return run(["scontrol", "show", "hostnames", nodelist]).split()
 
 
@@ -161,14 +159,14 @@ def _expanded(nodelist: str | None) -> str | None:
 
 
 def _own_address(other: str) -> str:
-    """Return the address of this machine on the route to another machine. No packet is sent."""
+    """Return the address of this machine on the route to another machine, without sending a packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])
 
 
 def address_of(node: str) -> str:
-    """Return the address of a node, as known to Slurm. Raises EngineError if its name cannot be resolved."""
+    """Return the IP address of a node. Raises EngineError if the node's name in Slurm cannot be resolved."""
     name = _fields(run(["scontrol", "show", "node", node])).get("NodeAddr", node)
     try:
         return socket.gethostbyname(name)
@@ -180,7 +178,7 @@ def address_of(node: str) -> str:
 
 
 def size() -> tuple[int, int]:
-    """Return the numbers of nodes and cores of this process's job. Raises UsageError outside a job."""
+    """Return the numbers of nodes and cores of the current Slurm job. Raises UsageError outside a job."""
     if not in_job():
         raise UsageError(
             "scheduler.type=slurm: this process is not in a Slurm job; submit the experiment with 'areno run FILE.yaml', or "
@@ -194,13 +192,13 @@ def size() -> tuple[int, int]:
 
 
 def exit_code_of(job: str) -> int | None:
-    """Return the exit code of a finished job, or None if the job is pending or running.
+    """Return the exit code of a job; None if the job is pending or running.
 
-    The exit code of a job that a signal killed is 128 + signal. A restarting controller may not know the job yet, so
-    this function retries for a minute.
+    The exit code of a job that a signal killed is 128 + signal. The function retries for a minute, because a controller that
+    restarts may not know the job yet.
 
     Raises:
-        EngineError: the controller does not answer, or does not know the job.
+        EngineError: the controller does not respond, or does not know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:
@@ -241,10 +239,12 @@ def run(command: Sequence[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except FileNotFoundError as error:
         raise UsageError(
-            f"scheduler.type=slurm: {command[0]} is not installed; run this on a machine of the Slurm cluster"
+            f"scheduler.type=slurm: {command[0]} is not installed; start areno on a machine of the Slurm cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{' '.join(command)} timed out after {_COMMAND_S:g} s; is slurmctld running?") from error
+        raise EngineError(
+            f"{' '.join(command)} timed out after {_COMMAND_S:g} s; check whether slurmctld is running"
+        ) from error
     if done.returncode:
         raise EngineError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

@@ -1,8 +1,8 @@
-"""Name service of an experiment's processes.
+"""Name service, in which the processes of an experiment store values by name.
 
-A name is a path such as ``user/experiment/trial/workers/rollout/0``, and its value is a string. The store ``memory`` works
-within one process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, and ``ray`` in a Ray cluster. The functions of
-this module share one store, which :func:`reconfigure` replaces.
+A name is a path such as ``user/experiment/trial/workers/rollout/0``, and a value is a string. The store ``memory`` works
+within one process, ``nfs`` with a shared folder, ``etcd3`` with an etcd server, and ``ray`` in a Ray cluster. All functions of
+this module use the same store, which :func:`reconfigure` replaces.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class NameOptions:
     ray_actor_name: str = "ray_kv_store"
 
     def open(self) -> NameStore:
-        """Open the store.
+        """Open the store that the settings select.
 
         Raises:
-            UsageError: the type is unknown, or the store cannot be used on this machine.
+            UsageError: the type is unknown, or this machine cannot use the store.
         """
         if self.type == "memory":
             return MemoryStore()
         if self.type == "nfs":
             if not self.nfs_record_root:
-                raise UsageError("name_resolve.type=nfs needs a folder: set name_resolve.nfs_record_root")
+                raise UsageError("name_resolve.type=nfs needs a folder; set name_resolve.nfs_record_root")
             return FileStore(self.nfs_record_root)
         if self.type == "etcd3":
             from areno.name_resolve.etcd_store import EtcdStore
@@ -43,7 +43,7 @@ class NameOptions:
             from areno.name_resolve.ray_store import RayStore
 
             return RayStore(self.ray_actor_name)
-        raise UsageError(f"name_resolve.type={self.type}: use memory, nfs, etcd3 or ray")
+        raise UsageError(f"name_resolve.type={self.type} is unknown; use memory, nfs, etcd3 or ray")
 
 
 _names = Repository(MemoryStore())
@@ -53,7 +53,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(options: NameOptions) -> None:
-    """Switch to another store, after a ``reset`` of the previous one."""
+    """Replace the store of this module's functions, after a ``reset`` of the previous store."""
     store = options.open()
     _names.reset()
     _names.store = store

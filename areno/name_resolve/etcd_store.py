@@ -1,7 +1,7 @@
 """Stores names in etcd, through its HTTP gateway. Each value with a time to live has a separate lease.
 
-An etcd lease lasts a whole number of seconds, at least two. A value exists up to half a second longer than its lease. A
-restarted etcd server still has its values, and restarts all leases.
+An etcd lease lasts a whole number of seconds, at least two. A value exists up to half a second longer than its lease. After a
+restart, an etcd server still has its values, and renews all leases.
 """
 
 import base64
@@ -28,7 +28,7 @@ class EtcdStore:
     """See :class:`NameStore`.
 
     Raises:
-        UsageError: ``address`` is not ``HOST:PORT``, the server does not answer, or the package ``etcd3gw`` is missing.
+        UsageError: ``address`` is not ``HOST:PORT``, the server does not respond, or the package ``etcd3gw`` is missing.
     """
 
     def __init__(self, address: str) -> None:
@@ -36,10 +36,12 @@ class EtcdStore:
             import etcd3gw
             from etcd3gw import exceptions
         except ImportError as error:
-            raise UsageError(f"name_resolve.type=etcd3 needs etcd3gw: {install_command('etcd')}") from error
+            raise UsageError(f"name_resolve.type=etcd3 needs etcd3gw; install it: {install_command('etcd')}") from error
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
-            raise UsageError(f"name_resolve.etcd3_addr={address}: write HOST:PORT, such as localhost:2379")
+            raise UsageError(
+                f"name_resolve.etcd3_addr={address} is not an address; write HOST:PORT, such as localhost:2379"
+            )
         self.address = address
         self._away: tuple[type[Exception], ...] = (
             exceptions.ConnectionFailedError,
@@ -52,7 +54,8 @@ class EtcdStore:
             self._client.status()
         except (*self._away, self._refused) as error:
             raise UsageError(
-                f"name_resolve.etcd3_addr={address}: no etcd server answers there ({error}); start one, or correct the address"
+                f"name_resolve.etcd3_addr={address}: no etcd server responds at this address ({error}); start a server, or "
+                "correct the address"
             ) from error
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
@@ -86,10 +89,7 @@ class EtcdStore:
         return [name for name in names if is_under(name, root)]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`. If the lease of a value has expired, the value is written again.
-
-        A lease can expire while etcd is unreachable.
-        """
+        """See :class:`NameStore`. If the lease has expired while etcd was unreachable, the value is written again."""
         lease, text = self._leases.get(name, (None, ""))
         if lease is None:
             return False
@@ -126,7 +126,7 @@ class EtcdStore:
             except self._away as error:
                 if time.monotonic() > deadline:
                     raise ArenoError(
-                        f"the etcd server at {self.address} has not answered for {_RETRY_S:g} s: {error}"
+                        f"the etcd server at {self.address} has not responded for {_RETRY_S:g} s: {error}"
                     ) from error
                 time.sleep(_PAUSE_S)
             except self._refused as error:

@@ -20,18 +20,16 @@ _KEPT_RESULTS = 1000  # far more than the calls of all processes within _CALL_S
 
 
 def connect(setting: str) -> Any:
-    """Connect this process to the cluster at ``RAY_ADDRESS``, or to the cluster of this machine.
-
-    Returns the module ``ray``.
+    """Connect this process to the Ray cluster at ``RAY_ADDRESS``, or to the cluster of this machine. Return the module ``ray``.
 
     Raises:
-        UsageError: Ray is not installed, there is no cluster, or the cluster refuses the token. The message mentions
-            ``setting``.
+        UsageError: Ray is not installed, there is no cluster, or the cluster rejects the token. The message names the setting
+            ``setting``, which requires Ray.
     """
     try:
         import ray
     except ImportError as error:
-        raise UsageError(f"{setting} needs Ray: {install_command('ray')}") from error
+        raise UsageError(f"{setting} needs Ray; install it: {install_command('ray')}") from error
     if ray.is_initialized():
         return ray
     address = os.environ.get("RAY_ADDRESS", "auto")
@@ -43,25 +41,25 @@ def connect(setting: str) -> Any:
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if "AuthenticationError" in "".join(traceback.format_exception(error)):  # it may be quoted in another error
             raise UsageError(
-                f"{setting}: the Ray cluster at {address} requires a token; set RAY_AUTH_MODE=token, and copy "
-                "~/.ray/auth_token from the cluster's first machine or set RAY_AUTH_TOKEN"
+                f"{setting}: the Ray cluster at {address} requires a token; set RAY_AUTH_MODE=token, and either set "
+                "RAY_AUTH_TOKEN or copy the file ~/.ray/auth_token from the cluster's first machine"
             ) from error
         raise UsageError(
-            f"{setting}: no Ray cluster at {address} ({first_line(error)}); start one with 'ray start --head' and "
-            "'ray start --address=HOST:PORT' on other machines, or set RAY_ADDRESS=HOST:PORT"
+            f"{setting}: there is no Ray cluster at {address} ({first_line(error)}); set RAY_ADDRESS=HOST:PORT, or start a "
+            "cluster with 'ray start --head' and, on further machines, 'ray start --address=HOST:PORT'"
         ) from error
     return ray
 
 
 class _StoreActor(MemoryStore):
-    """A memory store whose calls can be retried: a repeated call returns the first result and changes nothing."""
+    """A memory store in which a repeated call returns the result of the first call and changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self._results: OrderedDict[str, Any] = OrderedDict()
 
     def run(self, call_id: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the store, or return the result of the earlier call with this id."""
+        """Call a method of the store, and return the result. A call with a known id only returns the earlier result."""
         if call_id not in self._results:
             self._results[call_id] = getattr(self, method)(*arguments)
             if len(self._results) > _KEPT_RESULTS:
@@ -72,8 +70,8 @@ class _StoreActor(MemoryStore):
 class RayStore:
     """See :class:`NameStore`. Raises UsageError if there is no Ray cluster.
 
-    The actor outlives the processes that use it. An actor that Ray has restarted is empty. The next :meth:`touch` then
-    writes the values of this process again.
+    The actor outlives the processes that use the store. After Ray has restarted the actor, the store is empty until the next
+    :meth:`touch` of each process, which writes the values of the process again.
     """
 
     def __init__(self, actor_name: str) -> None:
@@ -123,7 +121,7 @@ class RayStore:
         return touched
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the store in the actor. Retry while the actor restarts or the connection to it is broken."""
+        """Call a method of the store in the actor. Retry while the actor restarts or is unreachable."""
         deadline, call_id = time.monotonic() + _CALL_S, uuid.uuid4().hex
         while True:
             if not self._ray.is_initialized():  # Ray would start a cluster of its own
@@ -136,5 +134,5 @@ class RayStore:
                 time.sleep(_PAUSE_S)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 raise ArenoError(
-                    f"the Ray actor of the name store does not answer: {type(error).__name__}: {error}"
+                    f"the Ray actor of the name store does not respond: {type(error).__name__}: {error}"
                 ) from error

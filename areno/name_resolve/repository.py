@@ -1,4 +1,4 @@
-"""The client of a name store in one process."""
+"""The client of a name store, which adds and reads names and keeps values alive."""
 
 import logging
 import threading
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class NameEntryExists(ArenoError):  # noqa: N818 - the documented name
-    """The name already has a value."""
+    """The name to add already has a value."""
 
 
 class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
-    """The name has no value."""
+    """The name to read or delete has no value."""
 
 
 class Repository:
-    """Names and their values in a store.
+    """Adds, reads and deletes names and their values in a store.
 
     If a process adds a value with a time to live, a thread of this process keeps the value alive. The value expires soon after
     the process exits, even if the process was killed.
@@ -50,7 +50,7 @@ class Repository:
         """
         name = _normal(name)
         if keepalive_ttl is not None and keepalive_ttl <= 0:
-            raise UsageError(f"keepalive_ttl={keepalive_ttl}: use a number above 0, or None")
+            raise UsageError(f"keepalive_ttl={keepalive_ttl} is not a positive number; use a number above 0, or None")
         if not self.store.write(name, str(value), keepalive_ttl, replace):
             raise NameEntryExists(f"the name {name} already has a value; use replace=True to overwrite it")
         self._forget(name)
@@ -64,7 +64,7 @@ class Repository:
     def add_subentry(
         self, name: str, value: str, delete_on_exit: bool = True, keepalive_ttl: float | None = None
     ) -> str:
-        """Add a value under a new name below ``name``, and return the new name."""
+        """Set the value of a new, unique name below ``name``, and return the new name."""
         entry = f"{_normal(name)}/{uuid.uuid4().hex[:12]}"
         self.add(entry, value, delete_on_exit, keepalive_ttl)
         return entry
@@ -84,12 +84,12 @@ class Repository:
         return value
 
     def get_subtree(self, name_root: str) -> list[str]:
-        """Return the values of ``name_root`` and of all names below ``name_root``, in the order of :meth:`find_subtree`."""
+        """Return the values of the names that :meth:`find_subtree` returns, in the same order."""
         values = (self.store.read(name) for name in self.find_subtree(name_root))
         return [value for value in values if value is not None]
 
     def find_subtree(self, name_root: str) -> list[str]:
-        """Return the sorted names with a value: ``name_root`` and all names below ``name_root``."""
+        """Return the sorted names that have a value, among ``name_root`` and all names below ``name_root``."""
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:
@@ -110,7 +110,8 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name that gets no value within ``wait_timeout`` seconds counts as lost. An unreachable store restarts this time.
+        A name that gets no value within ``wait_timeout`` seconds also leads to the call. This time starts again whenever the
+        store is unreachable.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 
@@ -118,7 +119,7 @@ class Repository:
             try:
                 return all(self.store.read(name) is not None for name in names)
             except (ArenoError, OSError) as error:  # an unreachable store does not mean that a value is lost
-                logger.warning("the names %s could not be read, retrying: %s", ", ".join(names), error)
+                logger.warning("cannot read the names %s: %s; trying again", ", ".join(names), error)
                 return None
 
         def watch() -> None:
@@ -147,7 +148,7 @@ class Repository:
     def reset(self) -> None:
         """Delete the values that this process added with ``delete_on_exit``, and stop keeping values alive.
 
-        A value that another process has set instead is kept.
+        If another process has replaced a value, the new value is kept.
         """
         names = list(self._own)
         for name in {*names, *self._alive}:
@@ -167,15 +168,15 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
             if not store.touch(name, ttl):
                 return
         except (ArenoError, OSError) as error:  # the store may be reachable again before the value expires
-            logger.warning("the name %s could not be kept alive, retrying: %s", name, error)
+            logger.warning("cannot keep the value of the name %s alive: %s; trying again", name, error)
 
 
 def _normal(name: str) -> str:
-    """Strip leading and trailing slashes of a name. Raises UsageError if a word of the path is invalid."""
+    """Return a name without leading and trailing slashes. Raises UsageError if a word of the path is invalid."""
     words = name.strip("/").split("/")
     if any(not word or word.startswith(".") or "\0" in word for word in words):
         raise UsageError(
-            f"{name!r} is not a name: write words separated by single slashes, such as experiment/trial/key; "
-            "a word must not start with a dot"
+            f"{name!r} is not a valid name; write words that are separated by single slashes and do not start with a dot, such "
+            "as experiment/trial/key"
         )
     return "/".join(words)

@@ -1,7 +1,7 @@
 """Name stores in the memory of a process, or in files of a shared folder.
 
-The operations of a store are atomic, and never wait for a value. :class:`areno.name_resolve.repository.Repository` builds on a
-store.
+The operations of a store are atomic, and never wait for a value. :class:`areno.name_resolve.repository.Repository` adds
+waiting for values.
 """
 
 import contextlib
@@ -20,14 +20,15 @@ _FILE = ".entry"  # no name has a word that starts with a dot
 
 
 class NameStore(Protocol):
-    """Values by name, with an optional time to live in seconds.
+    """Stores values by name, with an optional time to live in seconds.
 
     The methods raise ArenoError if a server cannot be reached, and OSError if files cannot be accessed.
     """
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value. Without ``replace``, return False if the name has a value. Of concurrent writers, only one then
-        succeeds.
+        """Set the value of a name. Without ``replace``, set nothing and return False if the name already has a value.
+
+        If several processes write concurrently without ``replace``, only one write succeeds.
         """
 
     def read(self, name: str) -> str | None:
@@ -40,12 +41,12 @@ class NameStore(Protocol):
         """
 
     def under(self, root: str) -> list[str]:
-        """Return the names with a value: ``root`` and all names below ``root``."""
+        """Return the names that have a value, among ``root`` and all names below ``root``."""
 
     def touch(self, name: str, ttl: float) -> bool:
         """Renew the time to live of a value that this process has written. Return whether the value still exists.
 
-        A value that another process has written instead does not count.
+        The result is also False if another process has replaced the value.
         """
 
 
@@ -55,7 +56,7 @@ def is_under(name: str, root: str) -> bool:
 
 
 class MemoryStore:
-    """Names in the memory of one process or of a Ray actor. Callers of an actor identify themselves as ``owner``."""
+    """Stores names in the memory of a process or of a Ray actor. ``owner`` identifies the process that calls an actor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +64,7 @@ class MemoryStore:
         self._identity = uuid.uuid4().hex
 
     def identity(self) -> str:
-        """Return a unique id. A restarted actor is empty, and has a new id."""
+        """Return the unique id of this store. After a restart of the actor, the store is empty and has a new id."""
         return self._identity
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool, owner: str = "") -> bool:
@@ -110,15 +111,15 @@ class MemoryStore:
 
 
 class FileStore:
-    """Names as files ``{root}/{name}/.entry``. Folders are created when needed.
+    """Stores names as files ``{root}/{name}/.entry``. Folders are created when needed.
 
     A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file.
     Without ``replace``, only one of two concurrent writers succeeds.
 
     A lock excludes other writers of the same user. Without the lock, two writers could find the same expired value, and
-    one of them would delete the new value of the other.
+    the second writer would delete the new value of the first writer.
 
-    A file contains the value, the time to live in seconds and a unique mark as JSON. The time to live starts at the
+    A file contains JSON with the value, the time to live in seconds and a unique mark. The time to live starts at the
     file's modification time, which :meth:`touch` renews.
     """
 
@@ -187,7 +188,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that excludes this user's other threads and processes from writing."""
+        """Hold the lock that prevents other threads and processes of this user from writing."""
         with (self.root / f".lock-{os.getuid()}").open("a") as lock:
             with contextlib.suppress(OSError):  # some cluster file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -195,7 +196,7 @@ class FileStore:
 
     @functools.cached_property
     def _ahead(self) -> float:
-        """Seconds by which the clock of the file server is ahead of the clock of this machine."""
+        """Number of seconds by which the clock of the file server is ahead of the clock of this machine."""
         self.root.mkdir(parents=True, exist_ok=True)
         probe = self.root / f".{uuid.uuid4().hex}"
         probe.touch()

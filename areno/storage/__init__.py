@@ -1,4 +1,4 @@
-"""The files of a run: its directory, lock and checkpoints, and the paths of both front ends. Does not import torch.
+"""Reads and writes the files of a run, such as its checkpoints, without importing torch.
 
 - ``run_layout``: paths of each front end, and a run's newest model
 - ``run_dir``: the files of a run directory
@@ -9,7 +9,7 @@
 - ``json_lines``: reads ``.jsonl`` files
 - ``metric_columns``: ``metrics.jsonl`` as columns
 - ``sample_index``: the index of ``samples.jsonl``
-- ``checkpoint_folder``: writes checkpoints atomically, and deletes old ones
+- ``checkpoint_folder``: writes checkpoints atomically, and deletes old checkpoints
 - ``contents``: the state and the checksums of a checkpoint
 - ``rollout_files``: saved training rows
 - ``gguf``: GGUF files as checkpoint folders

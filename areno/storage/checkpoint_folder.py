@@ -1,15 +1,15 @@
-"""The folder with a run's checkpoints: ``step_000123/``, and optionally ``best/``. Each is either complete or absent.
+"""The folder with a run's checkpoints: ``step_000123/``, and optionally ``best/``. Each checkpoint is complete or absent.
 
 A checkpoint is written under a temporary name, synced to disk, and then renamed. To delete a checkpoint, its folder is first
 renamed to a temporary name. If the process is killed, the folders with temporary names are removed at the next start or save.
-A checkpoint that is being replaced is deleted last. If the process is killed before the new checkpoint has its final name, the
-old checkpoint is restored.
+When a checkpoint is replaced, the old checkpoint is deleted last. If the process is killed before the new checkpoint has its
+final name, the old checkpoint is restored.
 
 Two checkpoints of one step share files as hard links, if the file system supports them. Therefore, files are replaced and
 never modified in place.
 
-A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. An unreadable
-checkpoint stops the run with an error, because the cause may be temporary.
+A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. A checkpoint
+that cannot be read ends the run with an error, because the cause may be temporary.
 """
 
 import itertools
@@ -39,7 +39,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of one run below ``root``, which the first save creates. Keeps the newest ``keep``; None keeps all."""
+    """The checkpoints of a run below ``root``, which the first save creates. Keeps the newest ``keep``, or all if None."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CheckpointFolder:
         return self.root / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Return the step numbers of the complete ``step_...`` checkpoints, ascending."""
+        """Return the step numbers of the complete ``step_...`` checkpoints, in ascending order."""
         if not self.root.is_dir():
             return []
         matches = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
@@ -67,17 +67,17 @@ class CheckpointFolder:
         )
 
     def best_step(self) -> int | None:
-        """Return the number of completed steps of the best checkpoint, or None without a best checkpoint."""
+        """Return the number of completed steps of the best checkpoint; None if there is no best checkpoint."""
         return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
 
     def find(self, step: int) -> Path | None:
-        """Return the complete checkpoint after ``step`` completed steps, or None."""
+        """Return the path of the complete checkpoint after ``step`` completed steps; None if there is no such checkpoint."""
         if self.best_step() == step:
             return self.best
         return self.path(step) if step in self.steps() else None
 
     def newest_until(self, step: int) -> tuple[int, Path] | None:
-        """Return the step and path of the newest undamaged checkpoint of at most ``step`` completed steps. Changes no file."""
+        """Return step and path of the newest undamaged checkpoint of at most ``step`` steps; None without such a checkpoint."""
         checkpoints = [(saved, self.path(saved)) for saved in self.steps()]
         with suppress(DamagedCheckpointError):
             if (best := self.best_step()) is not None:
@@ -88,27 +88,28 @@ class CheckpointFolder:
                     _check(path)
                     return saved, path
                 except DamagedCheckpointError as error:
-                    _log.warning("%s is damaged and not used: %s", path, error)
+                    _log.warning("the checkpoint %s is damaged and not used: %s", path, error)
         return None
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, including the best one, or None without checkpoints."""
+        """Return the newest complete checkpoint, which may be the best checkpoint; None without checkpoints."""
         steps, best = self.steps(), self.best_step()
         if best is not None and (not steps or best > steps[-1]):
             return self.best
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or None without checkpoints.
+        """Return the newest undamaged checkpoint; None without checkpoints.
 
         Newer, damaged checkpoints are renamed to ``.damaged-...``.
 
         Args:
-            step: consider only checkpoints after this many completed steps.
-            check: raises ``DamagedCheckpointError`` for an unusable checkpoint. By default, checks state and manifest.
+            step: number of completed steps of the checkpoints to consider. If None, all checkpoints are considered.
+            check: function that raises ``DamagedCheckpointError`` for an unusable checkpoint. The default function checks the
+                state and the manifest.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or one cannot be read.
+            CheckpointError: all checkpoints are damaged, or a checkpoint cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -121,27 +122,32 @@ class CheckpointFolder:
                 continue
             for bad, reason in damaged:
                 hidden = self._set_aside(bad, _DAMAGED)
-                _log.warning("%s is damaged (%s); renamed it to %s and using %s", bad, reason, hidden.name, path)
+                _log.warning(
+                    "%s is damaged (%s) and was renamed to %s; using %s instead", bad, reason, hidden.name, path
+                )
             return path
         if damaged:
-            remedy = "restore a copy, or start a new run" if step is None else "choose another --resume-step"
+            remedy = "restore a backup, or start a new run" if step is None else "choose another --resume-step"
             reasons = "; ".join(reason for _, reason in damaged)
             raise CheckpointError(f"no checkpoint under {self.root} can be used: {reasons}; {remedy}")
         return None
 
     def rewind(self, step: int) -> None:
-        """Rename the checkpoints of steps after ``step`` to ``.rewound-...``. The run repeats these steps."""
+        """Rename the checkpoints of the steps after ``step``, which the run repeats, to ``.rewound-...``."""
         for path_step, path in self._newest_first():
             if path_step > step:
                 hidden = self._set_aside(path, _REWOUND)
                 _log.warning(
-                    "%s is later than step %d, where the run resumes; renamed it to %s", path, step, hidden.name
+                    "%s is later than step %d, from which the run resumes, and was renamed to %s",
+                    path,
+                    step,
+                    hidden.name,
                 )
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        """Return steps and folders of all checkpoints, newest first. At equal steps, ``best`` comes last.
+        """Return steps and folders of all checkpoints, also of incomplete checkpoints, newest first.
 
-        Incomplete checkpoints are included. A damaged ``best`` is renamed, unless it is the only checkpoint.
+        At equal steps, ``best`` comes last. A damaged ``best`` is renamed unless there is no other checkpoint.
         """
         if not self.root.is_dir():
             return []
@@ -153,18 +159,18 @@ class CheckpointFolder:
                 if not folders:
                     return [(0, self.best)]
                 hidden = self._set_aside(self.best, _DAMAGED)
-                _log.warning("%s is damaged (%s); renamed it to %s", self.best, error, hidden.name)
+                _log.warning("%s is damaged (%s) and was renamed to %s", self.best, error, hidden.name)
         return sorted(folders, key=lambda pair: (pair[0], pair[1] != self.best), reverse=True)
 
     def _set_aside(self, path: Path, prefix: str) -> Path:
-        """Rename a checkpoint to an unused name with a prefix, and return its new path."""
+        """Rename a checkpoint to an unused name that starts with ``prefix``, and return the new path."""
         names = (f"{prefix}{path.name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
         target = next(target for target in map(self.root.joinpath, names) if not target.exists())
         os.replace(path, target)
         return target
 
     def clear_leftovers(self) -> None:
-        """Delete leftovers of interrupted saves and deletions, and restore checkpoints whose replacement was interrupted."""
+        """Delete the temporary folders of interrupted saves and deletions, and restore checkpoints whose replacement failed."""
         if not self.root.is_dir():
             return
         for entry in list(self.root.iterdir()):
@@ -175,9 +181,9 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete all but the newest ``keep`` checkpoints. The newest checkpoint up to ``sound_until`` is kept too.
+        """Delete all checkpoints except the newest ``keep``, and except the newest of at most ``sound_until`` steps.
 
-        Raises CheckpointError on failure.
+        Raises CheckpointError if a checkpoint cannot be deleted.
         """
         if self.keep is None:
             return
@@ -189,14 +195,14 @@ class CheckpointFolder:
                     self.remove(old)
                 except OSError as error:
                     raise CheckpointError(
-                        f"{self.path(old)} cannot be deleted: {error}; check its permissions"
+                        f"the checkpoint {self.path(old)} cannot be deleted: {error}; check the permissions of the folder"
                     ) from error
 
     @contextmanager
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
         """Yield a folder to fill. If the block ends without an error, the folder becomes the checkpoint of ``step``.
 
-        Initially, the folder contains the files of ``copy_of``, as hard links or copies. Without ``copy_of``, it is empty.
+        At first, the folder is empty, or contains hard links or copies of the files of ``copy_of``.
 
         Raises:
             CheckpointError: the disk has less than ``needed_bytes`` plus 64 MiB free, or a write or a deletion failed.
@@ -206,15 +212,15 @@ class CheckpointFolder:
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """Like :meth:`writing`, but replace the best checkpoint. ``keep`` does not count the best checkpoint."""
+        """Like :meth:`writing`, but replace the best checkpoint, which ``keep`` does not count."""
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:
-        """Like :meth:`writing`, but write a model without training state to the folder ``name``. There is no manifest."""
+        """Like :meth:`writing`, but for a model in the folder ``name``, without training state and without a manifest."""
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of a step. If the deletion is interrupted, the checkpoint is intact or hidden."""
+        """Delete the checkpoint of a step. If the deletion is interrupted, the checkpoint is either intact or hidden."""
         trash = self.root / f"{_TRASH}{self.path(step).name}"
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(self.path(step), trash)
@@ -275,7 +281,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush a folder and all its files to disk, so that they survive a power failure."""
+    """Flush a folder and all its files to disk, so that a power failure loses no data."""
     for parent, _, files in os.walk(folder):
         for name in (*files, "."):
             _sync(Path(parent, name))

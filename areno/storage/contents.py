@@ -3,8 +3,8 @@
     trainer_state/state.json      the state as JSON, including its own SHA-256
     trainer_state/manifest.json   {"files": {"model.safetensors": {"bytes": ..., "sha256": ...}, ...}}
 
-The manifest does not list ``state.json``, because an evaluation may later replace that file. A copy of a checkpoint
-shares files as hard links. Its manifest keeps their entries, so no file is hashed twice.
+The manifest does not list ``state.json``, because an evaluation may later replace this file. A copy of a checkpoint consists
+of hard links if possible. The manifest of the copy has the same entries, so no file is hashed twice.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ _UNLISTED = {f"{STATE_FOLDER}/{name}" for name in (STATE_FILE, _MANIFEST)}
 _THREADS = 8
 _DIGEST = "sha256"
 FORMAT = 1
-"""Format number of a checkpoint's trainer state, incremented by changes that older versions cannot read."""
+"""Format number of the trainer's state, incremented by changes that older versions of areno cannot read."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of an otherwise complete checkpoint."""
+    """Write the manifest of a checkpoint whose other files are complete."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = sorted(name for name in paths if name not in _UNLISTED)
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def list_again(folder: Path, name: str) -> None:
-    """Update the manifest of a copied checkpoint after a change of the file ``name``. Does nothing without a manifest."""
+    """Update the manifest of a copied checkpoint in which the file ``name`` has changed. Does nothing without a manifest."""
     path = folder / STATE_FOLDER / _MANIFEST
     if not path.exists():
         return
@@ -81,19 +81,21 @@ def check_files(folder: Path, *, required: bool = False) -> None:
             if not (folder / name).is_file():
                 raise DamagedCheckpointError(f"{folder / name} is missing")
             if (actual := os.path.getsize(folder / name)) != size:
-                raise DamagedCheckpointError(f"{folder / name} has {actual} bytes instead of {size}")
+                raise DamagedCheckpointError(f"{folder / name} has {actual} bytes, but the manifest lists {size} bytes")
         digests = _digests(folder, list(listed))
     except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} cannot be read ({error}); nothing was changed") from error
+        raise CheckpointError(
+            f"{error.filename or folder} cannot be read ({error}), and no file was changed; fix the cause and try again"
+        ) from error
     for name, (_, digest) in listed.items():
         if digests[name] != digest:
             raise DamagedCheckpointError(
-                f"{folder / name} does not match its SHA-256 in the manifest; if it was changed on purpose, delete {path}"
+                f"{folder / name} does not match its SHA-256 in the manifest; if you changed the file on purpose, delete {path}"
             )
 
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the trainer's JSON state, or atomically replace it. A checkpoint without a state is incomplete."""
+    """Write or atomically replace the trainer's state. A checkpoint without this state is incomplete."""
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
     state = {"format": FORMAT, **state}
@@ -103,7 +105,7 @@ def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that :func:`write_state` wrote.
+    """Return the state that :func:`write_state` wrote.
 
     Raises:
         DamagedCheckpointError: the state is missing or damaged.
@@ -121,11 +123,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{path} is not a valid state ({error}); resume from another checkpoint"
         ) from error
     if expected is not None and expected != _state_digest(state):
-        raise DamagedCheckpointError(f"{path} does not match its SHA-256")
+        raise DamagedCheckpointError(f"{path} does not match the SHA-256 that it contains")
     if (written := state.pop("format", FORMAT)) != FORMAT:
         raise CheckpointError(
-            f"{checkpoint} has format {written!r}, but this version of areno reads format {FORMAT}; resume it with the "
-            "version that wrote it, or start a new run with --ckpt from its model"
+            f"{checkpoint} has format {written!r}, but this version of areno reads format {FORMAT}; resume the run with the "
+            "version of areno that wrote the checkpoint, or start a new run with the checkpoint as --ckpt"
         )
     return dict(state)
 
@@ -137,7 +139,7 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}); nothing was changed; fix the cause and try again"
+            f"{path} cannot be read ({error}), and no file was changed; fix the cause and try again"
         ) from error
 
 
@@ -146,7 +148,7 @@ def _state_digest(state: dict[str, Any]) -> str:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file, computed in threads. Hashing releases the GIL."""
+    """Return the SHA-256 of each file, computed in several threads, because hashing releases the GIL."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(partial(_digest, folder), names), strict=True))
 

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 Opener = Callable[[Path], BinaryIO]
-"""Opens a file for reading bytes; may raise an error to refuse the file."""
+"""Function that opens a file for reading bytes, or raises an error if the file must not be read."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open any file for reading bytes."""
+    """Open a file for reading bytes, without restrictions."""
     return open(path, "rb")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file to write. At the end of the block, this file replaces ``path``.
+    """Yield the path of a temporary file to write, which replaces ``path`` at the end of the block.
 
-    After an error, ``path`` is unchanged.
+    If the block raises an error, ``path`` is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:

@@ -14,7 +14,7 @@ from areno.errors import UsageError
 
 log = logging.getLogger(__name__)
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys that have the same name in GGUF files and in model configurations."""
+"""Keys for soft-capping of logits, which have the same names in GGUF files and in model configurations."""
 
 _MORE = (("attention.key_length", "head_dim"), ("rope.freq_base_swa", "rope_local_base_freq"))
 _ROPE = "rope_freqs.weight"
@@ -37,7 +37,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def gguf_folder(path: str | Path) -> Path:
-    """Return the cached checkpoint folder of a GGUF file: float32 weights, configuration, tokenizer, chat template.
+    """Return the cached checkpoint folder of a GGUF file, with float32 weights, configuration, tokenizer and chat template.
 
     Raises:
         UsageError: the file is damaged, the model is unsupported, or the disk is full.
@@ -47,7 +47,7 @@ def gguf_folder(path: str | Path) -> Path:
     key = hashlib.sha256(f"{path}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()
     target = cache_folder("gguf") / f"{path.stem}-{key[:16]}"
     if not target.is_dir():
-        log.info("converting %s; its float32 weights are cached in %s", path, target)
+        log.info("converting %s; the float32 weights are cached in %s", path, target)
         with building_folder(target) as building:
             alone = (
                 building / path.name
@@ -62,8 +62,9 @@ def gguf_folder(path: str | Path) -> Path:
                         "or set ARENO_CACHE_DIR to a folder on a larger disk."
                     ) from error
                 raise UsageError(
-                    f"{path} could not be read: {error}\nDownload it again if it is damaged or incomplete; otherwise use a "
-                    "file of an architecture that transformers reads from GGUF, or the folder of the original model."
+                    f"{path} could not be read: {error}\nIf the file is damaged or incomplete, download the file again. "
+                    "Otherwise, use the folder of the original model, or a model of an architecture that transformers reads "
+                    "from GGUF."
                 ) from error
             if not target.is_dir():  # another process may have been faster
                 (building / "model").rename(target)
@@ -126,9 +127,9 @@ def _model(path: Path, reader: Any, values: dict[str, Any]) -> Any:
 
 
 def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
-    """Set Llama 3's RoPE scaling, which transformers does not read from GGUF, if the file stores ``factors``.
+    """Set Llama 3's RoPE scaling if the file contains ``factors``, which transformers does not read from GGUF.
 
-    Raises ValueError for an unsupported scaling.
+    Raises ValueError for any other scaling.
     """
     import numpy as np
 
@@ -137,13 +138,15 @@ def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
         rope |= {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
         if not np.allclose(rope_factors(config).numpy(), factors, rtol=1e-4):
-            raise ValueError("its RoPE scaling differs from that of Llama 3")
+            raise ValueError(
+                "the RoPE scaling of the model is unsupported, because it differs from the scaling of Llama 3"
+            )
     elif scaling != "none" and rope.get("rope_type", "default") == "default":
-        raise ValueError(f"its RoPE scaling is unsupported: {scaling}")
+        raise ValueError(f"the RoPE scaling {scaling} of the model is unsupported")
 
 
 def rope_factors(config: Any) -> Any:
-    """Return the divisor of each RoPE frequency in Llama 3's scaling, float32 [head_dim / 2]."""
+    """Return the number by which Llama 3's RoPE scaling divides each frequency, float32 [head_dim / 2]."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

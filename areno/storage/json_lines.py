@@ -1,4 +1,4 @@
-"""Lines of the ``.jsonl`` files of a run, where NaN and infinities are strings."""
+"""Reads the ``.jsonl`` files of a run, in which NaN and infinities are strings."""
 
 import json
 import math
@@ -8,15 +8,12 @@ from typing import Any, BinaryIO
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The numbers that JSON cannot express, by the strings that represent them."""
 MAX_BYTES = 2**24
-"""Limit for a line, and for a file with a single JSON value. Protects the memory from oversized files."""
+"""Maximum number of bytes of a line, and of a file with a single JSON value, so that a large file cannot exhaust memory."""
 _STEPS = 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line, or None for an incomplete or malformed line.
-
-    A record must have a ``step`` that fits into 64 bits.
-    """
+    """Return the record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -28,9 +25,9 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the size in bytes and the record of each complete line after a file's current position.
+    """Yield the size in bytes and the record of each complete line after the current position of a file.
 
-    The record is None if :func:`parse_record` returns None, or if the line has more than ``MAX_BYTES``.
+    The record is None if :func:`parse_record` returns None, or if the line has more than ``MAX_BYTES`` bytes.
     """
     while line := file.readline(MAX_BYTES):
         length, piece = len(line), line
@@ -42,7 +39,7 @@ def records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def as_float(value: Any) -> float:
-    """Return a value of a record as a float. If this is impossible, return NaN."""
+    """Return a value of a record as a float; NaN if the value is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

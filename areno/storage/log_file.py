@@ -8,9 +8,9 @@ PART_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """A section of a log: complete lines, the byte positions where they begin and end, and the size of the file.
+    """A section of a log: complete lines, the byte positions of their start and end, and the size of the file in bytes.
 
-    A line of more than ``PART_BYTES`` is split across several sections.
+    A line of more than ``PART_BYTES`` bytes is split across several sections.
     """
 
     lines: list[str]
@@ -20,7 +20,7 @@ class LogPart:
 
 
 def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
-    """Read at most ``PART_BYTES`` of a log, after or before a byte position. Without a position, read the end."""
+    """Return at most ``PART_BYTES`` bytes of a log, after or before a byte position; by default, the end of the log."""
     size = file.seek(0, 2)
     is_forward = after is not None and 0 <= after <= size
     if is_forward:

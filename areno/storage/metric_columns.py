@@ -1,6 +1,6 @@
 """Reads ``metrics.jsonl`` into columns, and follows the file while a run writes it.
 
-Reading ten thousand steps of sixty metrics takes about a second, and about 10 MB of memory.
+Ten thousand steps of sixty metrics take about a second to read, and about 10 MB of memory.
 """
 
 from __future__ import annotations  # subscripts of `array` exist from Python 3.12 on
@@ -18,7 +18,7 @@ from areno.storage.files import Opener, open_file
 from areno.storage.json_lines import NON_FINITE, as_float, records
 
 _PROBE = 4096
-"""Number of leading bytes that identify a line. The step and the time of a line are among these bytes."""
+"""Number of bytes at the beginning of a line that identify the line. They include the step and the time."""
 
 
 @dataclass(slots=True)
@@ -34,17 +34,17 @@ class Series:
 
     @property
     def last(self) -> float:
-        """The newest value."""
+        """The last value in the file."""
         return self.values[-1]
 
 
 class MetricColumns:
-    """The metrics of a run by name."""
+    """The metrics of a run as one :class:`Series` per name."""
 
     series: dict[str, Series]
     times: Series
     left_out: int
-    """Bytes of lines that are damaged or too long."""
+    """Total size in bytes of the lines that are damaged or too long."""
     _read: int
     _last: bytes  # the beginning of the last line that was read
     _length: int  # the size of that line in bytes
@@ -58,7 +58,7 @@ class MetricColumns:
         return name in self.series
 
     def __getitem__(self, name: str) -> Series:
-        """Return the series of a metric. A metric that was never recorded has an empty series."""
+        """Return the series of a metric; empty if the metric was never recorded."""
         return self.series.get(name) or Series()
 
     @property
@@ -68,11 +68,11 @@ class MetricColumns:
 
     @property
     def last_step(self) -> int:
-        """Step of the newest record; -1 without records."""
+        """Step of the last record; -1 without records."""
         return self.times.steps[-1] if self.times.steps else -1
 
     def update(self) -> None:
-        """Read complete new lines. If a resume has replaced the file, read all lines again."""
+        """Read the complete lines that were added. If a resumed run has replaced the file, read all lines again."""
         if not self.path.exists():
             self._restart()
             return
@@ -97,7 +97,7 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """Read the beginning of the line before the read position. If the line has changed, the file was replaced."""
+        """Return the beginning of the line before the read position, which changes only if the file is replaced."""
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

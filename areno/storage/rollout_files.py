@@ -1,6 +1,6 @@
-"""Saved rollouts: ``rollouts/step_000012.safetensors`` holds the arrays of the rows that step 12 trained on.
+"""Saves rollouts: ``rollouts/step_000012.safetensors`` contains the arrays of the rows that step 12 trained on.
 
-A file is complete or absent. Steps count from 0, as in ``metrics.jsonl``.
+Each file is either complete or absent. Steps count from 0, as in ``metrics.jsonl``.
 """
 
 import re
@@ -21,17 +21,17 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class RolloutFiles:
-    """The saved rollouts of a run below ``folder``, which the first write creates. Writing keeps the newest ``keep`` steps."""
+    """The saved rollouts of a run below ``folder``, which the first write creates. Only the newest ``keep`` steps are kept."""
 
     def __init__(self, folder: Path, keep: float) -> None:
         self.folder, self.keep = folder, keep
 
     def path(self, step: int) -> Path:
-        """Return the path of a step's file."""
+        """Return the path of the file of a step."""
         return self.folder / f"step_{step:06d}.safetensors"
 
     def steps(self) -> list[int]:
-        """Return the saved steps, ascending."""
+        """Return the saved steps in ascending order."""
         names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
@@ -60,7 +60,7 @@ class RolloutFiles:
             raise ArenoError(f"{path} cannot be read: {error}") from error
 
     def drop_after(self, step: int) -> None:
-        """Delete the files of later steps."""
+        """Delete the files of the steps after ``step``."""
         for later in self.steps():
             if later > step:
                 self.path(later).unlink(missing_ok=True)

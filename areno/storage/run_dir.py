@@ -4,8 +4,8 @@
     warnings.jsonl  log.txt  events/  checkpoints/  rollouts/  summary.json  report.html
 
 Each line of the ``.jsonl`` files is valid JSON, in which NaN and infinity are strings. A method that writes lines returns only
-when the operating system has them. A killed run may have written steps after its last checkpoint. ``truncate_after`` removes
-these steps, so that a resumed run does not write them twice.
+when the operating system has received the lines. A killed run may have written steps after its last checkpoint.
+``truncate_after`` removes these steps, so that a resumed run does not write the steps twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunDirectory:
 
     Args:
         layout: paths that depend on the front end.
-        opened: opens a file for reading.
+        opened: function that opens a file for reading.
     """
 
     def __init__(self, path: str | Path, layout: RunLayout = OPTIONS, opened: Opener = open_file) -> None:
@@ -51,10 +51,10 @@ class RunDirectory:
         self.log_path = self.path / layout.log
         self.summary_path = self.path / "summary.json"
 
-    def create(self, remedy: str = "choose another with --run-dir") -> RunDirectory:
-        """Create the directory, ``events`` and ``checkpoints`` if missing, and return ``self``.
+    def create(self, remedy: str = "choose another directory with --run-dir") -> RunDirectory:
+        """Create the run directory, ``events`` and ``checkpoints`` if they are missing, and return ``self``.
 
-        Raises UsageError, which ends with ``remedy``, on failure.
+        Raises UsageError if a directory cannot be created. The message ends with ``remedy``.
         """
         try:
             for directory in (self.path, self.events_path, self.checkpoints_path):
@@ -87,7 +87,7 @@ class RunDirectory:
         _append(self.eval_samples_path, records)
 
     def append_warning(self, step: int, text: str) -> None:
-        """Append ``{"step", "time", "text"}`` to ``warnings.jsonl``."""
+        """Append ``{"step": step, "time": Unix seconds, "text": text}`` to ``warnings.jsonl``."""
         _append(self.warnings_path, [{"step": step, "time": time.time(), "text": text}])
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
@@ -113,8 +113,8 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines, and lines and saved rollouts of steps after ``step``. Return the number of dropped lines.
 
-        Evaluations are numbered by completed steps, so answers of evaluations up to ``step + 1`` are kept. If ``step`` is -1,
-        none are kept: a run that starts again repeats its first evaluation.
+        Answers of evaluations up to ``step + 1`` are kept, because evaluations are numbered by completed steps. If ``step`` is
+        -1, no answers are kept, because a run that starts again repeats its first evaluation.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
@@ -123,7 +123,7 @@ class RunDirectory:
         return dropped + _keep_until(self.eval_samples_path, step + 1 if step >= 0 else step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the records of ``metrics.jsonl`` in order, without incomplete lines. NaN and infinities are floats again."""
+        """Return the records of the complete lines of ``metrics.jsonl`` in order, with NaN and infinities as floats."""
         return [
             {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
             for record in self._read(self.metrics_path)
@@ -138,7 +138,7 @@ class RunDirectory:
         return self._read(self.warnings_path)
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Return the JSON object in a file, such as ``status.json``. If the file is missing or unreadable, return {}."""
+        """Return the JSON object in a file, such as ``status.json``; {} if the file is missing or unreadable."""
         try:
             with self.open(path) as file:
                 content = json.loads(file.read(MAX_BYTES))
@@ -147,21 +147,24 @@ class RunDirectory:
         return content if isinstance(content, dict) else {}
 
     def read_samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of ``samples.jsonl`` in order, without incomplete lines."""
+        """Yield the records of the complete lines of ``samples.jsonl`` in order."""
         return self._read(self.samples_path)
 
     def read_entries(self) -> Entries:
-        """The index entries of all recorded samples."""
+        """Return the index entries of all recorded samples."""
         return read_entries(self.samples_path, self.open)
 
     def read_sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the record of an index entry; without ``tokens``, ``rows`` may be missing. Raises ArenoError if unreadable."""
+        """Return the record of an index entry. Without ``tokens``, the key ``rows`` may be missing from the record.
+
+        Raises ArenoError if the record cannot be read.
+        """
         with self.open(self.samples_path) as file:
             record = read_sample(file, entry, tokens=tokens)
         if record is None:
             raise ArenoError(
-                f"{self.samples_path}: the {entry['length']} bytes at {entry['offset']} are not a sample, or are too many to "
-                f"read; delete {index_path(self.samples_path).name} if it belongs to another file"
+                f"{self.samples_path}: the {entry['length']} bytes at position {entry['offset']} are not a sample, or are too "
+                f"many to read; if {index_path(self.samples_path).name} belongs to another file, delete this index"
             )
         return record
 
@@ -172,7 +175,7 @@ class RunDirectory:
 
 
 def json_safe(value: Any) -> Any:
-    """Return ``value`` with NaN and infinities as strings. Arrays and tensors of one element become numbers."""
+    """Return ``value`` with NaN and infinities as strings, and with arrays and tensors of one element as numbers."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value

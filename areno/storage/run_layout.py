@@ -1,4 +1,4 @@
-"""Path tables of both front ends, and the lookup of a run's newest model.
+"""Tables of the paths of ``areno train`` and ``areno run``, and the lookup of a run's newest model.
 
     runs/<name>/                                   {fileroot}/logs/{user}/{experiment}/{trial}/
       config.yaml  metrics.jsonl  samples.jsonl      the same
@@ -7,7 +7,7 @@
       checkpoints/best/                              checkpoints/recover/best/
       checkpoints/models/step_000100/                checkpoints/default/epoch0epochstep99globalstep99/
 
-Settings may place checkpoints elsewhere, so the lookup reads ``config.yaml``.
+The lookup reads ``config.yaml``, because settings may place checkpoints in other folders.
 """
 
 import os
@@ -29,7 +29,7 @@ ACTOR_MODELS = "default"
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """Path table of one front end."""
+    """Table of the paths of ``areno train`` or ``areno run``."""
 
     log: str  # log file, below the run directory
     checkpoints: str  # checkpoints to resume from, below the checkpoint root
@@ -45,20 +45,20 @@ EXPERIMENT = RunLayout("main.log", "recover", "{role}", "epoch{epoch}epochstep{e
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory. False if this user lacks permission to look into ``path``."""
+    """Whether ``path`` is a run directory. False if this user has no permission to read the folder."""
     return os.path.isfile(path / CONFIG)
 
 
 def is_experiment(run: Path, option: str) -> bool:
-    """Whether ``areno run`` wrote a run directory.
+    """Whether ``areno run`` wrote the run directory ``run``.
 
-    Raises UsageError if ``config.yaml`` is unreadable. The message contains ``option``.
+    Raises UsageError if ``config.yaml`` is unreadable. The message starts with ``option``.
     """
     return "experiment_name" in _config(run, option)
 
 
 def checkpoints_of(run: Path, option: str) -> Path:
-    """Return the folder with the checkpoints to resume a run from. Raises the UsageError of :func:`is_experiment`."""
+    """Return the folder of the checkpoints from which a run resumes. Raises UsageError like :func:`is_experiment`."""
     config = _config(run, option)
     if "experiment_name" in config:
         return _root(run, config, "recover") / EXPERIMENT.checkpoints
@@ -69,7 +69,7 @@ def newest_model(source: str | Path, option: str) -> str:
     """Return the newest model in a run directory or a folder of checkpoints. Any other ``source`` is returned unchanged.
 
     Raises:
-        UsageError: a run has no checkpoint, or its configuration is unreadable. The message contains ``option``.
+        UsageError: a run has no checkpoint, or its configuration is unreadable. The message starts with ``option``.
         CheckpointError: the best checkpoint cannot be read.
     """
     path = Path(source).expanduser()
@@ -81,13 +81,13 @@ def newest_model(source: str | Path, option: str) -> str:
     if models:
         return str(max(models)[1])
     if is_run(path):
-        raise UsageError(f"{option} {source} is a run without a checkpoint; give a model folder or another run")
+        raise UsageError(f"{option} {source} is a run without a checkpoint; specify a model folder or another run")
     return str(source)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """Completed steps of the checkpoints, of the best checkpoint, and of the models without training state."""
+    """Numbers of completed steps of the checkpoints, of the best checkpoint, and of the models without training state."""
 
     checkpoints: list[int]
     best: int | None
@@ -95,10 +95,10 @@ class SavedModels:
 
 
 def saved_models(run: Path, option: str) -> SavedModels:
-    """Return what a run has saved.
+    """Return the numbers of completed steps of the checkpoints and models of a run.
 
-    Raises UsageError, whose message contains ``option``, if the configuration is unreadable. Raises CheckpointError if the best
-    checkpoint is unreadable.
+    Raises UsageError, whose message starts with ``option``, if the configuration is unreadable. Raises CheckpointError if the
+    best checkpoint is unreadable.
     """
     layout, folder, root = _roots(run, option)
     checkpoints = CheckpointFolder(folder)
@@ -106,7 +106,7 @@ def saved_models(run: Path, option: str) -> SavedModels:
 
 
 def _roots(run: Path, option: str) -> tuple[RunLayout, Path, Path]:
-    """Return the layout of a run directory, its checkpoint folder, and its model folder."""
+    """Return the layout, the checkpoint folder and the model folder of a run."""
     config, checkpoints = _config(run, option), checkpoints_of(run, option)
     if "experiment_name" in config:
         return EXPERIMENT, checkpoints, _root(run, config, "saver")
@@ -123,7 +123,7 @@ def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int,
 
 
 def _models(layout: RunLayout, root: Path) -> list[tuple[int, Path]]:
-    """Return (completed steps, path) of each saved policy without training state, ascending."""
+    """Return (completed steps, path) of each saved policy without training state, in ascending order of the steps."""
     folder = root / layout.models.format(role=ACTOR_MODELS)
     name = re.compile(re.sub(r"\{.*?\}", r"(\\d+)", layout.model))
     matches = ((name.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
@@ -135,14 +135,14 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{option} {file} cannot be read: {error}; give the directory of a run") from error
+        raise UsageError(f"{option} {file} cannot be read: {error}; specify the directory of a run") from error
     return config if isinstance(config, dict) else {}
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Return the folder in which a section, such as ``saver``, saves.
+    """Return the root folder of the files that a section, such as ``saver``, writes.
 
-    If the section has a ``fileroot`` of its own, the folder is below this root. Otherwise, it is the run's ``checkpoints``.
+    If the section has its own ``fileroot``, the folder is below this root. Otherwise, the folder is the run's ``checkpoints``.
     """
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):

@@ -1,8 +1,8 @@
-"""Lets only one process write to a run's directories, by an advisory lock (``flock``).
+"""Lets only one process at a time write to a run's directories, by an advisory lock (``flock``).
 
-The lock is released when no process has the lock file open. Child processes close this file, so a killed process releases the
-lock even if its children survive. The lock file remains after the run. While the lock is held, the lock file contains the
-process id and the host name of the holder.
+The lock is released when no process has the lock file open. Child processes close the lock file, so a killed process releases
+the lock even if its children survive. The lock file remains after the run. While a process holds the lock, the lock file
+contains the id and the host name of this process.
 """
 
 import errno
@@ -26,7 +26,7 @@ _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close inherited lock files in a forked child, which would otherwise keep the locks after its parent's exit."""
+    """Close inherited lock files in a forked child, which would otherwise hold the locks after the exit of its parent."""
     while _descriptors:
         os.close(_descriptors.pop())
 
@@ -36,9 +36,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def run_lock(folder: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock of a folder. A missing folder is created.
+    """Hold the lock of a folder for the duration of the block. A missing folder is created.
 
-    If the file system does not support locks, a warning is logged and nothing is locked.
+    If the file system does not support locks, the function logs a warning and locks nothing.
 
     Raises:
         UsageError: another process holds the lock, or the folder is not writable. The message ends with ``remedy``.
@@ -63,7 +63,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of a folder. If the file system does not support locks, True."""
+    """Whether a process holds the lock of a folder. Also True if the file system does not support locks."""
     try:
         # These flags avoid blocking on a pipe, and following a link to another program's lock.
         descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -79,13 +79,13 @@ def is_locked(folder: Path) -> bool:
 
 
 def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
-    """Acquire the lock, record its holder and return True. Return False if the file system does not support locks."""
+    """Acquire the lock, write the holder to the lock file, and return True; False if the file system has no locks."""
     try:
         _take(descriptor)
     except OSError as error:
         if error.errno in _HELD:
             holder = os.pread(descriptor, 500, 0).decode(errors="replace").strip() or "another process"
-            raise UsageError(f"{folder} is being written to by {holder}; wait until it ends, {remedy}") from error
+            raise UsageError(f"{holder} is writing to {folder}; wait until this process ends, {remedy}") from error
         _log.warning(
             "%s: the file system does not support locks (%s); make sure that no other process writes to this folder",
             *(folder, error.strerror),
@@ -97,7 +97,7 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
 
 
 def _take(descriptor: int) -> None:
-    """Take the lock, or raise OSError. Retries for about 0.2 s, because :func:`is_locked` briefly holds the lock."""
+    """Take the lock, or raise OSError after about 0.2 s of retries, because :func:`is_locked` briefly holds the lock."""
     for _ in range(_TRIES - 1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """The status of a run in ``status.json``: running, finished, stopped by a signal, or failed with an error.
 
-A process that is killed cannot record its end. The status then stays ``running``, but the run's lock is free.
+A process that is killed cannot record its end. In this case, the status stays ``running``, but the run's lock is free.
 """
 
 import os
@@ -20,7 +20,7 @@ RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "
 
 @contextmanager
 def recorded_status(run_dir: RunDirectory) -> Iterator[None]:
-    """Record the start and the end of a process that writes to a run directory."""
+    """Record the start and the end of the ``with`` block in the status of the run."""
     status: dict[str, Any] = {
         "state": RUNNING,
         "pid": os.getpid(),
@@ -37,10 +37,10 @@ def recorded_status(run_dir: RunDirectory) -> Iterator[None]:
 
 
 def read_status(run_dir: RunDirectory) -> dict[str, Any]:
-    """Return the recorded status of a run, or {} without a record.
+    """Return the recorded status of a run; {} if there is no record.
 
-    The keys include ``state``, ``started`` and ``ended``. A stopped run also has ``signal``, and a failed run has ``error``. If
-    the process exited without recording its end, the state is ``killed``.
+    The keys include ``state``, ``started`` and ``ended``. The status of a stopped run also has ``signal``, and the status of a
+    failed run has ``error``. If the process exited without recording its end, ``state`` is ``killed``.
     """
     status = run_dir.read_json(run_dir.status_path)
     if status.get("state") == RUNNING and not is_locked(run_dir.path):

@@ -1,7 +1,7 @@
 """The index of ``samples.jsonl``, with a fixed-size entry per sample. A list of a million samples needs only the index.
 
-The writer appends to ``samples.jsonl``, and then to ``samples.index``. A run that is killed between the two leaves samples
-without an entry. A reader scans the samples that are missing at the end of the index.
+The writer appends to ``samples.jsonl``, and then to ``samples.index``. If a run is killed between the two writes, the last
+samples have no entry. A reader therefore scans the samples after the last entry.
 """
 
 import json
@@ -33,21 +33,21 @@ ENTRY = np.dtype(
 FLAGS = {"first": 1, "best": 2, "worst": 4, "truncated": 8, "rows": 16}
 """Bits of ``flags``. ``first``, ``best`` and ``worst`` are reasons to record a sample.
 
-``truncated`` means that the response reached its maximum length, and ``rows`` that the record contains tokens.
+``truncated`` means that the response reached its maximum length. ``rows`` means that the record contains tokens.
 """
 Entries = NDArray[np.void]
-"""Entries [samples] of type ``ENTRY``, in file order."""
+"""Index entries of shape [samples] and type ``ENTRY``, in file order."""
 
 
 def index_path(samples: Path) -> Path:
-    """Return the path of a samples file's index."""
+    """Return the path of the index of a samples file."""
     return samples.with_suffix(".index")
 
 
 def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
     """Append the entries of ``lines``, which were appended to ``samples`` at byte ``offset``.
 
-    An index that does not end at ``offset`` is first rebuilt from the samples before ``offset``.
+    If the index does not end at ``offset``, the index is first rebuilt from the samples before ``offset``.
     """
     path = index_path(samples)
     entries = _entries(rows, [len(line) for line in lines], offset)
@@ -60,7 +60,7 @@ def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequ
 
 
 def read_entries(samples: Path, opened: Opener = open_file) -> Entries:
-    """Return the entries of all readable lines of a samples file. A missing file has no entries."""
+    """Return the entries of all readable lines of a samples file; empty if the file is missing."""
     if not samples.exists():
         return np.zeros(0, ENTRY)
     with opened(samples) as file:
@@ -73,7 +73,7 @@ def read_entries(samples: Path, opened: Opener = open_file) -> Entries:
 
 
 def keep_entries(samples: Path, step: int) -> None:
-    """Drop the entries of steps after ``step``. The lines of these steps must have been dropped from ``samples`` before."""
+    """Drop the entries of steps after ``step``. The caller must first drop the lines of these steps from ``samples``."""
     path = index_path(samples)
     if not path.exists():
         return
@@ -91,12 +91,12 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
     """Read the record of an entry from its samples file.
 
     Args:
-        tokens: if False, ``rows`` may be omitted, and ``text`` is then ignored. ``rows`` are kept if they begin after the first
-            64 KiB of the line.
+        tokens: whether the key ``rows``, with the tokens, is needed. If False, a record whose ``rows`` begin in the first
+            64 KiB of the line is returned without ``rows``, and ``text`` is ignored.
         text: casefolded text that the line must contain.
 
     Returns:
-        The record. None if the line lacks ``text``, or is damaged, missing, or longer than ``MAX_BYTES``.
+        The record; None if the line lacks ``text``, or is damaged, missing, or longer than ``MAX_BYTES``.
     """
     length = int(entry["length"])
     if length > MAX_BYTES:
@@ -116,7 +116,10 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 
 
 def left_out(entries: Entries, size: int) -> int:
-    """Total size in bytes of the damaged or too long lines, which have no entry. ``size`` is that of the samples file."""
+    """Return the total size in bytes of the lines without an entry, which are damaged or too long.
+
+    ``size`` is the size of the samples file in bytes.
+    """
     between = _end(entries) - int(entries["length"].sum(dtype=np.int64))
     behind = size - _end(entries)  # a short remainder is a line that is being written
     return max(between, 0) + (behind if behind > MAX_BYTES else 0)
@@ -160,7 +163,7 @@ def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
 
 
 def _indexed(samples: Path, opened: Opener) -> Entries:
-    """Return the entries of the index. A memory-mapped file would kill this process if another process truncated it."""
+    """Return the entries of the index, without memory mapping, which is fatal if another process truncates the file."""
     path = index_path(samples)
     if not path.exists():
         return np.zeros(0, ENTRY)
@@ -169,7 +172,7 @@ def _indexed(samples: Path, opened: Opener) -> Entries:
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Return the number of bytes of the samples file that an index covers. 0 without an index."""
+    """Return the number of bytes of the samples file that an index covers; 0 without an index."""
     if not path.exists() or path.stat().st_size < ENTRY.itemsize:
         return 0
     with open(path, "rb") as file:

@@ -59,7 +59,7 @@ WRONG = [
     ([*EVAL, "--dtype", "fp16"], "--dtype 'fp16' is unknown; choose auto, float32, bfloat16"),
     (["--ckpt", "./gone", *EVAL[2:]], "--ckpt folder does not exist: ./gone"),
     (["--ckpt", "data.jsonl", *EVAL[2:]], "is a file; pass the folder"),
-    (["--ckpt", "runs/empty", *EVAL[2:]], "--ckpt runs/empty is a run without a checkpoint; give a model folder"),
+    (["--ckpt", "runs/empty", *EVAL[2:]], "--ckpt runs/empty is a run without a checkpoint; specify a model folder"),
     ([*EVAL, "--dataset-path", "dta.jsonl"], "--dataset-path does not exist: dta.jsonl"),
     ([*EVAL, "--dataset-loader-fn", "gone.py"], "--dataset-loader-fn file does not exist: gone.py"),
     ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),

@@ -28,13 +28,19 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("form", ["--resume {}", "--resume={}"])
 def test_an_experiment_without_recovery_checkpoints_is_refused(experiment, capsys, command, form):
     assert main([command, *form.format(experiment).split()]) == 2
-    assert "recover.mode is disabled, so the run has no recovery checkpoints" in capsys.readouterr().err
+    assert (
+        "recover.mode is disabled, so the run has no recovery checkpoints and cannot be resumed"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_moved_experiment_is_refused(experiment, capsys):
     moved = experiment.rename(experiment.with_name("moved"))
     assert main(["run", "--resume", str(moved)]) == 2
-    assert f"the run's configuration places it in {experiment}; move the run there" in capsys.readouterr().err
+    assert (
+        f"the run is not in the directory of its configuration; move the run back to {experiment}"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_unknown_setting_is_refused(experiment, capsys):

@@ -307,7 +307,9 @@ def test_a_checkpoint_of_another_format_is_refused_and_keeps_its_name(tmp_path, 
     monkeypatch.setattr("areno.storage.contents.FORMAT", 2)
     save(folder, 2)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"step_000002 has format 2.*reads format 1; resume it with the version"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000002 has format 2.*reads format 1; resume the run with the version"
+    ):
         folder.to_resume()
     assert folder.steps() == [1, 2]
     assert folder.to_resume(step=1) == folder.path(1)

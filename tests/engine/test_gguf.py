@@ -192,7 +192,7 @@ def test_unreadable_files_are_refused_with_the_option_the_file_and_the_remedy(tm
         file.write_bytes(raw)
         problem = ckpt_problem(str(file), "actor.path")
         assert problem.startswith(f"actor.path {file} could not be read: ")
-        assert "Download it again" in problem
+        assert "download the file again" in problem
     changes = {
         "llama": "llana",
         "blk.1.attn_k.weight": "blk.1.attn_z.weight",
@@ -210,7 +210,10 @@ def test_unreadable_files_are_refused_with_the_option_the_file_and_the_remedy(tm
 
 def test_unsupported_position_scaling_is_refused(tmp_path):
     file = written(tiny(tmp_path))
-    for scaling, factors, reason in (("yarn", None, "unsupported: yarn"), ("none", [1.0] * 15 + [3.0], "Llama 3")):
+    for scaling, factors, reason in (
+        ("yarn", None, "the RoPE scaling yarn of the model is unsupported"),
+        ("none", [1.0] * 15 + [3.0], "Llama 3"),
+    ):
         changed = tmp_path / f"{scaling}.gguf"
         reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(changed, "llama")
         for key, field in reader.fields.items():

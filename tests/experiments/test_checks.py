@@ -61,7 +61,7 @@ def test_all_errors_are_reported_together(tmp_path, no_model):
     ("changes", "message"),
     [
         ({"reward__fn": "no_such_module.reward"}, "reward.fn: importing no_such_module raised ModuleNotFoundError"),
-        ({"reward__fn": ""}, "reward.fn is missing: name the reward function"),
+        ({"reward__fn": ""}, "reward.fn is missing; set reward.fn to a reward function"),
         (
             {"workflow__path": "json.JSONDecoder", "reward__weights": {"a": 1}},
             "reward.weights has no effect with a custom workflow",
@@ -139,7 +139,7 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
     shown, _, rest = output.partition("train_dataset: 12 rows")
     assert yaml.safe_load(shown[: shown.index("settings that are accepted")])["total_train_epochs"] == 3
     assert "areno's schedulers need no launcher" in shown
-    assert "steps: 9; 3 per epoch" in rest
+    assert "steps: 9 (3 per epoch), or fewer" in rest
     assert rest.endswith("dry run: nothing was started, and nothing was written\n")
     assert not (tmp_path / "runs").exists()
 
@@ -177,6 +177,6 @@ def test_a_model_of_another_family_on_the_hub_is_refused_before_its_weights_are_
         environment, root = os.environ | variables, Path(__file__).parents[2]
         result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
         server.shutdown()
-    message = "actor.model_type 'qwen3': some/model is a llama model; correct or remove model_type"
+    message = "actor.model_type is 'qwen3', but some/model is a llama model; correct or remove actor.model_type"
     assert message in result.stdout, result.stderr
     assert set(handler.requested) == {"config.json"}

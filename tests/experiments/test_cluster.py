@@ -86,15 +86,15 @@ def test_colocated_roles_share_their_placement():
 def test_workers_are_spread_over_nodes():
     needs = {"actor": RoleNeed(workers=4, gpu=1, cpu=8), "rollout": RoleNeed(workers=4, together=2, gpu=1, cpu=8)}
     assert place_workers(needs, ["a", "b"], 4) == {"actor": ["a"] * 4, "rollout": ["b"] * 4}
-    with pytest.raises(UsageError, match="2 nodes with 3 GPUs each are too few for 4 workers of rollout"):
+    with pytest.raises(UsageError, match=r"4 workers of rollout need . GPUs each, but .* on 2 nodes with 3 GPUs each"):
         place_workers(needs, ["a", "b"], 3)
     with pytest.raises(
-        UsageError, match=r"engine of rollout needs 2 GPUs of one node, but a node has 1; .* rollout\.backend"
+        UsageError, match=r"engine of rollout needs 2 GPUs on a single node, but a node has 1; .* rollout\.backend"
     ):
         place_workers({"rollout": needs["rollout"]}, ["a", "b", "c", "d"], 1)
     cpus = {"actor": RoleNeed(workers=2), "rollout": RoleNeed(workers=2, exclude="a")}
     assert place_workers(cpus, ["a", "b"], 0) == {"actor": ["a", "b"], "rollout": ["b", "b"]}
-    with pytest.raises(UsageError, match=r"rollout\.scheduling_spec leaves no node of a"):
+    with pytest.raises(UsageError, match=r"rollout\.scheduling_spec allows none of the nodes a"):
         place_workers(cpus, ["a"], 0)
 
 
@@ -187,13 +187,13 @@ def test_impossible_requests_are_refused_before_ray_is_asked():
     nodes = {"10.0.0.1": {"CPU": 8.0, "memory": 2.0**33}, "10.0.0.2": {"CPU": 4.0}}
     refuse_impossible({"actor": RoleNeed(workers=3, cpu=4)}, nodes)
     for need, words in (
-        (RoleNeed(cpu=9), "no node of the cluster has 9 CPU for a worker of actor"),
+        (RoleNeed(cpu=9), "no node of the cluster has 9 CPU, which a worker of actor needs"),
         (
             RoleNeed(gpu=1),
-            r"no node of the cluster has 1 CPU, 1 GPU .* 10\.0\.0\.1 with 8 CPU, 8 GB of memory; 10\.0\.0\.2",
+            r"no node of the cluster has 1 CPU, 1 GPU, .* 10\.0\.0\.1 with 8 CPU, 8 GB of memory; 10\.0\.0\.2",
         ),
         (RoleNeed(mem=9), "1 CPU, 9 GB of memory"),
-        (RoleNeed(workers=13), "the roles need 13 CPUs, but the cluster has 12"),
+        (RoleNeed(workers=13), "the roles together need 13 CPUs, but the cluster has 12"),
     ):
         with pytest.raises(UsageError, match=words):
             refuse_impossible({"actor": need}, nodes)

@@ -97,10 +97,10 @@ def test_training_rows_are_evaluated_only_on_request(tmp_path, tiny_checkpoint, 
     file, link = data / "train.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(file)
     for train, valid in ((file, file), (data, file), (file, link)):
-        with pytest.raises(UsageError, match=r"refers to the training rows.*set valid_dataset\.split=train"):
+        with pytest.raises(UsageError, match=r"contains the training rows.*set valid_dataset\.split=train"):
             check_inputs(configured("sft", tiny_checkpoint, tmp_path, train, valid))
     hub: Any = "owner/name:main:train"
-    with pytest.raises(UsageError, match="refers to the training rows"):
+    with pytest.raises(UsageError, match="contains the training rows"):
         check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
     hub = "owner/name:main"
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
@@ -109,7 +109,7 @@ def test_training_rows_are_evaluated_only_on_request(tmp_path, tiny_checkpoint, 
     check_inputs(config)
     with caplog.at_level(logging.WARNING), trainer_class(config)(config) as trainer:
         assert len(trainer.eval_rows) == 12
-    assert "rows that are trained on" in caplog.text
+    assert "rows that the model is trained on" in caplog.text
 
 
 def test_a_split_without_effect_is_refused(tmp_path, tiny_checkpoint):

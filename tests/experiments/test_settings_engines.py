@@ -166,7 +166,7 @@ def test_path_and_init_from_scratch_say_where_weights_come_from(tiny_checkpoint,
 
 def test_a_checkpoint_of_another_family_is_refused(tiny_checkpoint, tmp_path):
     config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"actor.model_type": "qwen3"})
-    with pytest.raises(UsageError, match=r"actor\.model_type 'qwen3'.*is a llama model"):
+    with pytest.raises(UsageError, match=r"actor\.model_type is 'qwen3'.*is a llama model"):
         run_experiment(config)
     (tmp_path / "listed").mkdir()
     (tmp_path / "listed" / "config.json").write_text("[]")

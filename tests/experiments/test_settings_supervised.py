@@ -104,7 +104,7 @@ def split_in_two(path: str, **_: Any) -> dict[str, list[Any]]:
     [
         (
             no_split,
-            "the call with ('rows.db', split='train', rows=3) failed: TypeError: no_split() got an unexpected keyword",
+            "the call of the loader with ('rows.db', split='train', rows=3) failed: TypeError: no_split() got an unexpected",
         ),
         (broken, "failed: ZeroDivisionError: integer division or modulo by zero (" + __file__),
         (streamed, "got generator; it must support len() and rows[i], for example a list"),

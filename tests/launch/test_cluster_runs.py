@@ -194,7 +194,7 @@ def test_the_error_says_that_ray_has_no_room_for_more_replicas(toys, ray_nodes):
         command = [sys.executable, "-m", "areno", "scale", str(logs(toys, "ray_full")), "3"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert "Ray has not placed 1 workers of rollout" in done.stderr
+        assert "Ray has not found room for the workers of rollout (1 x" in done.stderr
         seen = len(rewards(toys, "ray_full"))
         wait_for(lambda: len(rewards(toys, "ray_full")) > seen + 2, "further steps", 60)
     finally:  # else it occupies the nodes in later tests

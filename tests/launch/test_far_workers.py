@@ -62,7 +62,7 @@ def test_a_group_of_workers_connects_over_tcp(launcher, tmp_path):
 def test_a_worker_that_cannot_start_is_reported_at_once(launcher, tmp_path):
     launcher.needs["actor"] = RoleNeed(workers=2, additional_bash_cmds=["echo no such module >&2", "exit 3"])
     began = time.monotonic()
-    with pytest.raises(EngineError, match="actor/0 on node-0 exited with code 3 before it connected"):
+    with pytest.raises(EngineError, match="actor/0 on node-0 exited with code 3 before connecting"):
         WorkerGroup([make_first], processes=processes(launcher, log_file=tmp_path / "log"))
     assert time.monotonic() - began < 20
     assert "no such module" in (tmp_path / "log").read_text()

@@ -58,7 +58,7 @@ def test_other_processes_are_rejected(listener, monkeypatch):
         right | {links.KEY: "00" * 32},
         right | {links.LINK: right[links.LINK].replace("actor/0", "actor/1")},
     ):
-        with pytest.raises(EngineError, match=r"cannot connect to .*: the peer has closed the connection"):
+        with pytest.raises(EngineError, match=r"cannot connect to .*: the other process has closed the connection"):
             dial_as(monkeypatch, variables)
     assert not expected.done()
     dial_as(monkeypatch, right)
@@ -95,7 +95,7 @@ def test_silent_strangers_do_not_delay_workers(listener, monkeypatch):
 
 
 def test_a_failed_connection_names_the_address(monkeypatch):
-    with pytest.raises(EngineError, match=r"cannot connect to 127\.0\.0\.1:9, which started this worker"):
+    with pytest.raises(EngineError, match=r"cannot connect to 127\.0\.0\.1:9, the process that started this worker"):
         dial_as(monkeypatch, {links.LINK: "127.0.0.1:9/w", links.KEY: "00" * 32})
 
 

@@ -36,7 +36,7 @@ def model(folder: Path) -> str:
 
 def test_a_run_from_options_resolves_to_its_newest_checkpoint_or_model(tmp_path, monkeypatch):
     run = stored(tmp_path / "runs" / "a", "algo: gspo\n")
-    with pytest.raises(UsageError, match=r"--ckpt .*a is a run without a checkpoint; give a model folder"):
+    with pytest.raises(UsageError, match=r"--ckpt .*a is a run without a checkpoint; specify a model folder"):
         newest_model(run, "--ckpt")
     checkpoint(run / "checkpoints/step_000005", 5)
     newest = checkpoint(run / "checkpoints/step_000012", 12)

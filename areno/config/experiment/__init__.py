@@ -1,4 +1,4 @@
-"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, and checks. The package does not import torch.
+"""Declares, loads and checks the configurations of experiments: YAML files and ``key=value`` overrides. Imports no torch.
 
 Declarations:
 

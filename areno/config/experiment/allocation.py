@@ -1,13 +1,13 @@
-"""The grammar of backends and allocations: engines, their devices and their parallelism.
+"""The grammar of the settings ``backend`` and ``allocation_mode``: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
     fsdp[actor]:d2t2                 two replicas of two tensor-parallel ranks, named actor (or fsdp(actor):d2t2)
     megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism for attention and expert layers
     areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   generation and training on the same devices
-    sglang.d4p1m1+d2p2m1             the legacy form, in which m is tensor parallel
+    sglang.d4p1m1+d2p2m1             the legacy dotted form, in which m is the tensor-parallel size
     actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight other devices
-    d4m1                             bare sizes: generation and training on the same devices
+    d4m1                             sizes without engines: generation and training on the same devices
 
 ``|`` binds more tightly than ``+``. The letters mean data (d), tensor (t), pipeline (p), context (c) and expert (e)
 parallelism.
@@ -47,16 +47,16 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The syntax is invalid, a backend lacks one of the letters, or engines contradict each other."""
+    """The syntax is invalid, a backend does not support a size letter, or two engines contradict each other."""
 
 
 class AllocationValidationError(UsageError):
-    """The syntax is valid, but the sizes are not supported."""
+    """The syntax is valid, but the engine does not support the sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """Parallel sizes of an engine. If ``expert_tensor`` is 0, experts have the tensor size of the other layers."""
+    """Parallel sizes of an engine. With ``expert_tensor`` 0, experts have the same tensor size as the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -71,29 +71,28 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        """Number of devices: d x t x p x c. Experts are sharded across the same devices."""
+        """Number of devices of the engine: d x t x p x c. Experts are sharded across the same devices."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def expert_parts(self) -> int:
-        """Number of devices per copy of the experts."""
+        """Number of devices that hold one copy of all experts together."""
         return self.pipeline * self.expert_tensor * self.expert
 
     @property
     def expert_ranks(self) -> int:
         """Number of tensor-parallel groups per copy of a stage's experts: ``expert`` x ``expert_tensor`` / ``tensor``.
 
-        If experts have the tensor size of the other layers, the number is ``expert``. If the quotient is not an integer, the
-        result is 0.
+        0 if the quotient is not an integer.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
 
     @property
     def dims(self) -> str:
-        """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted; one device is ``d1``.
+        """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted, but a single device is ``d1``.
 
-        If experts have a different tensor size, the text has the attn|ffn form.
+        If experts have a different tensor size than the other layers, the text has the form ``(attn:SIZES|ffn:SIZES)``.
         """
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
@@ -108,7 +107,7 @@ def _dims_text(**sizes: int) -> str:
 
 @dataclass(frozen=True)
 class ModelAllocation:
-    """One engine: its backend, parallelism, and optional name."""
+    """An engine: its backend, its parallel sizes, and its name or an empty string."""
 
     backend: str
     parallel: ParallelStrategy
@@ -116,17 +115,17 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Parse the text of one engine, such as ``fsdp:d2t2``. An engine without a name in the text is called ``name``.
+        """Parse the text of one engine, such as ``fsdp:d2t2``. If the text contains no name, the engine is called ``name``.
 
         Raises:
-            InvalidAllocationModeError: the syntax is invalid, the backend lacks a size letter of the text, or attn and ffn take
+            InvalidAllocationModeError: the syntax is invalid, the backend does not support a size letter, or attn and ffn have
                 different numbers of devices or stages.
-            AllocationValidationError: the sizes are not supported.
+            AllocationValidationError: the engine does not support the sizes.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} specifies several engines, but only one engine is expected; set the backend of each section"
+                f"{spec!r} specifies several engines, but a backend has only one engine; set the backend of each section"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
@@ -142,39 +141,38 @@ class ModelAllocation:
             )
         if backend == "fsdp" and (parallel.pipeline > 1 or parallel.expert > 1):
             raise AllocationValidationError(
-                f"{spec!r}: fsdp has neither pipeline (p) nor expert (e) parallelism; use d and t, such as "
-                f"fsdp:d{parallel.world_size}"
+                f"{spec!r}: fsdp has neither pipeline (p) nor expert (e) parallelism; use only data (d), tensor (t) and "
+                f"context (c) parallelism, such as fsdp:d{parallel.world_size}"
             )
         if parallel.world_size % parallel.expert_parts:
             raise AllocationValidationError(
-                f"{spec!r}: {parallel.world_size} devices are not a multiple of the devices per copy of the "
-                "experts, p x t x e = "
-                f"{parallel.pipeline} x {parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts}; make "
-                f"the product a divisor of {parallel.world_size}"
+                f"{spec!r}: a copy of the experts needs p x t x e = {parallel.pipeline} x {parallel.expert_tensor} x "
+                f"{parallel.expert} = {parallel.expert_parts} devices, but the engine's {parallel.world_size} devices are not "
+                f"a multiple of this number; choose p, t and e so that p x t x e divides {parallel.world_size}"
             )
         return cls(backend, parallel, match["square"] or match["round"] or name)
 
     @property
     def is_inference(self) -> bool:
-        """Whether the backend is an inference backend."""
+        """Whether the engine generates. Otherwise, the engine trains."""
         return self.backend in INFERENCE_BACKENDS
 
     @property
     def role(self) -> str:
-        """Section of the engine, which is its name.
+        """Name of the experiment's section to which the engine belongs: the engine's name.
 
-        Without a name, an inference engine has the section ``rollout``, and a training engine ``actor``.
+        An inference engine without a name belongs to ``rollout``, and a training engine without a name to ``actor``.
         """
         return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
     def world_size(self) -> int:
-        """Number of devices."""
+        """Number of devices of the engine."""
         return self.parallel.world_size
 
     @property
     def spec(self) -> str:
-        """The engine as text without its name, as in the setting ``backend``."""
+        """The value of the setting ``backend`` for this engine: the engine as text, without its name."""
         return f"{self.backend}:{self.parallel.dims}"
 
     def __str__(self) -> str:
@@ -188,9 +186,9 @@ def _no_backend(spec: str, text: str) -> str:
     if _SIZES.fullmatch(text):
         return f"{spec!r} has no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
     if _DOTTED.fullmatch(text):
-        return f"{spec!r} is a dotted form, which only allocation_mode accepts; write {_component(text, first=True)}"
+        return f"{spec!r} is the dotted form, which only allocation_mode accepts; write {_component(text, first=True)}"
     hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
-    return f"{spec!r} is not a backend{hint}; write BACKEND:SIZES such as fsdp:d2t2, with one of {names}"
+    return f"{spec!r} is not a backend{hint}; write BACKEND:SIZES, such as fsdp:d2t2, where BACKEND is one of {names}"
 
 
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
@@ -201,7 +199,7 @@ def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
     sizes = {letter: int(number) for letter, number in _DIM.findall(dims)}
     if wrong := sorted(set(sizes) - set(allowed)):
         raise InvalidAllocationModeError(
-            f"{spec!r}: {what} has no size {wrong[0]!r}; choose among {', '.join(allowed)}"
+            f"{spec!r}: {what} does not support the size letter {wrong[0]!r}; use only {', '.join(allowed)}"
         )
     return {_DIMS[letter]: size for letter, size in sizes.items()}
 
@@ -209,50 +207,53 @@ def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
 def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
     if backend != "megatron":
         raise InvalidAllocationModeError(
-            f"{spec!r}: only megatron supports different sizes for attn and ffn; write {backend}:d1"
+            f"{spec!r}: only megatron supports different sizes for attn and ffn; use megatron, or one list of sizes, such as "
+            f"{backend}:d1"
         )
     match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", re.sub(r"^\((.*)\)$", r"\1", dims))
     if match is None:
-        raise InvalidAllocationModeError(f"{spec!r}: write both attn and ffn, as in megatron:(attn:d4p2t2|ffn:d2p2e4)")
+        raise InvalidAllocationModeError(
+            f"{spec!r} does not have sizes for both attn and ffn; write both, as in megatron:(attn:d4p2t2|ffn:d2p2e4)"
+        )
     attention = _sizes(spec, match[1], "cdtp", "attn")
     experts = {"pipeline": 1, "expert": 1, "tensor": 1} | _sizes(spec, match[2], "detp", "ffn")
     strategy = ParallelStrategy(**attention, expert=experts["expert"], expert_tensor=experts["tensor"])
     if experts["pipeline"] != strategy.pipeline:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; attention and experts use the same "
-            "stages, so make the sizes equal"
+            f"{spec!r}: attn has p{strategy.pipeline}, but ffn has p{experts['pipeline']}; use the same p for both, because "
+            "attention and experts use the same pipeline stages"
         )
     world, parts = strategy.world_size, strategy.expert_parts
     if experts.get("data", max(world // parts, 1)) * parts != world:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn takes {world} devices and ffn {experts.get('data', 1) * parts}; make the two numbers equal"
+            f"{spec!r}: attn takes {world} devices, but ffn takes {experts.get('data', 1) * parts}; choose sizes for which "
+            "the two numbers are equal"
         )
     return strategy
 
 
 def _members(component: str) -> list[str]:
-    """Split a component into its engines, at each ``|``.
-
-    The ``|`` of the attn|ffn form, inside parentheses or before ``ffn:``, belongs to the sizes of one engine.
-    """
+    """Split a component into its engines at each ``|``, except the ``|`` between the attn and ffn sizes of one engine."""
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """Several engines, grouped into components. Engines of one component share devices; different components use different
-    devices.
+    """The engines of an allocation, grouped into components.
+
+    Engines of one component share devices. Different components use different devices.
     """
 
     components: tuple[tuple[ModelAllocation, ...], ...]
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Parse an allocation, including the legacy dotted form.
+        """Parse an allocation, including the legacy forms.
 
         Raises:
-            InvalidAllocationModeError: the syntax is invalid, a name is missing or duplicate, or engines cannot share devices.
-            AllocationValidationError: the sizes are not supported.
+            InvalidAllocationModeError: the syntax is invalid, an engine needs a name, two engines have the same name, or
+                engines that share devices have different numbers of devices.
+            AllocationValidationError: an engine does not support its sizes.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))
@@ -261,19 +262,19 @@ class AllocationMode:
 
     @property
     def engines(self) -> tuple[ModelAllocation, ...]:
-        """All engines, in order."""
+        """All engines, in the order of the text."""
         return tuple(engine for group in self.components for engine in group)
 
     def backends(self) -> dict[str, str]:
-        """Return each role's ``backend``. The role of an unnamed engine is rollout or actor, depending on its backend.
+        """Return the ``backend`` of each role; see :attr:`ModelAllocation.role`.
 
-        Raises InvalidAllocationModeError: two engines would have the same role.
+        Raises InvalidAllocationModeError if two engines have the same role.
         """
         backends: dict[str, str] = {}
         for engine in self.engines:
             if engine.role in backends:
                 raise InvalidAllocationModeError(
-                    f"{self}: two engines for {engine.role}; name these engines, as in fsdp[critic]:d1"
+                    f"{self}: two engines have the role {engine.role}; name the engines, as in fsdp[critic]:d1"
                 )
             backends[engine.role] = engine.spec
         return backends
@@ -293,7 +294,8 @@ class AllocationMode:
             )
         if len(self.components) > 2 and any(not group[0].name for group in self.components):
             raise InvalidAllocationModeError(
-                f"{text!r}: three or more engines must all be named, as in fsdp[critic]:d1"
+                f"{text!r}: an engine has no name, but three or more engines need names; name each engine, as in "
+                "fsdp[critic]:d1"
             )
         for first, engine in ((first, engine) for first, *later in self.components for engine in later):
             if not engine.name:
@@ -302,19 +304,19 @@ class AllocationMode:
                 )
             if engine.world_size != first.world_size:
                 raise InvalidAllocationModeError(
-                    f"{text!r}: {engine} takes {engine.world_size} devices and {first} {first.world_size}; engines that share "
-                    "devices must take the same number of devices"
+                    f"{text!r}: {engine} takes {engine.world_size} devices, but {first} takes {first.world_size}; give engines "
+                    "that share devices the same number of devices"
                 )
 
 
 def translate_legacy(text: str) -> str:
-    """Translate legacy forms to the current form, and return other texts unchanged.
+    """Translate a legacy form to the current form. A text in the current form is returned unchanged.
 
-    - ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``. In this form, m is the tensor-parallel size.
+    - ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``. The letter m is the tensor-parallel size.
     - ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.
-    - Bare sizes, such as ``d2p2m1``, allocate the same devices to generation and training.
+    - Sizes without engines, such as ``d2p2m1``, allocate the same devices to generation and training.
 
-    A training engine without a backend becomes megatron if it has pipeline or expert parallelism, and fsdp otherwise.
+    If the text gives no training backend, the backend is megatron with pipeline or expert parallelism, and fsdp otherwise.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:
@@ -341,10 +343,11 @@ def _by_model(text: str, compact: str) -> str:
         role = _MODELS.get(model)
         if role is None or not _SIZES.fullmatch(dims):
             raise InvalidAllocationModeError(
-                f"{text!r}: {part!r} is not MODEL:SIZES; write MODEL as one of {', '.join(_MODELS)}, and SIZES such as d4"
+                f"{text!r}: {part!r} is not of the form MODEL:SIZES; write one of {', '.join(_MODELS)} as MODEL, and SIZES "
+                "such as d4"
             )
         if role in sizes:
-            raise InvalidAllocationModeError(f"{text!r} gives two sizes for {role}; write each model once")
+            raise InvalidAllocationModeError(f"{text!r} gives sizes for {role} twice; remove one of the two entries")
         sizes[role] = dims
     generates, trains = sizes.pop("rollout", sizes.get("*", "")), sizes.pop("actor", sizes.get("*", ""))
     others = [_trains(dims, f"[{role}]") for role, dims in sizes.items() if role != "*"]

@@ -113,7 +113,7 @@ class SGLangConfig:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         yield from _command_problems(self.command)
 
 
@@ -148,7 +148,7 @@ class vLLMConfig:  # noqa: N801
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         yield from _command_problems(self.command)
 
 
@@ -226,12 +226,12 @@ class ArchonEngineConfig:
         return Stages(self.pp_schedule != "1F1B", None, self.pp_layers_per_stage, less)
 
     def reshards(self, pipeline: int) -> bool:
-        """Whether the gathered weights of a layer are freed between forward and backward, with ``pipeline`` stages."""
+        """Whether a layer's gathered weights are freed between forward and backward pass, with ``pipeline`` stages."""
         policy = self.reshard_after_forward_policy
         return pipeline == 1 if policy == "default" else policy == "always"
 
     def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield settings that have no effect with ``pipeline`` stages, and the reasons."""
+        """Yield each setting that has no effect with ``pipeline`` stages, and the reason."""
         names = [name for name in vars(self) if name.startswith("pp_")]
         if pipeline == 1:
             yield from ((name, NO_STAGES) for name in changed(self, names))
@@ -262,7 +262,7 @@ class ArchonEngineConfig:
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Megatron's data parallelism."""
+    """Settings of Megatron's data parallelism."""
 
     grad_reduce_in_fp32: bool = _megatron(True)
     overlap_grad_reduce: bool = _megatron(False)
@@ -277,8 +277,8 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class FP8EngineConfig:
-    """FP8 training by Transformer Engine, which areno does not support. If ``actor.backend`` is megatron, the section is an
-    error.
+    """FP8 training by Transformer Engine, which areno does not support. If ``actor.backend`` is megatron, the section must be
+    null.
     """
 
     mode: str = _fp8("e4m3")
@@ -350,7 +350,7 @@ class MegatronEngineConfig:
 
     @staticmethod
     def reshards(pipeline: int) -> bool:
-        """Whether the gathered weights of a layer are freed between forward and backward."""
+        """Whether a layer's gathered weights are freed between forward and backward pass."""
         return True
 
     @property
@@ -359,7 +359,7 @@ class MegatronEngineConfig:
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield settings that have no effect with ``pipeline`` stages or without ``sharded`` weights, and the reasons."""
+        """Yield each setting that has no effect with ``pipeline`` stages or without ``sharded`` weights, and the reason."""
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
         if not sharded:

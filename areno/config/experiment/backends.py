@@ -1,4 +1,4 @@
-"""Checks that the engines of an experiment have supported backends and parallelism."""
+"""Checks that areno supports the backends and the parallel sizes of an experiment."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,12 +27,12 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
             continue
         generates = role.endswith("rollout")
         if allocation.is_inference != generates:
-            does, other = ("for training", "areno:d1") if generates else ("for inference", "fsdp:d1")
-            yield f"{role}.backend {spec} is {does}; use a backend such as {other}"
+            does, other = ("training", "areno:d1") if generates else ("inference", "fsdp:d1")
+            yield f"{role}.backend {spec} is only for {does}; use a backend such as {other}"
         elif missing := _unsupported(allocation, role):
             unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
-            yield f"{role}.backend {spec} differs from actor.backend: {role} runs on the actor's ranks; remove the setting"
+            yield f"{role}.backend {spec} differs from actor.backend, but {role} runs on the actor's ranks; remove the setting"
         else:
             yield from _layout(config, role, allocation)
     if unsupported and config.allocation_mode:
@@ -48,72 +48,75 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield problems with settings that inference servers do not support. Without servers, server settings are problems."""
+    """Yield problems with settings that inference servers do not support, or that only inference servers support."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
             yield (
-                f"rollout.{name} is for inference servers; set rollout.backend=vllm:dN or sglang:dN too, or remove the "
-                "setting"
+                f"rollout.{name} is for inference servers, but rollout.backend is {rollout.backend}; set rollout.backend to "
+                "vllm:dN or sglang:dN, or remove the setting"
             )
         return
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
     if takes_turns(config):
-        yield f"rollout.scheduling_strategy.fork false {where}: a server is a separate process; remove the setting"
+        yield (
+            f"rollout.scheduling_strategy.fork false is not supported {where}, because a server is a separate process; remove "
+            "the setting"
+        )
     if rollout.speculate:
         yield (
-            f"rollout.speculate {rollout.speculate} {where}: servers have their own options for speculative decoding; remove "
-            "the setting"
+            f"rollout.speculate {rollout.speculate} has no effect {where}, because servers have their own options for "
+            "speculative decoding; remove the setting"
         )
     if rollout.return_routed_experts:
         yield (
-            f"rollout.return_routed_experts true {where}: areno does not read expert routing from servers; remove the "
-            "setting"
+            f"rollout.return_routed_experts true is not supported {where}, because areno does not read expert routing from "
+            "servers; remove the setting"
         )
     addresses = addresses_of(config)
     if rollout.api_url is not None and len(addresses) != replicas:
         yield (
-            f"rollout.api_url has {len(addresses)} of the {replicas} addresses that are needed {where}; separate addresses "
-            "by commas"
+            f"rollout.api_url: the number of addresses is {len(addresses)}, but rollout.backend {rollout.backend} needs "
+            f"{replicas}, one per replica; separate addresses by commas"
         )
     elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
-        yield f"rollout.api_url {wrong[0]!r} is not an address; write http://HOST:PORT"
+        yield f"rollout.api_url {wrong[0]!r} is not the address of a server; write http://HOST:PORT"
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """Yield problems with settings that a role's engine does not support with its backend and parallel sizes."""
+    """Yield problems with settings that an engine does not support with its backend or its parallel sizes."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
     if tensor > 1 and allocation.backend not in SERVERS and (problem := tensor_parallel_problem()):
         yield f"{where}: {problem}, or remove t"
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
-        yield f"actor.load_in_4bit with {where}: 4-bit weights cannot be sharded; remove t or load_in_4bit"
+        yield f"actor.load_in_4bit is not supported with {where}: 4-bit weights cannot be sharded; remove t or load_in_4bit"
     if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
         yield (
-            f"rollout.speculate {config.rollout.speculate} with {where}: speculative decoding needs one rank per replica; "
-            "remove t or the setting"
+            f"rollout.speculate {config.rollout.speculate} is not supported with {where}: speculative decoding needs one rank "
+            "per replica; remove t or rollout.speculate"
         )
     if role != "actor":
         return
     if actor.fsdp.shard_weights:
-        yield from (f"actor.fsdp.shard_weights true {reason}" for reason in unshardable(config))
+        yield from (f"actor.fsdp.shard_weights true is not supported {reason}" for reason in unshardable(config))
     elif allocation.parallel.context * allocation.parallel.expert_ranks > 1:
-        yield from (f"{where}, which shards weights, {reason}" for reason in unshardable(config))
+        yield from (f"{where} shards weights, which is not supported {reason}" for reason in unshardable(config))
     if allocation.backend != "fsdp":
         yield from (f"actor.{allocation.backend}.{text}" for text in getattr(actor, allocation.backend).unsupported())
     yield from _stages(config, allocation, where)
 
 
 def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
-    """Yield settings that exclude pipeline parallelism, and impossible sizes of expert parallelism."""
+    """Yield problems with settings that exclude pipeline parallelism, and with impossible sizes of expert parallelism."""
     parallel, actor = allocation.parallel, config.actor
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):
             if getattr(actor, name):
                 yield (
-                    f"actor.{name} with {where}: pipeline parallelism only trains full weights that are loaded from a "
-                    "checkpoint; remove p"
+                    f"actor.{name} is not supported with {where}: pipeline parallelism trains only full weights that are "
+                    "loaded from a checkpoint; remove p"
                 )
         if isinstance(config, PPOConfig) and takes_turns(config):
             yield (
@@ -123,15 +126,15 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: a copy of the experts takes {parts} devices per stage (e x t of the experts), which must be a multiple "
-            f"of t = {parallel.tensor} and divide d x c x t = {shards * parallel.tensor}; use "
+            f"{where}: a copy of the experts takes {parts} devices per stage (e x t of the experts), but this number must be a "
+            f"multiple of t = {parallel.tensor} and a divisor of d x c x t = {shards * parallel.tensor}; use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 
 
 def unshardable(config: Any) -> Iterator[str]:
     """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2), each with a remedy."""
-    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of them"
+    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of the two settings"
     if parallel.data * parallel.context == 1:
         yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove the setting"
     if parallel.tensor > 1 and (problem := tensor_parallel_problem(fsdp=True)):
@@ -143,7 +146,7 @@ def unshardable(config: Any) -> Iterator[str]:
 
 
 def sharding_requested(actor: TrainEngineConfig) -> bool:
-    """Whether to shard weights by default, if that is possible.
+    """Whether the actor's weights are sharded by default if nothing prevents sharding.
 
     The backend megatron shards weights if its section requests sharding. Other backends shard weights unless the actor uses
     LoRA or an ``optimizer.type`` other than ``adam``.
@@ -156,8 +159,8 @@ def sharding_requested(actor: TrainEngineConfig) -> bool:
 def shards_weights(config: Any) -> bool:
     """Whether the actor's weights are sharded.
 
-    With context or expert parallelism, weights are always sharded. Otherwise ``fsdp.shard_weights`` decides. If this setting is
-    null, weights are sharded if :func:`sharding_requested` is true and nothing prevents sharding.
+    With context or expert parallelism, weights are always sharded. Otherwise ``fsdp.shard_weights`` decides. If
+    ``fsdp.shard_weights`` is null, weights are sharded if :func:`sharding_requested` is true and nothing prevents sharding.
     """
     actor, parallel = config.actor, ModelAllocation.from_str(config.actor.backend).parallel
     if parallel.context * parallel.expert_ranks > 1:
@@ -169,9 +172,9 @@ def shards_weights(config: Any) -> bool:
 
 def _unsupported(allocation: ModelAllocation, role: str) -> str:
     if allocation.backend in SERVERS and role != "rollout":
-        return f"a {allocation.backend} server is not supported for this role"
+        return f"areno uses {allocation.backend} servers only for the role rollout"
     if allocation.backend == "areno" and allocation.parallel.pipeline > 1:
-        return f"rollouts with pipeline parallelism of {allocation.parallel.pipeline} are not supported"
+        return f"the backend areno does not support pipeline parallelism (p{allocation.parallel.pipeline})"
     return ""
 
 

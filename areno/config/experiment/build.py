@@ -1,7 +1,7 @@
-"""Builds a configuration from a tree of raw values: defaults, inheritance and interpolation, then types and bounds.
+"""Builds a configuration from raw values: adds defaults, resolves interpolations, and checks types and bounds.
 
-First, each unset setting gets its default, or ``${path}`` of the setting from which it inherits. A single pass can then resolve
-all interpolations, which may refer to any setting.
+First, each unset setting gets its default, or ``${path}`` of the setting from which the unset setting inherits. A single pass
+then resolves all interpolations, which may refer to any setting.
 """
 
 import copy
@@ -26,16 +26,17 @@ from areno.errors import UsageError
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
-"""Short names of settings, with the full paths."""
+"""Short paths of settings, with the full paths."""
 
 _REJECTION = "is now rejection_sampling.upper; set rejection_sampling.upper in the same section"
-_PROGRAM = "is a setting of the program that the file was written for; remove the key"
+_PROGRAM = "is not a setting of areno, but of the program for which the file was written; remove the key"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
-        "is now the section rejection_sampling; write {level: token, action: mask} for token_mask, {level: token, action: "
-        "clamp} for token_truncate, level: sequence instead for sequence_mask and sequence_truncate, and null for disabled"
+        "is now the section rejection_sampling; instead of token_mask, write {level: token, action: mask}; instead of "
+        "token_truncate, write {level: token, action: clamp}; for sequence_mask and sequence_truncate, write level: sequence; "
+        "instead of disabled, write null"
     ),
     "group_size": "is gconfig.n_samples in areno; set gconfig.n_samples, the number of answers per prompt, and remove the key",
     "dynamic_sampling": "is not a setting of areno; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
@@ -47,7 +48,7 @@ MOVED = {
     "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
     "agent_builder_path": "specifies an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
     "agent_run_args": "are arguments of the agent; write the arguments as workflow.kwargs instead",
-    "eval_workflow": f"{_PROGRAM}; evaluation uses the workflow of training",
+    "eval_workflow": f"{_PROGRAM}, because evaluation uses the workflow of training",
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
@@ -84,13 +85,13 @@ def build_config(values: Tree, config_cls: type[Config], problems: Problems) -> 
 
 
 def without_aliases(values: Tree) -> Tree:
-    """Return a copy with aliases replaced by full paths. Raises UsageError if an alias and its path are both set."""
+    """Return a copy in which short paths are replaced by full paths. Raises UsageError if both paths of a setting are set."""
     tree = copy.deepcopy(values)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
         if alias in known:
             if path in known:
-                raise UsageError(f"{alias} and {path} are the same setting; remove one of them")
+                raise UsageError(f"{alias} and {path} are the same setting, but both are set; remove one of them")
             apply_override(tree, Override(alias, delete=True))
             apply_override(tree, Override(path, known[alias]))
     return tree
@@ -103,16 +104,14 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: the actor's engine runs the teacher, so the teacher has no engine settings; keep path, rl_loss_weight "
+            "teacher: the actor's engine runs the teacher, so the section has no engine settings; keep path, rl_loss_weight "
             "and distill_loss_weight, and remove the other settings"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
     better = "correct or remove the key" if near else "remove the key"
-    return (
-        f"{path} is not a setting of {root.__name__}{did_you_mean(near)}; {better}, or declare it in your own subclass"
-    )
+    return f"{path} is not a setting of {root.__name__}{did_you_mean(near)}; {better}, or declare the key in your own subclass"
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
@@ -122,10 +121,10 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 
 
 def nearest_path(path: str, candidates: list[str]) -> str:
-    """Return the candidate most similar to ``path``; "" if none is similar.
+    """Return the candidate most similar to ``path``; "" if no candidate is similar.
 
-    The least nested candidate with the same last component is preferred in two cases: no candidate is very similar, or ``path``
-    has only one component.
+    If no candidate is very similar, or if ``path`` has only one component, the least nested candidate with the same last
+    component takes precedence.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
@@ -145,10 +144,7 @@ class _Context:
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Return all settings of a section.
-
-    An unset setting gets its default, or ``${path}`` of the setting from which it inherits.
-    """
+    """Return all settings of a section, including unset settings with their defaults or inherited ``${path}``."""
     entries = settings_of(declaration)
     for key, value in values.items():
         if str(key) not in entries:
@@ -210,7 +206,7 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
             (path for path, value in known.items() if not isinstance(value, dict) and f"${{{target}}}" in str(value)),
             error.full_key,
         )
-        raise UsageError(f"{where}: ${{{target}}} is not a setting{hint}; correct the name") from error
+        raise UsageError(f"{where}: ${{{target}}} does not refer to a setting{hint}; correct the name") from error
     except OmegaConfBaseException as error:
         text = str(error.msg or error).splitlines()[0]
         raise UsageError(
@@ -219,9 +215,9 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 
 
 def _followed(value: Any, root: Tree) -> Any:
-    """Return a copy with each ``${path}`` replaced by its value. OmegaConf would take 30 ms longer.
+    """Return a copy in which each ``${path}`` is replaced by the value at the path, 30 ms faster than OmegaConf.
 
-    Raises LookupError if a value is not plain, or if ``${...}`` is not the path of a plain value.
+    Raises LookupError if a value is not a number, text or null, or if ``${...}`` is not the path of such a value.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}
@@ -245,8 +241,8 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
     entries = settings_of(declaration)
     if foreign := sorted(values.keys() - entries.keys()):  # a whole section was interpolated
         context.problems.add(
-            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; interpolate a section of its "
-            "kind"
+            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; interpolate a section of the "
+            f"class {declaration.__name__}"
         )
         return None
     for name, entry in entries.items():
@@ -272,7 +268,9 @@ def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
         if entry.nullable:
             return None
         expected = {"scalar": "a value", "list": "a list, such as []", "dict": "a mapping, such as {}"}
-        raise UsageError(f"{path} must not be null; set it to {expected.get(entry.shape, 'a value')}, or remove it")
+        raise UsageError(
+            f"{path} must not be null; set {path} to {expected.get(entry.shape, 'a value')}, or remove {path}"
+        )
     if entry.shape == "section":
         if not isinstance(value, Mapping):
             raise UsageError(f"{path} {value!r}: expected a mapping of {entry.kind.__name__}'s settings")

@@ -1,7 +1,7 @@
-"""Checks of an experiment as a whole: consistency of sections, and unsupported settings.
+"""Checks that the sections of an experiment are consistent, and that areno supports the settings.
 
-Settings that would make a run silently wrong, such as a KL term without a reference or groups that mix prompts, are errors.
-Most settings without effect are errors too; ``notices`` lists the settings without effect that are accepted.
+Settings that would silently make results wrong are errors, such as a KL term without a reference. Most settings without effect
+are errors too; ``notices`` lists the settings without effect that are accepted.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _OF_EACH_OPTIMIZER = {"optimizer_dtype", "grad_reduce_dtype", "offload"}
 
 
 def check_config(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield all problems, each with its setting, value and remedy."""
+    """Yield a message about each problem, with the setting, its value and the remedy."""
     yield from _names(config)
     for path, entry, value in walk(config):
         if entry.shape == "section" and callable(getattr(type(value), "problems", None)):
@@ -45,12 +45,15 @@ def _cluster(config: BaseExperimentConfig) -> Iterator[str]:
     if config.scheduler.type not in CLUSTERS:
         if cluster.n_nodes not in (1, documented):
             yield (
-                f"cluster.n_nodes={cluster.n_nodes}: only scheduler.type=ray and slurm use several machines; set one of these "
-                "types"
+                f"cluster.n_nodes={cluster.n_nodes} needs a cluster, but scheduler.type is neither ray nor slurm; set one of "
+                "these types, or remove cluster.n_nodes"
             )
         return
     if config.scheduler.type == "slurm" and cluster.n_gpus_per_node is None:
-        yield "cluster.n_gpus_per_node is null: set the number of GPUs per node of the Slurm job; 0 runs on CPUs"
+        yield (
+            "cluster.n_gpus_per_node is null, but scheduler.type=slurm needs the number of GPUs per node; set this number, or "
+            "0 to run on CPUs"
+        )
     names = cluster.name_resolve.type
     if names == "memory" or (names == "ray" and config.scheduler.type != "ray"):
         yield (
@@ -59,8 +62,8 @@ def _cluster(config: BaseExperimentConfig) -> Iterator[str]:
         )
     if isinstance(config, PPOConfig) and config.actor.weight_update_mode == "shm":
         yield (
-            "actor.weight_update_mode=shm: different machines share no memory; use xccl, or disk with a shared "
-            "cluster.fileroot"
+            "actor.weight_update_mode=shm needs shared memory, but different machines share no memory; use xccl, or use disk "
+            "with a cluster.fileroot that all machines share"
         )
 
 
@@ -72,9 +75,8 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
         elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
             yield (
-                f"{name} {value!r} is used as a folder name, which must not start with a "
-                "dot, contain unprintable characters, or begin or "
-                "end with a space"
+                f"{name} {value!r} cannot be a folder name, because it starts with a dot, contains an unprintable character, "
+                "or begins or ends with a space; choose another name"
             )
     root = config.cluster.fileroot
     for path, _, value in walk(config):
@@ -86,7 +88,7 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
             )
         if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (
-                f"{path} {value!r} differs from cluster.fileroot {root!r}: only checkpoints may be elsewhere "
+                f"{path} {value!r} differs from cluster.fileroot {root!r}, but only checkpoints may be in another folder "
                 f"(saver.fileroot, recover.fileroot); remove {path}"
             )
 
@@ -99,11 +101,14 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
     elif not isinstance(config, PPOConfig if kind == "rl" else config_cls) and isinstance(
         config, tuple(EXPERIMENTS.values())
     ):
-        yield f"train_dataset.type {kind!r} is for {config_cls.__name__}, not {type(config).__name__}; correct one of them"
+        yield (
+            f"train_dataset.type {kind!r} is for {config_cls.__name__}, but the experiment is a {type(config).__name__}; "
+            "correct the type or the class"
+        )
     valid, evaluator = config.valid_dataset, config.evaluator
     uses_best = evaluator.keep_best or evaluator.early_stop_patience is not None
     if valid is None and (evaluator.has_frequency or uses_best or evaluator.eval_before_train):
-        yield "evaluator has no data; set valid_dataset, or remove the evaluator's settings"
+        yield "evaluator has no data to evaluate on; set valid_dataset, or remove the evaluator's settings"
     elif uses_best and not evaluator.has_frequency:
         yield (
             "evaluator.keep_best and evaluator.early_stop_patience need evaluations during training; set "
@@ -122,21 +127,22 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
         if engine is not None and engine.is_critic != is_critic:
             kind = "a model with a scalar head" if is_critic else "a policy"
             yield (
-                f"{role}.is_critic {shown(engine.is_critic)}: {role} is {kind}; set {role}.is_critic={shown(is_critic)}"
+                f"{role}.is_critic is {shown(engine.is_critic)}, but {role} must be {kind}; set "
+                f"{role}.is_critic={shown(is_critic)}"
             )
     actor = engine_of(config, "actor")
     if actor is None:
         return
     if actor.optimizer is None:
-        yield "actor.optimizer is missing, so nothing would be trained; set it, for example with actor.optimizer.lr=1e-5"
+        yield "actor.optimizer is missing, so nothing would be trained; set an optimizer, such as actor.optimizer.lr=1e-5"
     tokenizers = {"tokenizer_path": config.tokenizer_path}
     if isinstance(config, PPOConfig):
         tokenizers["rollout.tokenizer_path"] = config.rollout.tokenizer_path
     for name, value in tokenizers.items():
         if value not in ("", actor.path):
             yield (
-                f"{name} {value!r} differs from actor.path {actor.path!r}: the tokenizer comes from the model's folder; "
-                "remove the setting"
+                f"{name} {value!r} differs from actor.path {actor.path!r}, but areno loads the tokenizer only from the model's "
+                "folder; remove the setting"
             )
     for role in ("critic", "ref"):
         if (engine := engine_of(config, role)) is not None:
@@ -144,13 +150,12 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfig) -> Iterator[str]:
-    """Yield problems with settings that belong in the actor's section, because ``role`` runs in the actor's engine."""
+    """Yield problems with settings of ``role`` that belong in the actor's section, because the actor's engine runs the role."""
     for spec in engine.scheduling_spec[:1]:
         if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
             yield (
-                f"{role}.scheduling_spec.0.env_vars differs from the actor's env_vars, but {role} runs in the actor's "
-                "processes; move the variables to "
-                "actor.scheduling_spec.0.env_vars"
+                f"{role}.scheduling_spec.0.env_vars differs from actor.scheduling_spec.0.env_vars, but {role} runs in the "
+                "actor's processes; move the variables to actor.scheduling_spec.0.env_vars"
             )
     shared, own = settings_of(TrainEngineConfig), _OF_EACH_ROLE | (_OF_EACH_OPTIMIZER if role == "critic" else set())
     for name, entry in settings_of(type(engine)).items():
@@ -161,7 +166,7 @@ def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfi
             continue
         setting = f"{role}.{name} {shown(value)}".strip()
         if name in shared and name not in own and not entry.info.no_effect:
-            yield f"{setting} has no effect: {role} runs in the actor's engine, whose setting applies; remove the setting"
+            yield f"{setting} has no effect: {role} runs in the actor's engine and uses actor.{name}; remove {role}.{name}"
         elif name not in shared and role == "ref":
             yield f"{setting} has no effect: a reference is not trained; remove the setting"
 
@@ -173,7 +178,7 @@ def _without_rollout(config: BaseExperimentConfig) -> Iterator[str]:
     if isinstance(config, DPOConfig):
         yield from check_algorithm(config.actor)
         if config.actor.algorithm and config.ref.path != config.actor.path:
-            yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; remove the setting"
+            yield f"ref.path {config.ref.path} has no effect: the loss of actor.algorithm needs no reference; remove ref.path"
     because = "in an experiment without rollouts; remove the setting"
     yield from at("actor", ineffective(actor, ("weight_update_mode", "temperature"), because))
 
@@ -200,31 +205,28 @@ def _reference(config: PPOConfig) -> Iterator[str]:
     critic = config.critic
     if critic is not None and critic.optimizer is None:
         yield (
-            "critic.optimizer is missing, so the critic would not be trained; set it, for example with "
+            "critic.optimizer is missing, so the critic would not be trained; set an optimizer, such as "
             "critic.optimizer.lr=1e-5"
         )
     if critic is not None and critic.mask_no_eos_with_zero != config.actor.mask_no_eos_with_zero:
         yield (
             "critic.mask_no_eos_with_zero differs from actor.mask_no_eos_with_zero, but actor and critic use the same reward; "
-            "remove the setting"
+            "remove critic.mask_no_eos_with_zero"
         )
 
 
 def _reward_model(config: PPOConfig) -> Iterator[str]:
-    """Check that no setting conflicts with the reward model.
-
-    A reward model scores single-turn answers after their batch is complete.
-    """
+    """Check that no setting conflicts with the reward model, which scores single-turn answers of complete batches."""
     reward, workflow = config.reward_section, config.workflow_section
     if not reward.path:
         return
-    because = "with reward.path, whose model computes the rewards; use only one of them"
+    because = "with reward.path, because the reward model computes the rewards; use only one of the two settings"
     names = ("fn", "weights", "normalize_parts", "timeout_seconds", "max_retries", "max_workers", "on_error")
     yield from at("reward", ineffective(reward, names, because))
     agent = config.rollout.agent.agent_cls_path
     if agent or workflow.path != "rlvr":
         who = f"rollout.agent.agent_cls_path {agent}" if agent else f"workflow.path {workflow.path}"
-        yield f"reward.path has no effect with {who}, which computes rewards itself; use only one of them"
+        yield f"reward.path has no effect with {who}, which computes rewards itself; use only one of the two settings"
     for name, value in {
         "workflow.dynamic_filter_fn": workflow.dynamic_filter_fn or None,
         "success_rate_lb": config.success_rate_lb,
@@ -233,13 +235,13 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
     }.items():
         if value is not None:
             yield (
-                f"{name} needs the reward when an episode ends, but the model of reward.path computes the reward later; use "
-                "only one of them"
+                f"{name} needs the reward when an episode ends, but the model of reward.path computes rewards later; use only "
+                "one of the two settings"
             )
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
-    """Check that sections agree on the settings that they repeat, such as the sampling temperature."""
+    """Check that settings of several sections agree, such as the sampling temperature."""
     sampled, rollout, batch = config.gconfig, config.rollout, config.train_dataset.batch_size
     for role in ("actor", "ref", "critic"):
         for name in ("temperature", "max_new_tokens"):
@@ -253,7 +255,7 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
             "number of prompts per step; remove the setting"
         )
     if rollout.use_lora != config.actor.use_lora:
-        yield "rollout.use_lora differs from actor.use_lora, but rollout uses the trained weights; remove rollout.use_lora"
+        yield "rollout.use_lora differs from actor.use_lora, but the rollout uses the actor's weights; remove rollout.use_lora"
     if rollout.lora_name != sampled.lora_name:
         yield (
             f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; remove "
@@ -276,19 +278,19 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             continue
         if norm.group_size != samples:
             yield (
-                f"actor.{name}.group_size {norm.group_size} differs from gconfig.n_samples {samples}, so groups would mix "
-                "prompts; remove group_size"
+                f"actor.{name}.group_size {norm.group_size} differs from gconfig.n_samples {samples}, so a group would contain "
+                f"answers to several prompts; remove actor.{name}.group_size"
             )
         if samples == 1 and norm.mean_level == "group":
             yield (
-                f"actor.{name}.mean_level=group compares the answers to one prompt, but gconfig.n_samples is 1; set "
-                f"gconfig.n_samples to at least 2, or actor.{name}.mean_level=batch"
+                f"actor.{name}.mean_level=group compares the answers to a prompt, but each prompt has only one answer "
+                f"(gconfig.n_samples is 1); set gconfig.n_samples to at least 2, or actor.{name}.mean_level to batch"
             )
     rows = samples * config.train_dataset.batch_size
     for role, engine in (("actor", config.actor), ("critic", config.critic)):
         if engine is not None and engine.ppo_n_minibatches > rows:
             yield (
-                f"{role}.ppo_n_minibatches {engine.ppo_n_minibatches} is more than the {rows} rows of a step "
+                f"{role}.ppo_n_minibatches {engine.ppo_n_minibatches} is more than {rows}, the number of rows per step "
                 f"(train_dataset.batch_size x gconfig.n_samples); use at most {rows}"
             )
     low, high = config.success_rate_lb, config.success_rate_ub
@@ -301,20 +303,20 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
     if agent.agent_cls_path and path not in ("", "agent", settings_of(WorkflowConfig)["path"].default):
         yield (
             f"rollout.agent.agent_cls_path {agent.agent_cls_path!r} and workflow.path {path!r} are mutually "
-            "exclusive; use only one of them"
+            "exclusive; use only one of the two settings"
         )
     if path == "agent" and not agent.agent_cls_path:
-        yield "workflow.path agent needs rollout.agent.agent_cls_path; set it to file.py:NAME or module.NAME"
+        yield "workflow.path agent needs an agent; set rollout.agent.agent_cls_path to file.py:NAME or module.NAME"
     ahead = config.rollout.max_head_offpolicyness
     if config.async_training is not None and config.async_training != (ahead > 0):
         yield (
-            f"async_training {shown(config.async_training)} contradicts rollout.max_head_offpolicyness {ahead}, which takes "
-            "effect instead (0 is synchronous); remove async_training"
+            f"async_training {shown(config.async_training)} contradicts rollout.max_head_offpolicyness {ahead} (0 means "
+            "synchronous training); remove async_training"
         )
 
 
 def _strategies(config: PPOConfig) -> Iterator[str]:
-    """Check colocation: rollout and actor may share devices; other roles run in the actor's processes."""
+    """Check colocation. Only rollout and actor may share devices; ref and critic run in the actor's processes."""
     for role, partner in {"rollout": "actor", "actor": "rollout", "ref": "actor", "critic": "actor"}.items():
         engine = getattr(config, role)
         if engine is None or engine.scheduling_strategy.type != "colocation":
@@ -327,25 +329,25 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
             )
         if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
             yield (
-                f"{where}.fork false alternates rollout and training on the actor's engine, which needs equal layouts; "
-                f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ; make them equal, "
+                f"{where}.fork false lets rollout and training alternate on the actor's engine, but the sizes of "
+                f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ; use equal sizes, "
                 "or remove fork"
             )
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check that the teacher's sections agree with the actor's sections. The actor's engine runs the teacher."""
+    """Check that the teacher's settings agree with the settings of the actor's engine, which runs the teacher."""
     if config.teacher is None:
         return
     if config.actor.init_from_scratch and config.teacher.path == config.actor.path:
         yield (
-            f"teacher.path {config.teacher.path} is also actor.path, whose weights are random (actor.init_from_scratch); "
-            "use another teacher, or a copy of the folder as actor.path"
+            f"teacher.path {config.teacher.path} is also actor.path, but actor.init_from_scratch replaces the weights of this "
+            "model by random weights; use another teacher, or set actor.path to a copy of the folder"
         )
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:
         yield (
             f"teacher.path={config.teacher.path}: a server scores at temperature 1, but gconfig.temperature is "
-            f"{config.gconfig.temperature}; set gconfig.temperature to 1, or use the teacher's model folder"
+            f"{config.gconfig.temperature}; set gconfig.temperature to 1, or teacher.path to the teacher's model folder"
         )
     for name in ("rollout", "train"):
         section = getattr(config.teacher, name)

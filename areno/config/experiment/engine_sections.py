@@ -210,7 +210,7 @@ class TrainEngineConfig:
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the role has its own devices.")
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         name = self.attn_impl
         choices = f"choose {', '.join(SUPPORTED_ATTENTION)}"
         if name not in ATTENTION and not _HUB_KERNEL.fullmatch(name):
@@ -238,10 +238,10 @@ class TrainEngineConfig:
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
             remedy = "set mb_spec.packing_algorithm to ffd, or remove mb_spec.packing_algorithm"
-            yield "enable_tree_training", f"needs rows packed by shared prefix; {remedy}"
+            yield "enable_tree_training", f"needs rows that are packed by shared prefix; {remedy}"
         if megatron := sorted({*self.target_modules} & _MEGATRON_LAYERS):
             remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or remove target_modules to adapt all linear layers"
-            yield "target_modules", f"{', '.join(megatron)} are layer names of Megatron; {remedy}"
+            yield "target_modules", f"contains names of Megatron layers ({', '.join(megatron)}); {remedy}"
         yield from worker_problems(self.scheduling_spec, (1, 2))
 
 
@@ -326,15 +326,15 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
 
     @property
     def takes_reference(self) -> bool:
-        """Whether rows need reference log-probs."""
+        """Whether the loss or the rewards need log-probs of the reference."""
         return self.kl_ctl > 0 or self.kl_loss_coef > 0
 
     def should_compute_prox_logp(self) -> bool:
-        """Whether a forward pass before the update is needed."""
+        """Whether log-probs must be computed before the update, with an additional forward pass."""
         return self.needs_proximal if self.use_decoupled_loss else self.recompute_logprob
 
     def problems(self) -> Problems:
-        """Yield the problems that do not depend on whether the actor is trained."""
+        """Yield the problems that matter even if the actor is not trained."""
         return TrainEngineConfig.problems(self)
 
     def policy_problems(self) -> Problems:
@@ -350,24 +350,24 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         if self.kl_loss_coef == 0:
             yield from ineffective(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef above 0")
         if any(not key.strip() for key in self.log_agent_stats_keys):
-            yield "log_agent_stats_keys", "has an empty key, which names no number; write or remove the key"
+            yield "log_agent_stats_keys", "contains an empty key; write the name of a number, or remove the key"
         if not self.log_agent_stats:
             yield from ineffective(self, ("log_agent_stats_keys",), "without log_agent_stats; set log_agent_stats too")
         overlong = ("overlong_tokens", "overlong_penalty_factor")
         if not self.overlong_reward_penalty:
-            yield from ineffective(self, overlong, "without the penalty; set overlong_reward_penalty too")
+            yield from ineffective(self, overlong, "without overlong_reward_penalty; set overlong_reward_penalty too")
             return
         for name in overlong:
             if getattr(self, name) is None:
-                yield name, "is missing, but overlong_reward_penalty needs it"
+                yield name, f"is missing, but overlong_reward_penalty needs this setting; set actor.{name}"
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
-            problem = f"{self.overlong_tokens} is more than max_new_tokens {self.max_new_tokens}; lower overlong_tokens"
+            problem = f"{self.overlong_tokens} is above max_new_tokens {self.max_new_tokens}; lower overlong_tokens"
             yield "overlong_tokens", problem
 
 
 @dataclass
 class PPOCriticConfig(TrainEngineConfig):
-    """The value model."""
+    """The value model and its training."""
 
     is_critic: bool = setting(True, "A critic returns one number per token.")
     ppo_n_minibatches: int = setting(4, "Number of optimizer steps per pass over a batch.", minimum=1)
@@ -389,7 +389,7 @@ class PPOCriticConfig(TrainEngineConfig):
 
 @dataclass
 class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
-    """The policy or the reference in training on preference pairs."""
+    """The policy or the reference of a `DPOConfig`."""
 
     beta: float = setting(0.1, "Strength of the regularization towards the reference.", above=0)
     loss_type: str = setting(
@@ -434,12 +434,12 @@ class TeacherConfig:
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         other = "train" if self.engine_type == "rollout" else "rollout"
         if getattr(self, other) is not None:
             yield other, f"has no effect with engine_type {self.engine_type}; remove the setting"
         if not self.path:
-            yield "path", "is missing; set the teacher's model folder or repo id"
+            yield "path", "is missing; set teacher.path to a model folder or a repo id"
         if self.rl_loss_weight == self.distill_loss_weight == 0:
             yield (
                 "distill_loss_weight",

@@ -84,11 +84,11 @@ class BaseExperimentConfig:
         no_effect="areno's schedulers need no launcher",
     )
     explicit_paths = frozenset[str]()
-    """Dotted paths of the settings in the tree from which the configuration was built. This attribute is not a setting."""
+    """Dotted paths of the settings that were set when the configuration was built. This attribute is not a setting."""
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on ``values``, the settings that the user sets. Both dicts are keyed by dotted path."""
+        """Return defaults that depend on ``values``, the settings that the user set. Keys of both dicts are dotted paths."""
         return {}
 
 
@@ -136,7 +136,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """The section ``workflow``. A subclass may use a string instead, which becomes the section's ``path``."""
+        """The section ``workflow``. If a subclass has a string instead of a section, the string is the section's ``path``."""
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value
@@ -144,13 +144,13 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def built_in_workflow(self) -> str:
-        """The built-in workflow, ``rlvr`` or ``multi_turn``. Empty if an agent or the user's own workflow runs the episodes."""
+        """Name of the built-in workflow, ``rlvr`` or ``multi_turn``; empty if an agent or the user's workflow runs episodes."""
         path = self.workflow_section.path
         return "" if self.rollout.agent.agent_cls_path or path not in ("rlvr", "multi_turn") else path
 
     @property
     def reward_section(self) -> RewardConfig:
-        """The section ``reward``. A subclass may use a string instead, which becomes the section's ``fn``."""
+        """The section ``reward``. If a subclass has a string instead of a section, the string is the section's ``fn``."""
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value
@@ -158,7 +158,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Set the default of ``actor.kl_ctl`` to 0 if there is no reference or ``actor.kl_loss_coef`` is set."""
+        """Return 0 as the default of ``actor.kl_ctl`` if there is no reference or ``actor.kl_loss_coef`` is set."""
         has_ref = any(
             (path == "ref" and value is not None) or path.startswith("ref.") for path, value in values.items()
         )
@@ -167,7 +167,7 @@ class PPOConfig(BaseExperimentConfig):
 
 @dataclass
 class GRPOConfig(PPOConfig):
-    """The same settings as PPOConfig. Most examples use this name."""
+    """PPOConfig under the name that most examples use."""
 
 
 @dataclass

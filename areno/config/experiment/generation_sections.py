@@ -23,7 +23,7 @@ of_gateway = partial(setting, no_effect="only read with _version v2, which is no
 """Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
-"""Declares a timeout for starting a process, not counting the time for loading a model."""
+"""Declares a timeout for starting a process, without loading a model."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -75,7 +75,7 @@ class GenerationHyperparameters:
     use_beam_search: bool = setting(False, "Use beam search instead of sampling.", refused=_NO_BEAMS)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """Return a copy with some values changed."""
+        """Return a copy in which the given settings are changed."""
         return replace(self, **changes)
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
@@ -107,14 +107,16 @@ class GenerationHyperparameters:
         return {name: value for name, value in values.items() if value is not None}
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         if self.min_new_tokens > self.max_new_tokens:
             yield (
                 "min_new_tokens",
                 f"{self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; lower min_new_tokens",
             )
         if self.greedy:
-            yield from ineffective(self, ("temperature", "top_p", "top_k"), "with greedy; use only one of them")
+            yield from ineffective(
+                self, ("temperature", "top_p", "top_k"), "with greedy; use only one of the two settings"
+            )
             if self.n_samples > 1:
                 yield (
                     "greedy",
@@ -183,7 +185,7 @@ class AgentConfig:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         yield from worker_problems(self.scheduling_spec, (1,))
         for spec in self.scheduling_spec:
             because = "for agents, which run in the trainer's process or inherit its environment; remove the setting"
@@ -313,10 +315,10 @@ class InferenceEngineConfig:
     provider_api_key: str | None = setting(None, "API key of the servers at api_url.")
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         yield from worker_problems(self.scheduling_spec, (1, 2))
         if self.max_staleness is None:
-            yield from ineffective(self, ("on_stale",), "without an exact staleness bound; set max_staleness too")
+            yield from ineffective(self, ("on_stale",), "without max_staleness; set max_staleness too")
         try:
             kept_rollouts(self.save_rollouts)
         except UsageError as error:

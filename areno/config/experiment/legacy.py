@@ -140,7 +140,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
     Args:
         argv: arguments, with or without the program's name; the file of ``--config`` may set keys too.
         asynchronous: True for ``main_async_ppo.py``.
-        clock: returns Unix seconds, for the trial's name.
+        clock: function that returns the Unix time in seconds, for the default name of the trial.
 
     Raises:
         UsageError: the configuration is invalid.
@@ -155,7 +155,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
 
 
 def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a file and the command line by dotted name. The command line overrides the file.
+    """Return the values of the keys of a file and of the command line, which overrides the file.
 
     Raises UsageError if an override is malformed, or if a key is neither a legacy key nor a setting of PPOConfig.
     """
@@ -188,7 +188,7 @@ def _is_setting(path: str, settings: Mapping[str, Setting]) -> bool:
 
 
 def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
-    """Translate legacy keys to a tree of `PPOConfig` settings. Raises UsageError for conflicting keys."""
+    """Translate legacy keys to a tree of `PPOConfig` settings. Raises UsageError if two keys contradict each other."""
     _check_keys(keys)
     tree = _defaults(keys, asynchronous=asynchronous, now=now)
     for name in sorted(keys, key=lambda name: name not in LEGACY_KEYS):  # settings of PPOConfig come last
@@ -200,10 +200,7 @@ def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
-    """Return the value of a key.
-
-    Two legacy keys, the token limits of the actor, map to one setting, which gets the smaller limit.
-    """
+    """Return the value of a legacy key. The actor's two token limits set the same setting, which gets the smaller limit."""
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
     limits = [limit for limit in pair if limit is not None]
     numbers = limits and all(isinstance(limit, int) for limit in limits)  # otherwise the value is reported as invalid
@@ -214,13 +211,13 @@ def _check_keys(keys: dict[str, Any]) -> None:
     if keys.get("ppo.recompute_logprob") is False and keys.get("ppo.use_decoupled_loss") is True:
         raise UsageError(
             "ppo.use_decoupled_loss=true needs log-probs from before the update, but ppo.recompute_logprob is false; remove "
-            "one of them"
+            "one of the two keys"
         )
     unused = [name for name in ("ref.type._class", "ref_inf.mb_spec.max_tokens_per_mb") if keys.get(name) is not None]
     if unused and not keys.get("ref.path"):
         raise UsageError(f"{unused[0]} has no effect without a reference; set ref.path too, or remove the key")
     if keys.get("group_adv_norm") is True and keys.get("ppo.adv_norm") is False:
-        raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; remove one of them")
+        raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; remove one of the two keys")
     for name in _SWITCHES:
         if not isinstance(keys.get(name, False), bool):
             raise UsageError(f"{name} {keys[name]!r}: expected true or false")

@@ -1,8 +1,8 @@
-"""Loads an experiment from the command line: its YAML file, overrides, and checks.
+"""Loads the configuration of an experiment: reads its YAML file, applies overrides, and checks the result.
 
     config, file = load_expr_config(sys.argv[1:], GRPOConfig)
 
-A configuration file may have any subset of the settings. Names and paths that several sections share need to be set only once.
+The file may contain any subset of the settings. Names and paths that several sections share need to be set only once.
 """
 
 import copy
@@ -60,8 +60,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params: the sizes of an experiment are settings, so that a resumed run uses the same sizes; find "
-                    f"suitable sizes with `areno plan {file or 'FILE.yaml'} --tune-params`"
+                    "--tune-params is not an option of a run, because a resumed run needs the same sizes; find suitable sizes "
+                    f"with `areno plan {file or 'FILE.yaml'} --tune-params`"
                 )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
@@ -111,7 +111,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
             kind = OmegaConf.select(OmegaConf.create(tree), "train_dataset.type")
         except OmegaConfBaseException as error:
             raise UsageError(
-                f"train_dataset.type {kind or dataset} cannot be resolved: {first_line(error)}; write the type itself"
+                f"train_dataset.type {kind or dataset} cannot be resolved: {first_line(error)}; write the type without ${{...}}"
             ) from None
     if not isinstance(kind, str) or kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} is unknown; choose {', '.join(EXPERIMENTS)}")
@@ -137,8 +137,8 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    Settings in the tree from which the configuration was built count as set. Settings that differ from their default count as
-    set, too. Raises UsageError like `config_from`.
+    Settings count as set if they were set when the configuration was built, or if their value differs from the default. Raises
+    UsageError if the configuration is invalid.
     """
     return config_from(_set_values(config, config.explicit_paths), type(config))
 
@@ -159,9 +159,9 @@ def _set_values(config: Any, explicit: Collection[str], prefix: str = "") -> Tre
 
 
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
-    """Return a copy of the tree, with the backend of each role from ``allocation_mode``.
+    """Return a copy of the tree in which ``allocation_mode`` sets the backend of each role.
 
-    Raises UsageError: ``allocation_mode`` is malformed, specifies a role that the tree lacks, or contradicts a ``backend``.
+    Raises UsageError: ``allocation_mode`` is malformed, names a role without a section, or contradicts a ``backend``.
     """
     text = tree.get("allocation_mode")
     if not isinstance(text, str) or text in ("", "???"):
@@ -184,7 +184,7 @@ def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
         explicit = section.get("backend") or backend
         if explicit != backend and _spec(explicit) != backend:
             raise UsageError(
-                f"{role}.backend {explicit} differs from {backend} of allocation_mode {text}; remove one of them"
+                f"{role}.backend {explicit} differs from {backend} of allocation_mode {text}; remove one of the two settings"
             )
         section["backend"] = backend
         if role in shared and shared[role] in settings_of(config_cls):
@@ -206,10 +206,7 @@ def _file(args: CliArgs) -> Tree:
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """Apply the overrides to the tree.
-
-    With a class, the first component of each key must be a setting of the class.
-    """
+    """Apply the overrides to the tree. If ``config_cls`` is given, its fields must include the first component of each key."""
     problems = Problems()
     for text in args.overrides:
         try:

@@ -1,4 +1,4 @@
-"""Fills in settings whose defaults depend on the machine."""
+"""Sets the settings whose defaults depend on the machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Machine:
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
-    """Replace ``auto`` and unset sizes according to the machine. The checked configuration is changed in place.
+    """Replace ``auto`` and unset sizes in a checked configuration by values that suit the machine.
 
     Returns:
         Lines for the log, such as ``actor.dtype = bfloat16 (GPU)``.
@@ -51,7 +51,7 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     )
     for path, entry, value in walk(config):
         if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
-            lines.append(f"{path} = sdpa uses the kernels of flash_attention_2 on a GPU")
+            lines.append(f"{path} = sdpa (on a GPU, sdpa uses the kernels of flash_attention_2)")
     for path, section, name, value in _choices(config, machine):
         setattr(section, name, value)
         lines.append(f"{path}.{name} = {value} ({_reason(config, machine, name)})")
@@ -71,9 +71,9 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 
 
 def devices_needed(config: BaseExperimentConfig) -> int:
-    """Return the number of devices of rollout and training.
+    """Return the number of devices that rollout and training need together.
 
-    A colocated role adds no device. If all roles are colocated, the size of the largest role counts. Rollout on running servers
+    A colocated role needs no additional device. If both roles are colocated, the larger role counts. Rollout on running servers
     needs no device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
@@ -88,7 +88,7 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
     """Return ``cluster.n_gpus_per_node``; None means all GPUs.
 
-    The result is None on a cluster, and also if the setting is null or has its documented default.
+    The result is also None on a cluster, or if the setting is null or has the default that AReaL documents.
     """
     if config.scheduler.type in CLUSTERS:
         return None
@@ -98,21 +98,21 @@ def _requested_gpus(config: BaseExperimentConfig) -> int | None:
 
 
 def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
-    """Return the maximum number of GPUs for the experiment; 0 runs on the CPU."""
+    """Return the maximum number of GPUs for the experiment; 0 means that the experiment runs on the CPU."""
     return min(_requested_gpus(config) or machine.gpus, machine.gpus)
 
 
 def _alternation(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Let rollout and training alternate on the actor's engine, if there are too few GPUs for both. Yields lines for the log.
+    """Let rollout and training alternate on the actor's engine if there are too few GPUs to run both at once.
 
-    If rollout and training alternate, staleness is set to 0.
+    If rollout and training alternate, ``max_head_offpolicyness`` is set to 0. Yields lines for the log.
     """
     if not isinstance(config, PPOConfig):
         return
     rollout, limit = config.rollout, _limit(config, machine)
     if limit and devices_needed(config) == 2 * limit and same_layout(config) and not server_of(config):
         rollout.scheduling_strategy = SchedulingStrategy(type="colocation", target="actor", fork=False)
-        yield f"rollout and training alternate on {limit} GPU{'s' * (limit > 1)}: too few for both at once"
+        yield f"rollout and training alternate, because {limit} GPU{'s' * (limit > 1)} cannot run both at once"
     if takes_turns(config) and rollout.max_head_offpolicyness:
         rollout.max_head_offpolicyness = 0
         yield "rollout.max_head_offpolicyness = 0 (rollout and training alternate)"
@@ -124,19 +124,22 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         return
     if requested == 0:
         yield (
-            "cluster.n_gpus_per_node 0 requests no GPU, but this machine has GPUs; remove the setting, or hide the GPUs with "
-            "CUDA_VISIBLE_DEVICES="
+            "cluster.n_gpus_per_node 0 requests no GPU, but this machine has GPUs; remove the setting to use the GPUs, or hide "
+            "the GPUs with CUDA_VISIBLE_DEVICES="
         )
     elif requested is not None and requested > machine.gpus:
-        yield f"cluster.n_gpus_per_node {requested} is more than this machine's GPU count of {machine.gpus}; remove the setting"
+        yield (
+            f"cluster.n_gpus_per_node {requested} is more than {machine.gpus}, the number of GPUs of this machine; remove the "
+            "setting"
+        )
     elif needed > (requested or machine.gpus):
         parts = [f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")]
         place = "the cluster" if machine.nodes else "this machine"
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of {place}"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
-            f"{', '.join(parts)} need {needed} devices, more than {limit}; use smaller sizes, or use equal sizes to let "
-            "rollout and training alternate"
+            f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller sizes, or "
+            "use equal sizes to let rollout and training alternate"
         )
 
 
@@ -148,13 +151,13 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
     """Yield GPU settings on a machine without GPUs, and CPU settings on a machine with GPUs."""
     for path, entry, value in walk(config):
         if entry.name in _FOR_GPUS and value and not machine.gpus:
-            yield f"{path} true has no effect on a CPU, where everything is in host memory anyway; remove the setting"
+            yield f"{path} true has no effect on a CPU, because all data is in host memory; remove the setting"
         if entry.name == "speculate" and value and machine.gpus:
             yield f"{path} {value}: speculative decoding is not supported on GPUs; use {path}=0"
 
 
 def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield settings that keep sharded parameters in host memory, if the parameters are not sharded."""
+    """Yield ``offload_params`` as a problem if the actor's weights are not sharded."""
     actor = engine_of(config, "actor")
     if actor is None or not machine.gpus or shards_weights(config):
         return

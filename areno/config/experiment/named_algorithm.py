@@ -1,4 +1,4 @@
-"""``actor.algorithm``: an algorithm by name, as for ``areno train --algo``."""
+"""The setting ``actor.algorithm``, which selects an algorithm by name like ``areno train --algo``."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,11 +13,11 @@ from areno.config.policy_loss_options import PolicyLossOptions
 from areno.errors import UsageError
 
 _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_loss_type": "kl_loss_type"}
-"""Settings of ``actor`` that replace options of an algorithm, by option name."""
+"""Names of the ``actor`` settings that replace options of an algorithm, by option name."""
 
 
 def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
-    """Return the algorithm and its options: ``actor.algorithm_options`` and defaults.
+    """Return the algorithm of ``actor.algorithm``, and its options from ``actor.algorithm_options`` and defaults.
 
     Raises UsageError: the algorithm is unknown or needs a different trainer, or an option is invalid.
     """
@@ -47,7 +47,7 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 
 
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the presets of ``actor.algorithm`` to a raw configuration, for settings that the configuration lacks.
+    """Return raw values in which the presets of ``actor.algorithm`` are the defaults of ``actor``.
 
     Raises UsageError: the algorithm is unknown.
     """
@@ -60,7 +60,7 @@ def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool = False) -> Iterator[str]:
-    """Yield the problems with ``actor.algorithm`` and its options, and settings that have no effect with the algorithm."""
+    """Yield problems with ``actor.algorithm``, with its options, and with settings that the algorithm does not use."""
     if not actor.algorithm:
         if actor.algorithm_options:
             yield "actor.algorithm_options has no effect without an algorithm; set actor.algorithm too"
@@ -81,7 +81,7 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
     because = f"has no effect with actor.algorithm {actor.algorithm}, which has its own loss"
     yield from (f"actor.{name} {because}; remove the setting" for name in changed(actor, names))
     if has_teacher:
-        yield f"teacher {because}; use only one of them"
+        yield f"teacher {because}; remove one of the two settings"
 
 
 def is_family(spec: AlgorithmSpec) -> bool:

@@ -22,8 +22,8 @@ _SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
 def notice(config: BaseExperimentConfig) -> str:
     """Return the notice; empty if there is nothing to list.
 
-    The notice lists settings without effect, by reason. It also lists settings of a replaced backend that areno's engine
-    applies. Settings with areno's defaults are not listed.
+    The notice lists changed settings without effect, by reason. The notice also lists changed settings of a replaced backend
+    that areno's engine applies.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -126,7 +126,7 @@ def _sharding(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     elif actor.fsdp.shard_weights is False:
         yield (
             "actor.fsdp.shard_weights",
-            f"actor.backend {actor.backend} divides sequences or experts, so it shards weights",
+            f"actor.backend {actor.backend} has context or expert parallelism, which always shards weights",
         )
 
 
@@ -148,7 +148,7 @@ def _cluster(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     gpus = config.cluster.n_gpus_per_node
     documented = settings_of(type(config.cluster))["n_gpus_per_node"].info.documented
     if config.scheduler.type == "ray" and gpus not in (None, 0, documented):
-        yield "cluster.n_gpus_per_node", "Ray knows the GPUs of its nodes; only 0, for no GPUs, has an effect"
+        yield "cluster.n_gpus_per_node", "Ray detects the GPUs of its nodes; only the value 0 (no GPUs) has an effect"
 
 
 def _tracing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -185,9 +185,9 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if config.async_training is not None:
-        yield "async_training", "rollout.max_head_offpolicyness controls how far rollout runs ahead"
+        yield "async_training", "rollout.max_head_offpolicyness controls how far the rollout is ahead of training"
     if not config.actor.log_agent_stats_keys:
-        yield from _changed("actor", config.actor, ("log_agent_stats",), "log_agent_stats_keys lists no numbers")
+        yield from _changed("actor", config.actor, ("log_agent_stats",), "log_agent_stats_keys is empty")
     if config.actor.use_sapo_loss:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:

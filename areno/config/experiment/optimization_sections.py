@@ -52,7 +52,7 @@ class OptimizerConfig:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         if self.type == "sgd":
             yield from ineffective(self, ("beta1", "beta2", "eps"), "with type sgd; use type adam")
         if self.lr_scheduler_type == "constant":
@@ -88,13 +88,16 @@ class MicroBatchSpec:
     )
 
     def new(self, **changes: Any) -> MicroBatchSpec:
-        """Return a copy with some values changed."""
+        """Return a copy in which the given settings are changed."""
         return replace(self, **changes)
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         if self.n_mbs is None and self.max_tokens_per_mb is None:
-            yield "n_mbs", "null leaves the number of microbatches undefined; set n_mbs or max_tokens_per_mb"
+            yield (
+                "n_mbs",
+                "and max_tokens_per_mb are both null, so the number of microbatches is undefined; set one of them",
+            )
 
 
 @dataclass
@@ -121,7 +124,7 @@ class NormConfig:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         if self.mean_level is None:
             yield from ineffective(self, ("mean_leave1out",), "without a mean; set mean_level too")
         if self.std_level is None:

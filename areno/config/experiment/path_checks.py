@@ -1,4 +1,4 @@
-"""Checks of an experiment's files and folders. The checks download nothing and import no user code."""
+"""Checks the files and folders of an experiment, without downloads and without importing user code."""
 
 import json
 from collections.abc import Iterator
@@ -48,16 +48,17 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return a problem if the ``model_type`` of a checkpoint differs from the setting. ``path`` is the path of its section."""
+    """Return a problem if ``model_type`` of the checkpoint differs from the setting of the model section at ``path``."""
     if model_type == engine.model_type:
         return ""
     return (
-        f"{path}.model_type {engine.model_type!r}: {engine.path} is a {model_type} model; correct or remove model_type"
+        f"{path}.model_type is {engine.model_type!r}, but {engine.path} is a {model_type} model; correct or remove "
+        f"{path}.model_type"
     )
 
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
-    """Yield problems with datasets: unreadable datasets, and held-out rows that are also training rows."""
+    """Yield a problem for each unreadable dataset, and for held-out rows that are also training rows."""
     readable = True
     for name in names:
         section = getattr(config, name)
@@ -72,15 +73,14 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
         return
     if held_out_is_trained(config):
         yield (
-            f"valid_dataset.path {valid.path} refers to the training rows, because valid_dataset.split {valid.split} does not "
-            "select a subset of that "
-            f"path; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows "
-            "on purpose"
+            f"valid_dataset.path {valid.path} contains the training rows, and valid_dataset.split {valid.split} does not "
+            f"select other rows; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows on "
+            "purpose"
         )
 
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
-    """Return a problem if ``split`` has no effect, because the path has no splits or is a hub reference with a split."""
+    """Return a problem if ``split`` has no effect, because the path has no splits or itself selects a split."""
     section, explicit = getattr(config, name), explicit_split(getattr(config, name).path)
     harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, explicit)
     if has_splits(section.path) or section.split in harmless:

@@ -1,4 +1,4 @@
-"""Roles of an experiment: the engine of each role, and where the engine runs."""
+"""Finds the engine and the devices of each role of an experiment."""
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import TrainEngineConfig
@@ -29,7 +29,7 @@ def shares_devices(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """Return the kind of inference server, vllm or sglang; empty if there is no server or the backend is malformed."""
+    """Return the inference server software, vllm or sglang; empty if there is no server or the backend is malformed."""
     if not isinstance(config, PPOConfig):
         return ""
     try:
@@ -47,13 +47,13 @@ def addresses_of(config: PPOConfig) -> tuple[str, ...]:
 
 
 def same_layout(config: PPOConfig) -> bool:
-    """Whether rollout and actor have the same parallelism."""
+    """Whether rollout and actor have equal parallel sizes."""
     rollout, actor = (ModelAllocation.from_str(each.backend).parallel for each in (config.rollout, config.actor))
     return rollout == actor
 
 
 def roles(config: BaseExperimentConfig) -> dict[str, str]:
-    """Return the ``backend`` of every engine of an experiment, by section path."""
+    """Return the ``backend`` of each section that has this setting, by section path."""
     return {
         path.removesuffix(".backend"): value
         for path, _, value in walk(config)

@@ -88,9 +88,9 @@ class SaverConfig(FrequencyConfig):
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         if self.mode == SAVES_NOTHING:
-            because = f"with mode {SAVES_NOTHING}; use only one of them"
+            because = f"with mode {SAVES_NOTHING}; use only one of the two settings"
             yield from ineffective(self, ("freq_epochs", "freq_steps", "freq_secs"), because)
 
 

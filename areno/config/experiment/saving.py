@@ -13,7 +13,7 @@ from areno.config.secrets import without_secrets
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text such as 1e5. OmegaConf reads such text as a number, but PyYAML does not."""
+    """Writes text such as 1e5 in quotes. Without quotes, OmegaConf would read the text as a number."""
 
 
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
@@ -26,7 +26,7 @@ def conf_as_dict(config: Any) -> dict[str, Any]:
 
 
 def config_text(config: BaseExperimentConfig) -> str:
-    """Return the configuration as YAML, in order of declaration, without secrets."""
+    """Return the configuration as YAML without secrets, with settings in the order of their declaration."""
     return yaml.dump(public_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -1,4 +1,4 @@
-"""Command-line options of vLLM and SGLang servers, from the sections ``vllm`` and ``sglang``.
+"""Makes the command-line options of vLLM and SGLang servers from the sections ``vllm`` and ``sglang``.
 
 :mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension to these options.
 
@@ -53,8 +53,8 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
     Args:
         section: the settings.
         dtype: dtype of the trainer, which replaces the default of ``section.dtype``.
-        context_length: context length of the model, or None. ``max_model_len`` is limited to it, because vLLM does not start
-            with a larger value.
+        context_length: context length of the model in tokens, or None. ``max_model_len`` is at most this length, because
+            otherwise vLLM does not start.
         gpu: whether the server runs on GPUs.
 
     Raises UsageError: a setting is invalid.

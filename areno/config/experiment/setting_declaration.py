@@ -18,7 +18,7 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Pairs of a setting's name within its section and the text of its problem."""
+"""Pairs of a setting's name within its section and a problem with the setting."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
@@ -48,7 +48,7 @@ class Setting(Option):
 
     @property
     def default_text(self) -> str:
-        """The default as help and docs show it; empty for a list of sections and for a section that always exists."""
+        """The default as text for help and docs; empty for a list of sections and for a section that always exists."""
         if self.info.shown or self.info.required:
             return self.info.shown or "required"
         if (self.shape == "section" and self.default is not None) or self.shape == "sections":
@@ -58,7 +58,7 @@ class Setting(Option):
         return '""' if self.default == "" else f"{self.default}"
 
     def refusal(self, value: Any) -> str:
-        """Return why a value is rejected; empty if the value is accepted."""
+        """Return the reason why a value is rejected; empty if the value is accepted."""
         if value == self.default or (value is not None and value == self.info.documented):
             return ""
         return self.info.refused or (self.info.refused_values.get(value, "") if isinstance(value, str) else "")
@@ -92,13 +92,13 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 
 
 def _cached(function: _Listing) -> _Listing:
-    """Apply ``functools.cache``. Its type annotation would reject classes of mutable dataclasses as unhashable arguments."""
+    """Apply ``functools.cache`` with a type annotation that accepts classes of mutable dataclasses as arguments."""
     return typing.cast(_Listing, functools.cache(function))
 
 
 @_cached
 def settings_of(declaration: type) -> dict[str, Setting]:
-    """Return the settings of a section's class by name, in order of declaration.
+    """Return the settings of a section's class by name, in the order of their declaration.
 
     Raises UsageError: the type of a field is unsupported, or a plain field has no default.
     """
@@ -113,8 +113,8 @@ def settings_of(declaration: type) -> dict[str, Setting]:
         shape, kind, nullable = parse_annotation(hints[entry.name])
         if shape is None or shape == "tuple":
             raise UsageError(
-                f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, a dataclass, or one of these | "
-                "None"
+                f"{where} has the unsupported type {hints[entry.name]}; use int, float, str, bool, list, dict or a dataclass, "
+                "optionally with | None"
             )
         # The base class that first declares the field; a subclass that only changes the default is not its owner.
         owner = [base for base in declaration.__mro__ if entry.name in inspect.get_annotations(base)][-1].__name__
@@ -157,21 +157,21 @@ def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
-    """For each changed setting in ``names``, yield the problem that the setting has no effect.
+    """Yield a problem for each changed setting in ``names``, because the setting has no effect.
 
-    ``because`` ends the message with the reason and the remedy.
+    ``because`` is the end of the message, with the reason and the remedy.
     """
     for name in changed(config, names):
         yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}".lstrip()
 
 
 def at(path: str, problems: Problems) -> Iterator[str]:
-    """Format the problems with the section at ``path``, each with the full path of the setting."""
+    """Return messages about the problems with the section at ``path``, with the full paths of the settings."""
     return (f"{path}.{name} {problem}" for name, problem in problems)
 
 
 def shown(value: Any) -> str:
-    """Format a value as in YAML. A section, a list or null gives an empty text."""
+    """Return a value as text in YAML; empty for a section, a list or null."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float | str | dict) else ""

@@ -49,20 +49,20 @@ def read_yaml(path: str | Path) -> Tree:
         tree = OmegaConf.to_container(OmegaConf.create(text if text.strip() else "{}"), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
+        raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; correct the file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{where} cannot be read: {error}; pass a YAML text file") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UsageError(f"{where}: not valid YAML: {error}; fix the file") from error
+        raise UsageError(f"{where} is not valid YAML: {error}; correct the file") from error
     if not isinstance(tree, dict) or (len(tree) == 1 and next(iter(tree.values())) is None and ":" not in text):
-        raise UsageError(f"{where}: expected a mapping of settings; write lines like seed: 1")
+        raise UsageError(f"{where} is not a mapping of settings; write lines such as seed: 1")
     if wrong := [key for key in tree if not isinstance(key, str)]:
         raise UsageError(f"{where}: key {wrong[0]!r} is not the name of a setting; quote or remove the key")
     return {str(key): value for key, value in tree.items()}
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Reads plain scalars as text. Only null is still read as null."""
+    """Reads plain scalars as text, except null."""
 
 
 _TextLoader.yaml_implicit_resolvers = {
@@ -166,7 +166,7 @@ def _key(node: Any, name: str, path: str) -> Any:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of all entries of a tree, mappings before their contents."""
+    """Yield (dotted path, value) of each entry of a tree, a mapping before its contents."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value

@@ -7,7 +7,7 @@ from typing import Any
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
-"""Root of logs and checkpoints. It is in the user's home, because other users could write to a shared folder such as /tmp."""
+"""Root of logs and checkpoints in the user's home, because other users could write to a shared folder such as /tmp."""
 
 DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
 _REMOTE_REWARD = "external reward services are not supported; set reward.fn=file.py:NAME or reward.path=MODEL instead"
@@ -15,7 +15,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Schedulers that read a setting, by the setting's ``no_effect`` text."""
+"""Schedulers that read a setting, by the text of ``no_effect`` of the setting."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -154,7 +154,7 @@ class SchedulingStrategy:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems within the section."""
+        """Yield the problems with settings of this section."""
         if self.type == "colocation" and not self.target:
             yield "target", "is missing; set the role whose devices are shared, such as actor"
         if self.type == "separation":
@@ -167,7 +167,7 @@ def one_spec() -> list[SchedulingSpec]:
 
 
 def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Problems:
-    """Yield the problems with a role's ``scheduling_spec``; ``counts`` are the allowed numbers of entries."""
+    """Yield the problems with a role's ``scheduling_spec``. ``counts`` are the supported numbers of entries."""
     if len(specs) not in counts:
         yield "scheduling_spec", f"has {len(specs)} entries; use {' or '.join(map(str, counts))}"
     for spec in specs[1:]:

@@ -46,7 +46,7 @@ _ROWS_PER_PASS = 8
 
 
 def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield problems with the ``model_type`` of hub models. Downloads only their configurations."""
+    """Yield problems with the ``model_type`` of hub models. Downloads only the configurations of these models."""
     for path, _, section in walk(config):
         if (
             isinstance(section, TrainEngineConfig)
@@ -59,10 +59,10 @@ def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def training_layout(actor: TrainEngineConfig) -> Layout:
-    """The layout of the actor's engine.
+    """Return the layout of the actor's engine.
 
     Raises:
-        UsageError: the layers cannot be divided into the pipeline stages.
+        UsageError: the layers cannot be divided among the pipeline stages.
     """
     allocation = ModelAllocation.from_str(actor.backend, "actor")
     parallel = allocation.parallel
@@ -100,7 +100,7 @@ def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> La
         if total % size:
             raise UsageError(
                 f"actor.archon.pp_layers_per_stage={stages.layers_per_run} divides the {layers} layers of {actor.path} into "
-                f"{total} chunks, which {size} stages cannot share evenly; use "
+                f"{total} chunks, which is not a multiple of the {size} stages; use "
                 f"{-(-(layers + sum(stages.less)) // (chunks * size))}"
             )
         chunks = total // size
@@ -113,22 +113,22 @@ def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> La
 
 
 def this_machine() -> Machine:
-    """The resources available to this process."""
+    """Return the resources of this machine that are available to this process."""
     has_flash_attention = importlib.util.find_spec("flash_attn") is not None
     return Machine(visible_gpus(), usable_cores(), has_flash_attention, openmp_threads())
 
 
 def machine_of(config: BaseExperimentConfig) -> Machine:
-    """The resources of the experiment's cluster or, without a cluster, of this machine."""
+    """Return the resources of the experiment's cluster or, without a cluster, of this machine."""
     return cluster_machine(config) or this_machine()
 
 
 def engine_config(
     section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, gpu: bool | None = None, **more: Any
 ) -> EngineConfig:
-    """The engine configuration for the model of a section. The section's ``auto`` values must be resolved.
+    """Return the engine configuration for the model of a section, whose ``auto`` values must be resolved.
 
-    ``gpu`` is whether to use a GPU. If it is None, a GPU is used if this machine has one.
+    ``gpu`` is whether to use a GPU. If ``gpu`` is None, the engine uses a GPU if this machine has one.
     """
     adapter = None
     if section.use_lora:
@@ -165,7 +165,7 @@ def _deterministic(section: TrainEngineConfig) -> bool:
 
 
 def optimizer_of(section: TrainEngineConfig) -> OptimizerOptions:
-    """The optimizer options of a section. Each update sets the learning rate; see :func:`schedule_of`."""
+    """Return the optimizer options of a section. Each update sets the learning rate according to :func:`schedule_of`."""
     if section.optimizer is None:
         return OptimizerOptions()
     config, loss_scale = section.optimizer, None
@@ -189,7 +189,7 @@ def optimizer_of(section: TrainEngineConfig) -> OptimizerOptions:
 
 
 def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
-    """The learning rate schedule over training steps; all minibatches of one update share the rate."""
+    """Return the schedule of the learning rate. All minibatches of a training step have the same learning rate."""
     style: Any = section.lr_scheduler_type
     return LrSchedule(
         lr=section.lr,
@@ -201,9 +201,9 @@ def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
 
 
 def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) -> MicroBatching:
-    """Microbatching options.
+    """Return the microbatching options. Each block of ``together`` adjacent rows stays in one microbatch.
 
-    Groups of ``together`` adjacent rows stay in one microbatch; with ``tree``, rows share common prefixes.
+    With ``tree``, a common prefix of several rows is computed only once.
     """
     algorithm: Any = spec.packing_algorithm
     return MicroBatching(
@@ -217,9 +217,9 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """Number of rows to score at once, so that they have at most ``max_tokens_per_mb`` tokens. Without a limit, 8.
+    """Return the number of rows of at most ``longest`` tokens that one scoring pass may contain.
 
-    A row has at most ``longest`` tokens.
+    The rows together have at most ``max_tokens_per_mb`` tokens. Without this limit, the number is 8.
     """
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
@@ -227,7 +227,7 @@ def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
 def make_engine(
     section: TrainEngineConfig, config: EngineConfig, layout: Layout, launcher: Launcher | None = None
 ) -> Backend:
-    """Open the engine in this process, or in separate processes."""
+    """Open the engine of a section's model, in this process or in separate processes."""
     threads = section.scheduling_spec[0].cpu
     processes = Processes(
         startup_s=section.setup_timeout,
@@ -240,7 +240,7 @@ def make_engine(
 
 
 def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
-    """Options of the inference servers, or None for areno's own engine.
+    """Return the options of the inference servers; None if areno's own engine generates.
 
     Raises:
         UsageError: the server software is missing.
@@ -275,9 +275,9 @@ def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
-    """The device of each rollout rank. On a CPU, None.
+    """Return the device of each rollout rank; None on a CPU.
 
-    The ranks use the devices after the actor's devices. With ``colocation``, they use the actor's own devices.
+    The rollout ranks use the devices after the actor's devices or, with ``colocation``, the actor's devices.
     """
     if not gpus:
         return None

@@ -60,17 +60,17 @@ _KEPT_CHECKPOINTS = 2
 
 
 def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = False) -> Frequency:
-    """The schedule of a section."""
+    """Return when to do an action, such as saving; for ``first`` and ``last``, see :class:`Frequency`."""
     return Frequency(section.freq_epochs, section.freq_steps, section.freq_secs, first, last)
 
 
 class ExperimentTrainer(TrainingLoop):
-    """Base class of the trainers. Use a trainer as a context manager, or close it. Datasets that are None are loaded."""
+    """Base class of the trainers, for use as a context manager. A dataset that is None is loaded from its section."""
 
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
-    """Kind of rows: a prompt, a prompt with a response, or a pair. If the workflow decides, None."""
+    """Contents of a row: a prompt, a prompt with a response, or a pair; None if the workflow determines the contents."""
     section: ClassVar[str] = "ppo_actor"
     """Prefix of the names of the update's statistics."""
     logger = _log
@@ -120,19 +120,19 @@ class ExperimentTrainer(TrainingLoop):
             raise
 
     def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
-        """The checkpoint to resume from; None starts at the first step."""
+        """Return the checkpoint to resume from; None if the run starts at the first step."""
         return checkpoints.find()
 
     @abstractmethod
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
-        """The training rows and the evaluation rows."""
+        """Return the training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Maps names of statistics in the health monitor and the display to the experiment's names."""
+        """Return the names of the experiment's statistics, by their names in the health monitor and the display."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
-        """Set the environment variables and the number of PyTorch threads of this process. Ranks inherit the variables."""
+        """Set environment variables, which ranks inherit, and the number of PyTorch threads of this process."""
         spec = self.config.actor.scheduling_spec[0]
         variables = spec.environment()
         before = {name: os.environ.get(name) for name in variables}
@@ -149,11 +149,13 @@ class ExperimentTrainer(TrainingLoop):
     def _read_rows(
         self, train: Sequence[Any] | None, valid: Sequence[Any] | None
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """Load the datasets that were not passed. Data errors are frequent, so this happens before a model is loaded."""
+        """Load the datasets that were not passed, before a model is loaded, because data errors are frequent."""
         config, passed = self.config, {"train_dataset": train, "valid_dataset": valid}
         Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if passed[name] is None)))
         if train is None and valid is None and held_out_is_trained(config):
-            _log.warning("valid_dataset overlaps train_dataset: the evaluation measures rows that are trained on")
+            _log.warning(
+                "valid_dataset overlaps train_dataset, so the evaluation uses rows that the model is trained on"
+            )
         train = load_dataset(config.train_dataset, "train_dataset") if train is None else train
         if valid is None and config.valid_dataset is not None:
             valid = load_dataset(config.valid_dataset, "valid_dataset")
@@ -166,15 +168,13 @@ class ExperimentTrainer(TrainingLoop):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Raise :class:`DataError` if the first row lacks what the experiment needs. ``name`` is the section of the
-        dataset.
-        """
+        """Raise :class:`DataError` if the first row of the section ``name`` lacks a value that the experiment needs."""
         section, loader = getattr(config, name) or config.train_dataset, f"{name}.dataset_kwargs.{LOADER}"
         if cls.needs and (problem := row_problem(cls.needs, rows[0], f"{name} {section.path}", loader)):
             raise DataError(problem)
 
     def _open_services(self) -> list[TrackingService]:
-        """Open the tracking services. A login may be missing, so this happens before a model is loaded."""
+        """Open the tracking services, before a model is loaded, because a login may be missing."""
         loggers = self.config.stats_logger
         return open_services(
             RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
@@ -187,7 +187,7 @@ class ExperimentTrainer(TrainingLoop):
         )
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """Open the engine. If there is a checkpoint, load its weights."""
+        """Open the engine with the weights of the checkpoint or, without a checkpoint, of the model."""
         Problems.raise_all(family_problems(self.config))
         section = self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
@@ -239,7 +239,7 @@ class ExperimentTrainer(TrainingLoop):
     def _make_saver(self) -> Saver:
         config, saves = self.config, self.config.saver.mode != SAVES_NOTHING
         if not saves:
-            _log.warning("saver.mode=%s: no model is saved, not even the last one", SAVES_NOTHING)
+            _log.warning("saver.mode=%s: no model is saved, not even the last model", SAVES_NOTHING)
         elif not frequency(config.saver).given:
             _log.warning("saver.freq_epochs, freq_steps and freq_secs are null: only the last model is saved")
         root, mode = ExperimentFolders.of(config, config.saver.fileroot).checkpoints, config.saver.mode
@@ -255,7 +255,7 @@ class ExperimentTrainer(TrainingLoop):
         return ExperimentReporter(self.run_dir, _log, config, self.stats_logger, self.tracker, self.known_names(), fp32)
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
-        """Compute the number of steps and the schedule; ``total_epochs`` replaces ``total_train_epochs``."""
+        """Compute the number of steps and the learning-rate schedule. ``total_epochs`` replaces ``total_train_epochs``."""
         config, per_epoch = self.config, self.rows.steps_per_epoch
         if total_epochs is not None:
             config.total_train_epochs = self.stats_logger.total_epochs = total_epochs
@@ -264,15 +264,15 @@ class ExperimentTrainer(TrainingLoop):
         self.schedule = schedule_of(config.actor.optimizer, self._total_steps)
 
     def total_steps(self) -> int:
-        """See :meth:`plan_steps`."""
+        """Return the number of steps that :meth:`plan_steps` has computed."""
         return self._total_steps
 
     def data_size(self) -> dict[str, int]:
-        """The sizes of the datasets."""
+        """Return the sizes of the datasets."""
         return self._data_size
 
     def steps(self) -> Iterator[PlannedStep]:
-        """The steps in order. A step fetches its rows itself, because rollout reads ahead."""
+        """Yield the steps in order. Each step fetches its own rows, because rollout reads rows of later steps."""
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step, state.step, self.rows.steps_per_epoch, self._total_steps)
         if at.epoch_step >= at.steps_per_epoch:
@@ -283,36 +283,36 @@ class ExperimentTrainer(TrainingLoop):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Trace a step. If the memory profiler selects the step, also record the memory."""
+        """Trace a step and, if ``memory_profiler`` selects the step, record memory snapshots."""
         with super().around_step(step), self.memory.step(step, self.engine.run_on_all_ranks):
             yield
 
     def end(self) -> None:
-        """Save the models of the last step, and write the summary. Models that are already saved are skipped."""
+        """Save the models of the last step, unless they are already saved, and write the summary."""
         self._save_last_models()
         summary = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
         self.run_dir.write_summary({**summary, "best_evaluation": self.state.best})
 
     @contextmanager
     def timed(self, key: str) -> Iterator[None]:
-        """Time a block as ``timeperf/{key}`` and as a trace event."""
+        """Record the duration of a block as the statistic ``timeperf/{key}`` and as a trace event."""
         with self.tracker.record_timing(key), tracing.trace_scope(key):
             yield
 
     def optimize(
         self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR
     ) -> dict[str, float]:
-        """Take one optimizer step on rows, with learning rate ``rate``."""
+        """Take one optimizer step on ``rows`` with the learning rate ``rate``, and return the statistics of the step."""
         self._updating = True
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
 
     def part_states(self) -> dict[str, Any]:
-        """The data position."""
+        """Return the data position for a checkpoint."""
         return {"rows": self.rows.state_dict()}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the data position."""
+        """Restore the data position from a checkpoint."""
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
@@ -322,17 +322,14 @@ class ExperimentTrainer(TrainingLoop):
         self.report.rewind(self.state)
 
     def save_at_stop(self) -> None:
-        """Write a checkpoint. If checkpoints are disabled, save the models."""
+        """Write a checkpoint or, if checkpoints are disabled, save the models."""
         if self.spec.checkpoints.enabled:
             self.checkpoint()
         else:
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Finish pending saves, and save the models of the last step.
-
-        Nothing is saved if the models are saved already, or if ``saver.mode`` disables saving.
-        """
+        """Finish pending saves, and save the models of the last step unless they are saved or ``saver.mode`` is off."""
         self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
@@ -341,7 +338,10 @@ class ExperimentTrainer(TrainingLoop):
             self.save_models(at)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Shut everything down, and record ``error`` as the reason for the end. A second call does nothing."""
+        """Close everything that the trainer opened, and record how the run ended. A second call does nothing.
+
+        ``error`` is the cause of a failure; None after a run without a failure.
+        """
         if self._closed:
             return
         self._closed = True
@@ -357,7 +357,7 @@ class ExperimentTrainer(TrainingLoop):
                     stack.callback(part.close)
 
     def _end_log(self, error: BaseException | None) -> None:
-        """Close the log, and record in the run's status how the run ended. After a failure, ``error`` is the cause."""
+        """Close the log, and record in the run's status how the run ended."""
         self._closing.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def __enter__(self) -> Self:
@@ -371,7 +371,7 @@ class ExperimentTrainer(TrainingLoop):
         except Exception as closing:
             if error is None:
                 raise
-            _log.error("closing failed too: %s: %s", type(closing).__name__, closing)
+            _log.error("closing the experiment failed too: %s: %s", type(closing).__name__, closing)
 
 
 def _restore(variables: Mapping[str, str | None]) -> None:
@@ -383,5 +383,5 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def in_scope(section: str, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Prefix the names of statistics with a section."""
+    """Return statistics whose names are prefixed with ``{section}/``."""
     return {f"{section}/{name}": value for name, value in numbers.items()}

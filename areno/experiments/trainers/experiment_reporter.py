@@ -1,4 +1,4 @@
-"""Reporting of ``areno run``: a table in ``main.log``, ``metrics.jsonl``, and tracking services."""
+"""Reports the steps of ``areno run`` in ``main.log``, in ``metrics.jsonl`` and to tracking services."""
 
 from collections.abc import Mapping
 from logging import Logger
@@ -21,14 +21,14 @@ _SHOWN = {
     "staleness_mean": "rollout/staleness/avg",
     "staleness_max": "rollout/staleness/max",
 }
-"""Statistics that only the display uses, under the display's names."""
+"""Names of statistics that only the display uses, by the display's name."""
 
 
 class ExperimentReporter(Reporter):
     """Reports to the log, to the metrics file and to tracking services.
 
-    ``known_names`` maps names of the health monitor to names of statistics. ``fp32`` is whether rollout and training
-    both compute in fp32.
+    ``known_names`` maps names of the health monitor to names of statistics. ``fp32`` is whether both rollout and training
+    compute in fp32.
     """
 
     joins_evaluation: ClassVar[bool] = True
@@ -58,13 +58,11 @@ class ExperimentReporter(Reporter):
         self._stats_logger, self._tracker, self._known_names = stats_logger, tracker, known_names
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics that the health monitor uses."""
+        """Return the statistics that the health monitor uses."""
         return {known: outcome.stats[name] for known, name in self._known_names.items() if name in outcome.stats}
 
     def shown_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
-        """The statistics for the display: the known statistics, further ones, and the trained tokens per second of the
-        step.
-        """
+        """Return the statistics for the display, including the number of trained tokens per second."""
         stats = outcome.stats
         shown = {known: stats[name] for known, name in _SHOWN.items() if name in stats}
         tokens = next((value for name, value in stats.items() if name.endswith("/n_valid_tokens")), None)
@@ -73,36 +71,36 @@ class ExperimentReporter(Reporter):
         return {**self.known_stats(outcome), **shown}
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Record the statistics of a step, including the tracker's."""
+        """Record the statistics of a step, including the statistics of the tracker."""
         outcome.stats |= self._tracker.export() | outcome.memory
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Record evaluation metrics as measured before the next step."""
+        """Record evaluation metrics under the number of the next step."""
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Show the step on a terminal. Elsewhere do nothing, because the log has a table."""
+        """Show the step if the output is a terminal. Otherwise do nothing, because the log has a table."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 
     def rewind(self, state: RunState) -> None:
-        """Drop the records of an earlier attempt if the run starts at its first step. Such an attempt left no checkpoint.
+        """If the run starts at its first step, drop the records of an earlier attempt, which left no checkpoint.
 
-        When a run resumes from a checkpoint, :meth:`load_state_dict` drops the records of later steps.
+        If the run resumes from a checkpoint, :meth:`load_state_dict` drops the records of later steps.
         """
         if state.step == 0:
             self._stats_logger.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the statistics logger."""
+        """Return the state of the statistics logger."""
         return self._stats_logger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the statistics logger, and drop later lines."""
+        """Restore the state of the statistics logger, and drop the lines of later steps."""
         self._stats_logger.load_state_dict(state)
 
     def close(self) -> None:
-        """Close the services."""
+        """Close the display and the tracking services."""
         super().close()
         self._stats_logger.close()

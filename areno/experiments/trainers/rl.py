@@ -1,12 +1,13 @@
-"""PPO, GRPO and related algorithms.
+"""Trains with PPO, GRPO and related algorithms.
 
-By default, separate processes generate while this process trains. Alternatively, one engine generates and trains in
-turn.
+By default, separate processes generate while this process trains. Alternatively, a single engine alternates between
+generation and training.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
 
-While a batch is trained, the next batches are generated. ``rollout.max_head_offpolicyness`` limits how far ahead.
+While the model trains on a batch, the next batches are generated. ``rollout.max_head_offpolicyness`` is the maximum number of
+weight versions by which generation is ahead of training.
 """
 
 import logging
@@ -69,7 +70,7 @@ _TIMED = {
     ("train", ACTOR): "train_step",
     ("train", update.CRITIC): "critic_train_step",
 }
-"""Timer names of an update's stages. The log-probs of other roles are timed as ``{role}_logp``."""
+"""Timer names of the stages of an update. For the log-probs of other roles, the timer name is ``{role}_logp``."""
 _EVAL_AHEAD = 10**12
 
 
@@ -108,7 +109,7 @@ class PPOTrainer(ExperimentTrainer):
             raise
 
     def open_rollout(self) -> None:
-        """Start the replicas, and the dispatcher of their episodes."""
+        """Start the rollout replicas, and create the dispatcher of their episodes."""
         rollout = self.config.rollout
         self.fleet = self._start_fleet()
         self.client = EngineClient(
@@ -126,7 +127,7 @@ class PPOTrainer(ExperimentTrainer):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """If the workflow is built in, check that the first row has a prompt."""
+        """Check that the first row has a prompt, if the workflow is a built-in workflow."""
         if not config.built_in_workflow:
             return
         try:
@@ -135,7 +136,7 @@ class PPOTrainer(ExperimentTrainer):
             raise DataError(f"{name}, row 1: {error}") from None
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
-        """The training prompts and held-out prompts. Prompts longer than ``max_length`` are dropped."""
+        """Return the training prompts and the held-out prompts, without prompts longer than ``max_length``."""
         config, section = self.config, self.config.train_dataset
 
         def length(row: Any) -> int:
@@ -144,19 +145,19 @@ class PPOTrainer(ExperimentTrainer):
         longest = self._longest_prompt(section.max_length)
         rows, dropped = without_long(train, length, longest)
         if dropped:
-            _log.info("dropped %d of %d prompts: longer than %s tokens", dropped, dropped + len(rows), longest)
+            _log.info("dropped %d of %d training prompts longer than %s tokens", dropped, dropped + len(rows), longest)
         if valid is not None and config.valid_dataset is not None:
             longest = self._longest_prompt(config.valid_dataset.max_length)
             valid, dropped = without_long(valid, length, longest)
             if dropped:
-                _log.info("dropped %d validation prompts: longer than %s tokens", dropped, longest)
+                _log.info("dropped %d held-out prompts longer than %s tokens", dropped, longest)
         if (config.recover.enabled or config.evaluator.keep_best) and len(rows):
             # Queued rows go into checkpoints to resume from; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])
         return RowSource(rows, section, config.seed), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
-        """``max_length``, but less than the model's context, so that an answer has room."""
+        """Return ``max_length``, or less if the model's context would otherwise leave no room for an answer."""
         context = self.engine.context_length
         return max_length if max_length is None or context is None else min(max_length, context - 1)
 
@@ -170,7 +171,7 @@ class PPOTrainer(ExperimentTrainer):
         self.engine.ensure_roles(update.roles_of(self.config, optimizer), self.resumed_from)
 
     def rollout_engine(self) -> tuple[str, EngineConfig]:
-        """Checkpoint and configuration of a rollout engine."""
+        """Return the model path and the configuration of a rollout engine."""
         config, actor = self.config, self.config.actor
         options = {"gpu": self.machine.gpus > 0, **self._engine_options(), **self._generation_options()}
         engine = engines.engine_config(actor, seed=config.seed, **options)
@@ -182,7 +183,7 @@ class PPOTrainer(ExperimentTrainer):
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Options of the actor's engine: routing replay. If this engine also generates, its generation options are added."""
+        """Return the engine options for routing replay and, if the actor's engine also generates, for generation."""
         routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routing | (self._generation_options() if takes_turns(self.config) else {})
 
@@ -254,7 +255,7 @@ class PPOTrainer(ExperimentTrainer):
         return dispatcher
 
     def _trace_episode(self, task: int, status: str, reason: str) -> None:
-        """Trace the status of an episode. Any thread may call this method."""
+        """Write the status of an episode to the traces. Any thread may call this method."""
         tracing.instant(f"rollout {status}", Category.SCHEDULER, {"task": task})
         if status != "running":
             outcome: Any = status
@@ -272,19 +273,19 @@ class PPOTrainer(ExperimentTrainer):
         """Run the experiment.
 
         Args:
-            workflow: an object, a class or a name. If None, the ``workflow`` section is used.
-            eval_workflow: the workflow of evaluations. If None, ``workflow`` is used with ``eval_gconfig``.
+            workflow: workflow as an object, a class or a name. If None, the ``workflow`` section is used.
+            eval_workflow: workflow of evaluations. If None, ``workflow`` is used with ``eval_gconfig``.
             workflow_kwargs: keyword arguments of ``workflow``.
-            eval_workflow_kwargs: keyword arguments of the evaluation's workflow. If this and ``eval_workflow`` are
-                None, ``workflow_kwargs`` apply.
-            dynamic_filter_fn: returns whether to train on the trajectory of a group. If None, the function in the
-                ``workflow`` section is used, if one is named there.
-            total_epochs: replaces ``total_train_epochs``.
+            eval_workflow_kwargs: keyword arguments of the evaluation's workflow. If neither ``eval_workflow`` nor
+                ``eval_workflow_kwargs`` is given, ``workflow_kwargs`` apply.
+            dynamic_filter_fn: function that returns whether to train on the trajectory of a group. If None,
+                ``workflow.dynamic_filter_fn`` is used, if set.
+            total_epochs: number of epochs, instead of ``total_train_epochs``.
 
         Raises:
             RolloutStoppedError: too many consecutive episodes failed or were rejected, or a reward failed with
                 ``reward.on_error=stop``.
-            EngineError: a process failed permanently, or there is no more progress.
+            EngineError: a process failed permanently, or the run makes no progress.
         """
         self.plan_steps(total_epochs)
         self.workflow = workflow_of(self.config, workflow, workflow_kwargs, self.engine.tokenizer)
@@ -299,7 +300,7 @@ class PPOTrainer(ExperimentTrainer):
         self.fit()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
-        """Train on one batch: roll out, update, and send the new weights to the replicas."""
+        """Generate a batch, train on the batch, and send the new weights to the replicas."""
         self.display.phase("rollout")
         assert self.fleet is not None
         with self.timed("rollout"), self.fleet.generating():
@@ -320,7 +321,7 @@ class PPOTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, rewards=rewards, sequences=sequences, sample=sample)
 
     def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the rewards with the reward model. Without a reward model, do nothing."""
+        """Set the rewards of the trajectories with the reward model, if there is one."""
         if not self.config.reward_section.path or not trajectories:
             return
         tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]
@@ -329,7 +330,7 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Names of the statistics of the update and of the rollout."""
+        """Return the names of the statistics of the update and of the rollout; see the base class."""
         names = {"loss": "actor_loss/avg"} | {
             name: name for name in ("grad_norm", "update_skipped", "loss_scale", "logp_abs_diff_mean", "response_len")
         }
@@ -352,7 +353,7 @@ class PPOTrainer(ExperimentTrainer):
         return numbers
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
-        """Plan the steps, and create the objective, whose learning rates depend on the number of steps."""
+        """Compute the number of steps and the learning-rate schedules, and create the objective."""
         super().plan_steps(total_epochs)
         actor, critic = self.config.actor, self.config.critic
         learners = [Learner(ACTOR, self._train_actor, actor.ppo_n_epochs, actor.ppo_n_minibatches)]
@@ -367,15 +368,15 @@ class PPOTrainer(ExperimentTrainer):
         )
 
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
-        """Add all inputs of the loss to the rows of a step."""
+        """Add all inputs of the loss, such as advantages, to the rows of a step."""
         return self.objective.prepare(rows)
 
     def update(
         self, rows: list[TrainSequence], at: StepInfo, prompts: Sequence[int], data: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, float]:
-        """Run the update of a step and record samples; return the documented statistics.
+        """Run the update of a step, record samples, and return the statistics of the update.
 
-        ``prompts`` and ``data`` contain the prompt index and, if known, the data row of each group.
+        ``prompts`` contains the prompt index of each group. ``data`` contains the data row of each group, or is empty.
         """
         self.display.phase("train")
         observe([row.group for row in rows], [row.reward for row in rows], [[row] for row in rows])
@@ -415,7 +416,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.optimize(rows, loss, engines.micro_batching(critic.mb_spec), rate, update.CRITIC)
 
     def measure(self) -> dict[str, float]:
-        """Run the evaluation workflow on the held-out rows while rollouts for training continue."""
+        """Run the evaluation workflow on the held-out rows, while generation for training continues."""
         assert self.eval_rows is not None
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
@@ -434,7 +435,7 @@ class PPOTrainer(ExperimentTrainer):
         return in_scope("eval-rollout", {**summaries(populations), **counts})
 
     def _record_answers(self, batch: Batch) -> None:
-        """Record answers to the first held-out prompts whose episodes were accepted: the first answer to each prompt."""
+        """Record one answer to each of the first held-out prompts whose episodes were accepted."""
         rows = train_sequences(batch.trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
         samples = EvalSamples()
         records = reward_records(batch.task_ids, rows, self.engine.tokenizer, batch.data)
@@ -442,18 +443,18 @@ class PPOTrainer(ExperimentTrainer):
         self.run_dir.append_eval_samples(samples.records(self.state.step))
 
     def rollout_state(self) -> Any:
-        """Waiting and running rows, unused trajectories, and counters."""
+        """Return the state of the dispatcher: waiting and running rows, unused trajectories, and counters."""
         return self.dispatcher.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the data position, the weights of the replicas and the dispatcher's queue."""
+        """Restore the data position, the weights of the replicas and the state of the dispatcher."""
         super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
         self.fleet.update_weights(self.engine, self.state.step)
         self.dispatcher.load_state(rollout_state(checkpoint))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the dispatchers, then the replicas, then the rest."""
+        """Close the dispatchers, then the replicas, and then everything that the base class opened."""
         with ExitStack() as stack:  # in reverse order, even if something fails
             stack.callback(super().close, error)
             if self.fleet is not None:

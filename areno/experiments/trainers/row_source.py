@@ -1,4 +1,4 @@
-"""Loads the rows of a dataset, and iterates over them in epochs with a resumable position."""
+"""Loads the rows of a dataset, and iterates over the rows in epochs from a position that checkpoints contain."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,8 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     if loader is None:
         if more:
             raise UsageError(
-                f"{name}.dataset_kwargs {', '.join(more)} need a loader that accepts them; set {name}.dataset_kwargs.{LOADER}"
+                f"{name}.dataset_kwargs contains {', '.join(more)}, but only your own dataset loader gets these arguments; set "
+                f"{name}.dataset_kwargs.{LOADER}, or remove the arguments"
             )
         return load_training_dataset(section.path, option=f"{name}.path", split=section.split)
     option, keywords = f"{name}.dataset_kwargs.{LOADER}", {"split": section.split, **more}
@@ -34,7 +35,9 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     except Exception as error:
         call = ", ".join([repr(section.path), *(f"{key}={value!r}" for key, value in keywords.items())])
         cause = describe_error(error, source_file(function))
-        raise UsageError(f"{origin}: the call with ({call}) failed: {cause}; correct the loader") from error
+        raise UsageError(
+            f"{origin}: the call of the loader with ({call}) failed: {cause}; correct the loader"
+        ) from error
     first_row(rows, origin, section.path)
     return rows  # type: ignore[no-any-return]
 
@@ -42,7 +45,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 class RowSource:
     """Endless iterator over rows, epoch after epoch. With ``shuffle``, seed and epoch determine the order of the rows.
 
-    With ``drop_last``, the rows of an incomplete last batch are skipped in each epoch.
+    With ``drop_last``, each epoch skips the rows of an incomplete last batch.
     """
 
     def __init__(self, rows: Sequence[Any], section: TrainDatasetConfig, seed: int) -> None:
@@ -50,15 +53,15 @@ class RowSource:
         self._used = len(rows) - len(rows) % self.batch_size if section.drop_last else len(rows)
         if not self._used:
             raise DataError(
-                f"train_dataset has {len(rows)} rows, fewer than train_dataset.batch_size={self.batch_size}; lower the batch "
-                "size, or set train_dataset.drop_last=false"
+                f"train_dataset has {len(rows)} rows, which is less than train_dataset.batch_size={self.batch_size}; lower the "
+                "batch size, or set train_dataset.drop_last=false"
             )
         self.epoch, self.position = 0, 0
         self._order = self._draw()
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps per epoch."""
+        """Number of steps per epoch."""
         return -(-self._used // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,16 +84,15 @@ class RowSource:
         return epoch_order(len(self.rows), epoch=self.epoch, seed=self._seed, shuffle=self._shuffle)
 
     def state_dict(self) -> dict[str, int]:
-        """The position."""
+        """Return the position, and the number of rows."""
         return {"epoch": self.epoch, "position": self.position, "rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore a position. Raise UsageError if the number of rows has changed."""
+        """Restore a position. Raises UsageError if the number of rows has changed."""
         if state["rows"] != len(self.rows):
             raise UsageError(
-                f"train_dataset has {len(self.rows)} rows, but the recovery checkpoint was written with "
-                f"{state['rows']}; use the "
-                "same data, or set recover.mode=disabled"
+                f"train_dataset has {len(self.rows)} rows, but had {state['rows']} rows when the recovery checkpoint was "
+                "written; use the earlier data, or set recover.mode=disabled"
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._draw()
@@ -99,7 +101,7 @@ class RowSource:
 def without_long(
     rows: Sequence[Any], length_of: Callable[[Any], int], longest: int | None
 ) -> tuple[Sequence[Any], int]:
-    """Rows of at most ``longest`` tokens, and the number of dropped rows. If ``longest`` is None, all rows.
+    """Return the rows of at most ``longest`` tokens, and the number of dropped rows. If ``longest`` is None, keep all rows.
 
     Raises:
         DataError: no row is left.

@@ -1,4 +1,4 @@
-"""Supervised experiments, without generation: SFT, reward models, DPO, IPO and SLiC."""
+"""Trains without generation: SFT, reward models, DPO, IPO and SLiC."""
 
 import functools
 import logging
@@ -29,7 +29,7 @@ _ANY_LENGTH = 2**31
 
 
 class SupervisedExperimentTrainer(ExperimentTrainer):
-    """Tokenizes all rows once; a step is one optimizer step on ``batch_size`` examples."""
+    """Tokenizes all rows once. Each training step is one optimizer step on ``batch_size`` examples."""
 
     objective: ClassVar[Objective]
 
@@ -44,9 +44,9 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         self.fit()
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Examples | None]:
-        """Training and held-out rows or pairs.
+        """Return the training examples and the held-out examples.
 
-        Those longer than ``max_length`` or longer than the model's context are dropped.
+        Examples longer than ``max_length`` or longer than the model's context are dropped.
         """
         config, section = self.config, self.config.train_dataset
         examples = self._encoded(train, section, "train_dataset")
@@ -72,15 +72,15 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
             ),
         )
         if dropped:
-            _log.info("%s: dropped %d of %d rows: too long, or without an answer", name, dropped, len(rows))
+            _log.info("%s: dropped %d of %d rows that are too long or have no answer", name, dropped, len(rows))
         return examples
 
     def loss(self) -> LossFn:
-        """The loss of a step."""
+        """Return the loss function of the steps."""
         return self.objective.experiment_loss()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
-        """One optimizer step on the next rows."""
+        """Take one optimizer step on the next rows."""
         self.display.phase("train")
         rows = sequences(self.rows.batch())
         rate = self.schedule.at(at.global_step + 1)
@@ -90,7 +90,7 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, sequences=numbers.get(f"{self.section}/n_seqs", self.rows.batch_size))
 
     def measure(self) -> dict[str, float]:
-        """The loss and its statistics on the held-out rows."""
+        """Return the loss on the held-out rows, and its statistics."""
         assert self.eval_rows is not None
         rows = sequences(self.eval_rows)
         stats = self.engine.measure(rows, self.loss_fn, self.batching)
@@ -102,9 +102,7 @@ def _sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 class SFTTrainer(SupervisedExperimentTrainer):
-    """Supervised fine-tuning. Trains on the response to a prompt, the answer to a question, or a conversation's last
-    message.
-    """
+    """Fine-tunes on the response to a prompt, the answer to a question, or the last message of a conversation."""
 
     objective = SFT
     needs = objective.needs
@@ -124,7 +122,7 @@ class RWTrainer(SupervisedExperimentTrainer):
 
 
 class DPOTrainer(SupervisedExperimentTrainer):
-    """DPO, IPO and SLiC. A frozen reference model scores all rows once. ``batch_size`` counts pairs."""
+    """Trains with DPO, IPO or SLiC. A frozen reference model scores all rows once. ``batch_size`` counts pairs."""
 
     config: DPOConfig
     objective = DPO
@@ -134,7 +132,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Set the reference log-probs of all rows. If ``actor.algorithm`` is set, do nothing: its loss uses no reference."""
+        """Set the reference log-probs of all rows, unless ``actor.algorithm`` is set, whose loss uses no reference."""
         if self.config.actor.algorithm:
             return
         self.display.phase("reference")
@@ -150,16 +148,15 @@ class DPOTrainer(SupervisedExperimentTrainer):
             self.rows.rows, self.eval_rows = reference.score(examples, held_out)
 
     def loss(self) -> LossFn:
-        """The loss of DPO, IPO, SLiC, or of ``actor.algorithm``."""
+        """Return the loss function of DPO, IPO or SLiC, or the loss function of ``actor.algorithm``."""
         return preference_loss(self.config.actor)
 
 
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
-    """The preference loss of a section. IPO compares means per token, so its target 1 / (2 beta) does not depend on the
-    length.
+    """Return the preference loss of a section.
 
-    ``actor.algorithm`` can name a loss of :func:`areno.loss_fns.units.mean_loss`. The statistics of such a loss are
-    reported under the names that DPO uses.
+    IPO compares log-probs averaged per token, so its target 1 / (2 beta) does not depend on the length. If the loss of
+    ``actor.algorithm`` is made by :func:`areno.loss_fns.units.mean_loss`, its statistics have the names that DPO uses.
     """
     if actor.algorithm:
         spec, options = named_algorithm(actor)

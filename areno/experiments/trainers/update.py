@@ -1,4 +1,4 @@
-"""Settings of a policy update: the models that score rows, reward shaping, and the loss."""
+"""Makes the parts of a policy update from settings: the models that score rows, the reward shaping, and the loss."""
 
 import functools
 import inspect
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The configured models besides the actor: reference, critic, local teacher and reward model.
+    """Return the configured models besides the actor: reference, critic, local teacher and reward model.
 
-    The reference is included only if a KL term needs it.
+    The reference is included only if a KL term needs the reference.
     """
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
@@ -49,10 +49,10 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """Return how to score rows and shape their rewards before the optimizer steps.
+    """Return the settings for scoring rows and for shaping their rewards, before the optimizer steps.
 
     Raises:
-        UsageError: the teacher's server does not answer.
+        UsageError: the teacher's server does not respond.
     """
     scorers = {}
     if config.teacher is not None and is_address(config.teacher.path):
@@ -81,7 +81,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
 
 
 def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
-    """The loss of ``actor.algorithm`` or, without an algorithm, the policy loss. All parameters but ``version`` are bound."""
+    """Return the loss of ``actor.algorithm`` or, without an algorithm, the policy loss, with its options bound."""
     loss: Any = policy_loss_fn
     if actor.algorithm:
         spec, options = named_algorithm(actor)
@@ -94,19 +94,19 @@ def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.p
 
 
 def with_version(loss: functools.partial[Any], version: int) -> functools.partial[Any]:
-    """Bind ``version``, the weight version that the update produces, if the loss has that parameter."""
+    """Bind ``version``, the weight version that the update produces, if the loss has this parameter."""
     return functools.partial(loss, version=version) if "version" in inspect.signature(loss).parameters else loss
 
 
 def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLossConfig:
-    """The settings of the policy loss."""
+    """Return the options of the policy loss from the settings of the actor and the teacher."""
     bounds = actor.rejection_sampling
     rejection = bounds and from_settings(RejectionSampling, bounds)
     return from_settings(PolicyLossConfig, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
 
 
 def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:
-    """The reward shaping of an experiment."""
+    """Return the reward shaping of an experiment."""
     weights = part_weights(reward.weights) if reward.normalize_parts else None
     sections = {name: getattr(actor, name) for name in ("reward_norm", "adv_norm")}
     norms = {name: section and from_settings(Norm, section) for name, section in sections.items()}
@@ -114,12 +114,12 @@ def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:
 
 
 def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
-    """Create a dataclass from the settings that have the names of its fields.
+    """Create an instance of the dataclass ``cls`` from the settings that have the names of its fields.
 
     Args:
-        cls: the dataclass.
-        sections: later sections override earlier ones.
-        others: values of further fields.
+        cls: dataclass.
+        sections: sections with the settings. A later section overrides an earlier section.
+        others: values of other fields.
     """
     values = {
         entry.name: getattr(section, entry.name) for section in sections for entry in fields(section) if entry.init
@@ -129,23 +129,23 @@ def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Number of model turns in the episode of each row. Episodes whose workflow does not report turns are left out."""
+    """Return the number of model turns in each row's episode. Episodes whose workflow does not report turns are omitted."""
     return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
 
 
 def workflow_values(trajectories: Sequence[Trajectory], key: str, *, required: bool) -> list[float]:
-    """The numbers that workflows returned under a custom key.
+    """Return the numbers that workflows returned under the custom key ``key``.
 
     Raises:
-        UsageError: a value is not a number, or no trajectory has a ``required`` key.
+        UsageError: a value is not a number, or ``required`` is set and no trajectory has the key.
     """
     try:
         values = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"actor.log_agent_stats_keys {key!r} holds values that are not numbers: {first_line(error)}; remove the key"
+            f"actor.log_agent_stats_keys: the values of {key!r} are not numbers ({first_line(error)}); remove the key"
         ) from error
     if required and trajectories and not values:
         names = ", ".join(sorted(set().union(*trajectories)))
-        raise UsageError(f"actor.log_agent_stats_keys {key!r} is in no trajectory; trajectories have {names}")
+        raise UsageError(f"actor.log_agent_stats_keys: no trajectory has the key {key!r}; use one of the keys {names}")
     return torch.cat(values).tolist() if values else []

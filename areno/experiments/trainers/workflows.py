@@ -20,10 +20,10 @@ _WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 def workflow_of(
     config: PPOConfig, workflow: Any, kwargs: dict[str, Any] | None, tokenizer: Any, *, evaluates: bool = False
 ) -> RolloutWorkflow:
-    """The workflow of an experiment. It samples ``gconfig.n_samples`` answers to each row as a group.
+    """Return the workflow of an experiment, which samples a group of ``gconfig.n_samples`` answers to each row.
 
-    ``workflow`` is an object, a class (with ``kwargs``), or a name. If it is None, the configured agent or the
-    ``workflow`` section is used. With ``evaluates``, ``eval_gconfig`` replaces ``gconfig`` if it is set.
+    ``workflow`` is an object, a class (with ``kwargs``), or a name. If ``workflow`` is None, the configured agent or the
+    ``workflow`` section is used. With ``evaluates``, ``eval_gconfig`` replaces ``gconfig`` if ``eval_gconfig`` is set.
     """
     gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
     agent = config.rollout.agent
@@ -46,7 +46,7 @@ def workflow_of(
 
 
 def _reward_call(config: PPOConfig) -> AsyncReward | None:
-    """The reward function of built-in workflows. With a reward model, None."""
+    """Return the reward function of built-in workflows; None if a reward model computes the rewards."""
     reward = config.reward_section
     if reward.path:
         return None
@@ -62,7 +62,7 @@ def _reward_call(config: PPOConfig) -> AsyncReward | None:
 
 
 def filter_of(config: PPOConfig, filter_fn: Any) -> Callable[[Trajectory], bool] | None:
-    """The trajectory filter, combined with the bounds on success rates. None if neither is configured.
+    """Return a filter that applies ``filter_fn`` and the bounds on success rates; None if neither is configured.
 
     If ``filter_fn`` is None, the filter of the ``workflow`` section is used.
     """

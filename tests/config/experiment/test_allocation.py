@@ -116,18 +116,18 @@ def test_legacy_forms_are_translated(text, modern):
         ("fspd:d2", "did you mean fsdp?"),
         ("fsdp:d0", "a number of at least 1"),
         ("fsdp:d2x", "a number of at least 1"),
-        ("fsdp:x2", "fsdp has no size 'x'"),
-        ("sglang:c2", "sglang has no size 'c'; choose among d, t, p"),
+        ("fsdp:x2", "fsdp does not support the size letter 'x'"),
+        ("sglang:c2", "sglang does not support the size letter 'c'; use only d, t, p"),
         ("sglang.d4p1m2", "only allocation_mode accepts; write sglang:d4t2"),
         ("d2p2m1", "write megatron:d2p2 to train or areno:d2p2 to generate"),
-        ("sglang:d4+fsdp:d4", "specifies several engines, but only one engine is expected"),
+        ("sglang:d4+fsdp:d4", "specifies several engines, but a backend has only one engine"),
         ("fsdp:(attn:d2|ffn:d2)", "only megatron"),
-        ("megatron:(attn:d2)", "write both attn and ffn"),
-        ("megatron:(attn:d2e2|ffn:d2)", "attn has no size 'e'"),
-        ("megatron:(attn:d2|ffn:c2)", "ffn has no size 'c'"),
-        ("megatron:(attn:d4p2|ffn:d4)", "make the sizes equal"),
-        ("megatron:(attn:d4|ffn:d2e4)", "attn takes 4 devices and ffn 8"),
-        ("megatron:(attn:d4|ffn:e3)", "make the two numbers equal"),
+        ("megatron:(attn:d2)", "does not have sizes for both attn and ffn; write both"),
+        ("megatron:(attn:d2e2|ffn:d2)", "attn does not support the size letter 'e'"),
+        ("megatron:(attn:d2|ffn:c2)", "ffn does not support the size letter 'c'"),
+        ("megatron:(attn:d4p2|ffn:d4)", "use the same p for both"),
+        ("megatron:(attn:d4|ffn:d2e4)", "attn takes 4 devices, but ffn takes 8"),
+        ("megatron:(attn:d4|ffn:e3)", "choose sizes for which the two numbers are equal"),
     ],
 )
 def test_invalid_backends_are_refused_with_a_reason(text, words):
@@ -140,14 +140,14 @@ def test_invalid_backends_are_refused_with_a_reason(text, words):
     ("text", "words"),
     [
         ("sglang:d4|fsdp:d4", "shares devices but has no name"),
-        ("sglang:d4|fsdp[actor]:d2", "must take the same number"),
+        ("sglang:d4|fsdp[actor]:d2", "give engines that share devices the same number"),
         ("sglang[a]:d1+fsdp[a]:d1", "two engines are called a"),
-        ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "three or more engines must all be named"),
+        ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "three or more engines need names; name each engine"),
         ("fsdp:d1++areno:d1", "the backend is empty"),
-        ("actor_gen:d4,other:d8", "'other:d8' is not MODEL:SIZES; write MODEL as one of actor_gen, actor_train"),
-        ("actor_gen:d4,*", "'*' is not MODEL:SIZES"),
-        ("actor_gen:d4,actor:d8,actor_train:d2", "two sizes for actor; write each model once"),
-        ("*:d4,*:d8", "two sizes for *"),
+        ("actor_gen:d4,other:d8", "'other:d8' is not of the form MODEL:SIZES; write one of actor_gen, actor_train"),
+        ("actor_gen:d4,*", "'*' is not of the form MODEL:SIZES"),
+        ("actor_gen:d4,actor:d8,actor_train:d2", "sizes for actor twice; remove one of the two entries"),
+        ("*:d4,*:d8", "sizes for * twice"),
     ],
 )
 def test_contradictory_engines_are_refused(text, words):
@@ -158,7 +158,7 @@ def test_contradictory_engines_are_refused(text, words):
 
 
 def test_two_unnamed_engines_of_one_kind_are_ambiguous():
-    with pytest.raises(InvalidAllocationModeError, match="two engines for actor"):
+    with pytest.raises(InvalidAllocationModeError, match="two engines have the role actor"):
         AllocationMode.from_str("fsdp:d1+fsdp:d2").backends()
 
 

@@ -66,7 +66,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
                 "actor.overlong_penalty_factor": 1.0,
             },
         ),
-        ({"actor.overlong_tokens": 8}, "without the penalty", {}),
+        ({"actor.overlong_tokens": 8}, "without overlong_reward_penalty", {}),
         ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
         ({"actor.target_modules": ["q_proj"]}, "actor.target_modules has no effect without an adapter", {}),
         # reward parts
@@ -91,7 +91,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             {"reward.path": "m", "success_rate_lb": 0.1},
-            "reward.path computes the reward later",
+            "reward.path computes rewards later",
             {"success_rate_lb": 0.1},
         ),
         # rejection sampling
@@ -144,7 +144,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ({"actor.lora_rank": 8}, "set use_lora", {}),
         (
             {"actor": RL["actor"] | {"use_lora": True, "target_modules": ["linear_qkv"]}},
-            "linear_qkv are layer names of Megatron; write [q_proj, k_proj",
+            "contains names of Megatron layers (linear_qkv); write [q_proj, k_proj",
             {"actor": RL["actor"] | {"use_lora": True, "target_modules": ["q_proj"]}},
         ),
         (
@@ -154,7 +154,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             {"actor.mb_spec.n_mbs": None},
-            "leaves the number",
+            "are both null, so the number",
             {"actor.mb_spec": {"n_mbs": None, "max_tokens_per_mb": 64}},
         ),
         (
@@ -177,7 +177,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             {"workflow.path": "agent"},
-            "needs rollout.agent.agent_cls_path",
+            "needs an agent; set rollout.agent.agent_cls_path",
             {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B"},
         ),
         # normalization
@@ -192,7 +192,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             {"actor.adv_norm": {"std_level": None}},
         ),
         ({"actor.adv_norm": {"mean_level": None, "std_level": None}}, "nothing is normalized", {}),
-        ({"actor.ppo_n_minibatches": 33}, "more than the 32 rows of a step", {"actor.ppo_n_minibatches": 32}),
+        ({"actor.ppo_n_minibatches": 33}, "more than 32, the number of rows per step", {"actor.ppo_n_minibatches": 32}),
         (
             {"success_rate_lb": 0.9, "success_rate_ub": 0.1},
             "swap the two values",
@@ -216,7 +216,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
             TEACHER,
         ),
         # kind of experiment
-        ({"train_dataset.type": "sft"}, "is for SFTConfig, not GRPOConfig", {}),
+        ({"train_dataset.type": "sft"}, "is for SFTConfig, but the experiment is a GRPOConfig", {}),
         ({"train_dataset.type": "rll"}, "did you mean rl?", {}),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_section_cannot_override_the_experiment_or_trial_name(section, name):
 
 def test_only_checkpoints_may_use_a_different_fileroot():
     for section in ("evaluator", "stats_logger", "perf_tracer", "rollout"):
-        assert "only checkpoints may be elsewhere" in refused({f"{section}.fileroot": "/other"})
+        assert "only checkpoints may be in another folder" in refused({f"{section}.fileroot": "/other"})
     config = accepted({"saver.fileroot": "/big", "recover.fileroot": "/fast"})
     assert (config.saver.fileroot, config.recover.fileroot) == ("/big", "/fast")
 
@@ -294,7 +294,7 @@ def test_the_group_size_of_normalization_is_n_samples():
 
 
 def test_is_critic_must_match_the_role():
-    assert "actor.is_critic true: actor is a policy" in refused({"actor.is_critic": True})
+    assert "actor.is_critic is true, but actor must be a policy" in refused({"actor.is_critic": True})
     assert "actor.is_critic=false" in refused({"actor.is_critic": True}, DPO, DPOConfig)
     assert "actor.is_critic=true" in refused({"actor.is_critic": False}, RW, RWConfig)
     assert "critic.is_critic=true" in refused({"critic": {"is_critic": False, "optimizer": {}}})
@@ -339,10 +339,13 @@ def test_allocation_mode_sets_the_backend_of_each_role():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout.backend": "areno:d2p2"}, "parallelism of 2 are not supported; write rollout.backend=areno:d4"),
+        (
+            {"rollout.backend": "areno:d2p2"},
+            "does not support pipeline parallelism (p2); write rollout.backend=areno:d4",
+        ),
         (
             {"actor.backend": "archon:p2", "actor.use_lora": True},
-            "actor.use_lora with actor.backend archon:p2: pipeline parallelism",
+            "actor.use_lora is not supported with actor.backend archon:p2: pipeline parallelism",
         ),
         (
             {"actor.backend": "megatron:p2", "rollout.scheduling_strategy.type": "colocation"}
@@ -353,10 +356,13 @@ def test_allocation_mode_sets_the_backend_of_each_role():
             {"actor.backend": "archon:d2", "actor.archon.fp8_config.mode": "blockwise"},
             "fp8_config.mode blockwise: FP8",
         ),
-        ({"actor.backend": "megatron:(attn:d2t2|ffn:d4)"}, "must be a multiple of t = 2 and divide d x c x t = 4; use"),
+        (
+            {"actor.backend": "megatron:(attn:d2t2|ffn:d4)"},
+            "must be a multiple of t = 2 and a divisor of d x c x t = 4; use",
+        ),
         (
             {"actor.backend": "fsdp:c2t2", "actor.use_lora": True},
-            "fsdp:t2c2, which shards weights, with actor.use_lora: adapters of tensor-parallel layers are not sharded",
+            "fsdp:t2c2 shards weights, which is not supported with actor.use_lora: adapters of tensor-parallel layers are",
         ),
         ({"actor.load_in_4bit": True}, "actor.load_in_4bit true has no effect without an adapter; set use_lora too"),
         ({"actor.offload_activations": True}, "has no effect without gradient_checkpointing"),
@@ -364,7 +370,10 @@ def test_allocation_mode_sets_the_backend_of_each_role():
             ({"actor.use_lora": True, "actor.load_in_4bit": True} | cut, "4-bit weights cannot be sharded")
             for cut in ({"actor.backend": "fsdp:t2"}, {"rollout.backend": "areno:t2"})
         ),
-        ({"rollout.backend": "areno:t2", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend areno:t2"),
+        (
+            {"rollout.backend": "areno:t2", "rollout.speculate": 4},
+            "rollout.speculate 4 is not supported with rollout.backend areno:t2",
+        ),
         ({"actor.fsdp.shard_weights": True}, "with actor.backend fsdp:d1: one rank has nothing to shard"),
         *(
             ({"actor.backend": "fsdp:d2", "actor.fsdp.shard_weights": True} | more, words)
@@ -375,20 +384,23 @@ def test_allocation_mode_sets_the_backend_of_each_role():
                 ),
             )
         ),
-        ({"actor.backend": "areno:d1"}, "is for inference; use a backend such as fsdp:d1"),
-        ({"rollout.backend": "fsdp:d1"}, "is for training; use a backend such as areno:d1"),
+        ({"actor.backend": "areno:d1"}, "is only for inference; use a backend such as fsdp:d1"),
+        ({"rollout.backend": "fsdp:d1"}, "is only for training; use a backend such as areno:d1"),
         ({"actor.backend": "d1"}, "write fsdp:d1 to train"),
         ({"ref.backend": "fsdp:d2"}, "ref runs on the actor's ranks"),
         ({"actor._version": "v2"}, "_version v2) are not supported"),
         ({"rollout._version": "v2"}, "_version v2) are not supported"),
-        ({"cluster.n_nodes": 2}, "only scheduler.type=ray and slurm use several machines; set one of these types"),
-        ({"scheduler.type": "slurm"}, "cluster.n_gpus_per_node is null: set the number of GPUs per node"),
+        ({"cluster.n_nodes": 2}, "needs a cluster, but scheduler.type is neither ray nor slurm; set one of these"),
+        ({"scheduler.type": "slurm"}, "cluster.n_gpus_per_node is null, but scheduler.type=slurm needs the number"),
         ({"scheduler.type": "ray", "cluster.name_resolve.type": "memory"}, "use nfs or etcd3"),
         (
             {"scheduler.type": "slurm", "cluster.n_gpus_per_node": 0, "cluster.name_resolve.type": "ray"},
             "name_resolve.type=ray does not work across the processes of scheduler.type=slurm",
         ),
-        ({"scheduler.type": "ray", "actor.weight_update_mode": "shm"}, "machines share no memory; use xccl, or disk"),
+        (
+            {"scheduler.type": "ray", "actor.weight_update_mode": "shm"},
+            "machines share no memory; use xccl, or use disk",
+        ),
         *(
             (
                 {"rollout.backend": f"{name}:d1", f"{name}.command": '/opt/"server'},
@@ -409,6 +421,6 @@ def test_an_unsupported_allocation_gives_one_message():
     base["actor"] = {key: value for key, value in RL["actor"].items() if key != "backend"}
     text = refused({"allocation_mode": "areno.d2p2m1+d2p2m1", "ref": {}}, base)
     assert "\n" not in text
-    for part in ("pipeline parallelism of 2", "allocation_mode=areno:d4+fsdp:d4"):
+    for part in ("pipeline parallelism (p2)", "allocation_mode=areno:d4+fsdp:d4"):
         assert part in text
     accepted({"allocation_mode": "areno:d4+megatron:d2p2"}, base)

@@ -173,7 +173,7 @@ def test_the_smaller_of_two_actor_limits_applies():
         ("group_size=x", "gconfig.n_samples 'x'"),
         ("ppo.adv_norm=3", "ppo.adv_norm 3: expected true or false"),
         ("trial_name=a-b", "must not contain '-'"),
-        ("n_nodes=2", "only scheduler.type=ray and slurm use several machines"),
+        ("n_nodes=2", "cluster.n_nodes=2 needs a cluster, but scheduler.type is neither ray nor slurm"),
     ],
 )
 def test_mistakes_are_named(word, words):
@@ -181,7 +181,7 @@ def test_mistakes_are_named(word, words):
 
 
 def test_conflicting_keys_are_refused():
-    assert "remove one of them" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
+    assert "remove one of the two keys" in problem(*SHORT, "ppo.recompute_logprob=False", "ppo.use_decoupled_loss=True")
     assert "contradict" in problem(*SHORT, "group_adv_norm=True", "ppo.adv_norm=False")
 
 

@@ -263,7 +263,10 @@ def test_an_override_sets_what_was_written(value):
         (["actor.scheduling_spec=3"], "actor.scheduling_spec 3: expected a list of mappings"),
         (["train_dataset.dataset_kwargs=3"], "train_dataset.dataset_kwargs 3: expected a mapping"),
         (["gconfig.stop_token_ids=[1,x]"], "gconfig.stop_token_ids 'x': expected an integer"),
-        (["actor.path=${actor.pth}"], "actor.path: ${actor.pth} is not a setting (did you mean actor.path?)"),
+        (
+            ["actor.path=${actor.pth}"],
+            "actor.path: ${actor.pth} does not refer to a setting (did you mean actor.path?)",
+        ),
         (["actor.path=${tokenizer_path}"], "interpolation cannot be resolved"),
         (["ref=${rollout}"], "PPOActorConfig has no settings"),
         (["~actor.path"], "actor.path is required"),
@@ -312,8 +315,8 @@ def test_a_wrong_value_is_reported_once_and_not_where_it_is_inherited(tmp_path):
     [
         ("a: [", "not valid YAML"),
         ("a: 1\na: 2\n", "not valid YAML"),
-        ("just text", "expected a mapping"),
-        ("- 1\n", "expected a mapping"),
+        ("just text", "is not a mapping of settings"),
+        ("- 1\n", "is not a mapping of settings"),
         ("1: 2\n", "is not the name of a setting"),
         ("", "experiment_name is required"),
     ],

@@ -11,24 +11,30 @@ from tests.config.experiment.samples import accepted, refused
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout.backend": "vllm:d1", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend vllm:d1"),
+        (
+            {"rollout.backend": "vllm:d1", "rollout.speculate": 4},
+            "rollout.speculate 4 has no effect with rollout.backend vllm:d1",
+        ),
         (
             {"rollout.backend": "sglang:d1", "rollout.return_routed_experts": True},
-            "rollout.return_routed_experts true with rollout.backend sglang:d1: areno does not read expert routing",
+            "rollout.return_routed_experts true is not supported with rollout.backend sglang:d1, because areno does not",
         ),
-        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers; set rollout.backend=vllm:dN"),
+        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers, but rollout.backend is areno"),
         ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is for inference servers"),
         (
             {"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"},
-            "rollout.api_url has 1 of the 2 addresses that are needed",
+            "rollout.api_url: the number of addresses is 1, but rollout.backend vllm:d2 needs 2, one per replica",
         ),
-        ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is not an address; write http://HOST:PORT"),
+        (
+            {"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"},
+            "'a:1' is not the address of a server; write http://HOST:PORT",
+        ),
         (
             {
                 "rollout.backend": "vllm:d1",
                 "rollout.scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False},
             },
-            "rollout.scheduling_strategy.fork false with rollout.backend vllm:d1: a server is a separate process",
+            "rollout.scheduling_strategy.fork false is not supported with rollout.backend vllm:d1, because a server is",
         ),
     ],
 )
