@@ -201,7 +201,7 @@ def test_too_long_prompts_are_skipped_and_counted(trainer):
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (lambda records, _: [None] * len(records), r"all rewards of the evaluation failed \(18 answers\)"),
+        (lambda records, _: [None] * len(records), r"the rewards of all 18 answers of the evaluation failed"),
         (lambda records, _: [0.0], "returned 1 rewards for 18 answers"),
         (lambda records, _: [math.nan] * len(records), "returned nan; return a finite number"),
     ],
@@ -212,13 +212,13 @@ def test_invalid_rewards_are_an_error(trainer, rewards, message):
 
 
 def test_an_evaluation_without_answers_is_an_error(trainer):
-    with pytest.raises(RewardError, match="the evaluation has no answer: 0 prompts exceed --max-prompt-tokens"):
+    with pytest.raises(RewardError, match="the evaluation has no answers: 0 prompts are too long"):
         evaluate(trainer, zero_rewards, answers=lambda batch, _: [None] * (3 * len(batch.items)))
 
 
 @pytest.mark.parametrize("changes", [{"rows": []}, {"n_samples": 0}, {"max_running": 0}])
 def test_an_empty_evaluation_is_refused(trainer, changes):
-    with pytest.raises(ValueError, match="at least one row, one sample per prompt and one running answer"):
+    with pytest.raises(ValueError, match="at least one row, and n_samples and max_running must be at least 1"):
         evaluate(trainer, zero_rewards, **changes)
 
 

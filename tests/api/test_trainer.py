@@ -368,7 +368,7 @@ def test_closing_twice_is_fine_and_ends_the_threads(tiny_checkpoint):
     trainer.close()
     trainer.close()
     assert threading.active_count() <= before
-    with pytest.raises(EngineError, match=r"or was closed: call trainer\.init\(\) first"):
+    with pytest.raises(EngineError, match=r"or was closed; call trainer\.init\(\) first"):
         trainer.get_tokenizer()
 
 
