@@ -483,7 +483,7 @@ def test_a_trainer_without_evaluation_says_so_before_anything_is_loaded(own, tmp
 def test_an_evaluation_without_its_best_metric_is_an_error(own, tmp_path, tiny_checkpoint, capsys):
     with pytest.raises(AssertionError):
         train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:NAMELESS")
-    message = "evaluate() of Nameless did not return its best_metric 'accuracy'; got ['eval_time_s', 'score']"
+    message = "evaluate() of Nameless must return its best_metric 'accuracy', but returned only eval_time_s, score"
     assert message in capsys.readouterr().err
 
 
