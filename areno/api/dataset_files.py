@@ -178,8 +178,8 @@ def _read_separated(path: Path, separator: str) -> pa.Table:
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
-                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; encode the file as UTF-8, end each field "
-                "that starts with a double quote with a double quote, and write a double quote inside such a field twice"
+                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; encode the file as UTF-8, close each quoted "
+                "field with a double quote, and write each double quote inside a quoted field twice"
             ) from error
     return pa.table({key: pa.array(_typed([row[i] for row in rows])) for i, key in enumerate(header)})
 
@@ -230,7 +230,7 @@ def _read_arrow(path: Path) -> pa.Table:
                 return pa.ipc.open_stream(file).read_all()
     except pa.ArrowException as error:
         raise DataError(
-            f"{path}: the file contains neither Arrow's file format nor Arrow's stream format: {first_line(error)}"
+            f"{path}: the file is in neither Arrow's file format nor Arrow's stream format: {first_line(error)}"
         ) from error
 
 

@@ -37,7 +37,7 @@ class ReplayTrainer(RolloutTrainer):
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and set the step to that of the recorded rows. The weights may be from an earlier step."""
+        """Create the objective, and set the step number of the recorded rows. The weights may be from an earlier step."""
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
@@ -67,7 +67,7 @@ class ReplayTrainer(RolloutTrainer):
         return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
 
     def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Add the missing loss inputs to the recorded rows. Return the statistics of recomputed advantages, or {}."""
+        """Add the missing loss inputs to the recorded rows. Return statistics if advantages were recomputed, otherwise {}."""
         self._seconds.clear()
         has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
         if has_all and not self.replay.reshapes:

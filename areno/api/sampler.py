@@ -27,7 +27,8 @@ Self = TypeVar("Self", bound="Sampler")
 class StepClock:
     """Measures the rollout, training and total time of a step, in seconds.
 
-    ``trained_s`` is the duration of the last training call. ``trained_at`` is its end time (``time.perf_counter``).
+    ``trained_s`` is the duration of the last training call. ``trained_at`` is the end time of the last training call
+    (``time.perf_counter``).
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class StepClock:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Measure the training call inside the ``with`` block."""
+        """Measure the time of the training call inside the ``with`` block."""
         start = time.perf_counter()
         self._step_start = self._step_start or start
         yield

@@ -4,7 +4,7 @@ A checkpoint is a folder, which ``areno.storage.checkpoint_folder`` writes atomi
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizer state, ``state.json`` (the :class:`RunState`), and a manifest with SHA-256 hashes
-    rollout.pt                 unused samples and other state of the rollout; only if there is any
+    rollout.pt                 unused samples and other state of the rollout, if any
 
 A checkpoint is verified before use. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading never runs
 code from a file.
@@ -47,7 +47,7 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if none exists or they are disabled.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. If ``spec.strict`` is set, also
@@ -65,7 +65,7 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Prepare to continue from a checkpoint. Renames checkpoints of later steps, and deletes surplus old checkpoints."""
+        """Prepare to continue from a checkpoint. Renames checkpoints of later steps, and deletes old ones over the limit."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
@@ -97,7 +97,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Replace the best checkpoint by one of the last completed step. For arguments and errors, see :meth:`save`."""
+        """Replace the best checkpoint by a checkpoint of the last completed step. See :meth:`save` for arguments and errors."""
         same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),

@@ -135,7 +135,7 @@ class TrainingLoop(ABC):
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
-        """Return the rollout state for checkpoints; None if there is none. :mod:`.plain_objects` lists the allowed types."""
+        """Return the rollout state for checkpoints, or None. :mod:`areno.training.plain_objects` lists the allowed types."""
         return None
 
     def part_states(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return the per-token records of the last update, by ``observed`` of the row, and clear them; {} if there are none."""
+        """Return and clear the token records of the last update, by ``observed`` of the row; {} if there are none."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:

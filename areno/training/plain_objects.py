@@ -1,7 +1,7 @@
 """Saves and loads tensors, arrays and plain Python objects. Loading never runs code from the file.
 
-Files are written by ``torch.save``, and loaded by ``torch.load`` with ``weights_only``. This option of PyTorch allows only
-safe types. This module allows a few more plain types.
+Files are written by ``torch.save``, and loaded by ``torch.load`` with ``weights_only``. The option ``weights_only`` allows
+only types that are safe to load; this module allows a few more plain types.
 """
 
 import datetime

@@ -49,7 +49,7 @@ class Reporter(ABC):
     """
 
     joins_evaluation: ClassVar[bool]
-    """Whether the metrics of an evaluation are added to the record of the preceding step, not written as a separate record."""
+    """Whether the metrics of an evaluation are added to the record of the preceding step, instead of a separate record."""
 
     def __init__(
         self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor, algorithm: str = "", model: str = ""

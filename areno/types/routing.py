@@ -13,7 +13,7 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """Return the number that stands in place of the expert ids of a token without a record."""
+    """Return the value of all entries of a token without a record."""
     return int(np.iinfo(record.dtype).max)
 
 

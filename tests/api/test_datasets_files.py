@@ -141,7 +141,7 @@ def test_changed_file_is_reread_and_no_cache_is_left_behind(tmp_path):
         ("bad.csv", b"", ["first line must name the columns"]),
         ("bad.csv", b"a,b\n\xff,2\n", ["UTF-8"]),
         ("bad.parquet", b"not parquet", ["not a readable Parquet file"]),
-        ("bad.arrow", b"not arrow", ["neither Arrow's file format nor Arrow's stream format"]),
+        ("bad.arrow", b"not arrow", ["in neither Arrow's file format nor Arrow's stream format"]),
     ],
 )
 def test_errors_locate_bad_content(tmp_path, name, content, parts):

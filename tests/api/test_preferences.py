@@ -242,7 +242,9 @@ def test_a_data_set_without_a_usable_pair_is_refused_with_its_shortest_lengths(t
         {"prompt": "w1 w2", "chosen": "w3 w4 w5", "rejected": "w3"},
         {"prompt": "w1 w2", "chosen": "w3 w4 w5 w6", "rejected": "w3"},
     ]
-    match = r"none of 2 rows .*--max-prompt-tokens 2 and --max-new-tokens 2.* chosen sequence has 6 tokens and the rejected sequence has 4 tokens"
+    match = (
+        r"none of 2 rows .*--max-prompt-tokens 2 and --max-new-tokens 2.* has 6 tokens and the rejected sequence has 4"
+    )
     with pytest.raises(DataError, match=match):
         build(rows, tokenizer, max_prompt_tokens=2, max_new_tokens=2)
     with pytest.raises(DataError, match="every pair has an empty answer"):

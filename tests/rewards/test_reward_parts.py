@@ -59,7 +59,11 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-` that start with a letter or `_`"]),
         (["{1: 1}"], "", ["returned parts named [1]; use at least one part"]),
         (["{}"], "", ["returned parts named []; use at least one part"]),
-        (["{'a': 1e308, 'b': 1e308}"], "", ["returned {'a': 1e+308, 'b': 1e+308}, and the weighted sum of these parts is inf"]),
+        (
+            ["{'a': 1e308, 'b': 1e308}"],
+            "",
+            ["returned {'a': 1e+308, 'b': 1e+308}, and the weighted sum of these parts is inf"],
+        ),
     ],
 )
 def test_invalid_parts_are_an_error_of_their_record(reward_file, records, texts, weights, messages):

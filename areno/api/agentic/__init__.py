@@ -1,7 +1,7 @@
 """Agents: programs that call the model at an OpenAI-compatible endpoint. Training uses the model's responses.
 
 - ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
-- ``lint``: checks of chat templates for multi-turn training.
+- ``lint``: checks chat templates for multi-turn training.
 - ``collect``: runs an agent with timeouts and retries, and reports the error of each failed sample.
 - ``samples``: converts the turns that an agent returns to training rows and reward records.
 - ``conversation_loop``: runs the turns and tools of an environment (``converse``).

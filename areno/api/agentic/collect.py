@@ -6,7 +6,7 @@ are retried. Each retry is a separate call with its own API key, thread and time
 
 An agent runs in a thread, so it can block neither the server nor the trainer. A coroutine that times out is cancelled,
 together with the tasks that it started. A sync function cannot be cancelled: if it times out, its API keys are revoked,
-and its thread is no longer waited for.
+but its thread continues.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error, including the innermost line of the user's file. Errors of areno are described without a line."""
+    """Describe an error and, unless areno raised it, the innermost line of the user's file."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -181,7 +181,7 @@ class AgentRunner:
                 return CollectedSamples([samples[place] for place in sorted(samples)], errors, rerun)
             batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
-                "retrying %d unfinished samples in separate calls (retry %d of %d); first error: prompt %d, sample %d: %s",
+                "retrying %d unfinished samples in separate calls (retry %d of %d), such as prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
 
@@ -210,7 +210,7 @@ class AgentRunner:
         turns = by_item(call.turns)
         for place in turns.keys() - items.keys():
             logger.warning(
-                "the agent returned turns of prompt %d, sample %d, which was not a task of this call", *place
+                "ignoring the agent's turns of prompt %d, sample %d, which was not a task of this call", *place
             )
         errors, claimed = {}, set[str | None]()
         for place, item in items.items():

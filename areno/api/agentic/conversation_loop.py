@@ -122,7 +122,7 @@ async def converse(
 
 
 def cut_off(message: Mapping[str, Any], finish_reason: str | None) -> bool:
-    """Return whether an answer reached a limit before its first text or tool call. Environments skip such an answer."""
+    """Return whether an answer reached a limit before its first text or tool call. Environments do not get such answers."""
     return finish_reason == "length" and not (message.get("content") or message.get("tool_calls"))
 
 

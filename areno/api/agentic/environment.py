@@ -126,7 +126,7 @@ def generate_records(
 ) -> None:
     """Run the command line of a data generator: ``--output FILE --count N --seed S``.
 
-    The file has one JSON record per line. Equal seeds give equal records, and a larger count only adds records at the
+    ``FILE`` gets one JSON record per line. Equal seeds give equal records, and a larger count only adds records at the
     end.
 
     Args:

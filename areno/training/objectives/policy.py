@@ -40,7 +40,7 @@ Around = Callable[[Stage, str, int], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """Settings for preparing rows for the optimizer steps."""
+    """Settings of :meth:`PolicyObjective.prepare`."""
 
     shaping: RewardShaping  # how rewards become advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
@@ -101,7 +101,7 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows, and set advantages and returns. With a critic, also set values. Prepare a row only once.
+        """Score rows, and set advantages and returns. With a critic, also set values. Do not prepare a row twice.
 
         Args:
             rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``, which are changed in place.

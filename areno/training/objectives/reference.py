@@ -126,7 +126,7 @@ class Reference:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """Return a SHA-256 of a checkpoint's model files. For an adapter, the base model is included.
+    """Return the SHA-256 hash of a checkpoint's model files. For an adapter, the base model is included.
 
     For a hub id, the hash covers the id and the cached commit.
     """
