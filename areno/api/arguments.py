@@ -127,9 +127,9 @@ def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabul
             )
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
-                f"prompt {index} has {len(prompt)} tokens, which leave no room for an answer, because prompt and answer "
-                f"together may have {limit} tokens (limit of the model or of max_context_len); skip long prompts, as "
-                "load_prompt_batches(max_prompt_tokens=...) does"
+                f"prompt {index} has {len(prompt)} tokens, which leave no room for an answer in a context of {limit} tokens "
+                "(limit of the model or of max_context_len); skip long prompts, as load_prompt_batches(max_prompt_tokens=...) "
+                "does"
             )
         if vocabulary is not None and (wrong := unknown_id(prompt, vocabulary)) is not None:
             raise UsageError(

@@ -282,7 +282,7 @@ def unknown_name(value: Missing) -> None: ...  # noqa: F821
         (no_hint, "tool no_hint, parameter value: the parameter has no type hint"),
         (any_number, "parameter values: a model can pass arguments only by name"),
         (odd_type, "parameter value: .*complex.* has no JSON representation"),
-        (not_a_hint, r"tool not_a_hint, parameter value: \[<class 'int'>\] has no JSON representation"),
+        (not_a_hint, r"tool not_a_hint, parameter value: the type \[<class 'int'>\] has no JSON representation"),
         (odd_keys, "the keys of a JSON object must be text"),
         (unknown_name, "tool unknown_name: the type hints cannot be resolved: name 'Missing'"),
     ],
