@@ -163,7 +163,7 @@ def test_a_reward_part_that_some_answers_lack_is_an_error_as_in_training(trainer
         last = record.metadata["prompt_index"] == len(PROMPTS) - 1
         return {"length": 1.0} if last == last_lacks else {"length": 1.0, "first": 0.0}
 
-    with pytest.raises(RewardError, match="reward_fn returned length, without first, which "):
+    with pytest.raises(RewardError, match="reward_fn returned length, but not first, which "):
         trainer.evaluate(PROMPTS, in_parts, sampling_params=SAMPLING, max_running_prompts=1)
 
 
@@ -379,7 +379,7 @@ def test_held_out_rows_can_have_their_own_loader(tmp_path, tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"), [("return []", "no rows in"), ("return rows['a']", "the loader failed on")]
+    ("body", "problem"), [("return []", "there are no rows in"), ("return rows['a']", "the loader failed on")]
 )
 def test_errors_of_the_loader_of_held_out_rows_name_its_option(tmp_path, tiny_checkpoint, capsys, body, problem):
     task, loader = write_task(tmp_path / "task"), tmp_path / "bad.py"
