@@ -1,4 +1,4 @@
-"""One algorithm per file: options, loss, and ``SPEC``. The file name is the algorithm's name.
+"""Algorithms, one per file with options, loss, and ``SPEC``. The file name is the algorithm's name.
 
 :mod:`areno.config.algorithms` declares GSPO, GRPO, PPO, SFT, DPO and reward models.
 """
@@ -10,7 +10,7 @@ from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
-    """Declare a variant of the policy loss. ``presets`` replace defaults of options; every option remains a flag."""
+    """Declare an algorithm with a variant of the policy loss. ``presets`` replace the default values of its options."""
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,

@@ -1,6 +1,6 @@
-"""DAPO's loss (Yu et al. 2025, arXiv:2503.14476): PPO's clipped loss with a higher upper clip bound.
+"""DAPO (Yu et al. 2025, arXiv:2503.14476): PPO's clipped loss with a higher upper clip bound.
 
-The higher bound lets unlikely tokens gain more probability.
+With the higher bound, an update can increase the probability of unlikely tokens more.
 """
 
 from areno.algorithms import family

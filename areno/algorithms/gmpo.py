@@ -22,7 +22,7 @@ from areno.loss_fns.stats import TokenFlags, masked_mean
 
 @dataclass(frozen=True)
 class GMPOOptions:
-    """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
+    """Options of GMPO: flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
     gmpo_clip_eps: float = option(0.4, above=0, help="Clip range of the logarithm of a token's importance ratio.")
 
@@ -33,7 +33,7 @@ def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> t
 
     A_i is the mean advantage of sequence i, and L_i is its number of response tokens. The ratio of each token is
     clipped before the geometric mean: from above if A_i is positive, and from below if A_i is negative. A sequence
-    without response tokens contributes 0 and counts as a sequence.
+    without response tokens counts in the mean over sequences, with the value 0.
     """
     ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
     advantage = sequence_means(advantages_of(data_pack), data_pack)

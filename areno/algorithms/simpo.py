@@ -15,7 +15,7 @@ from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 @dataclass(frozen=True)
 class SimPOOptions:
-    """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
+    """Options of SimPO: flags of ``areno train``, and keys of ``actor.algorithm_options``."""
 
     simpo_beta: float = option(
         2.0, above=0, help="Beta of the implicit reward. The reward of an answer is beta times its mean log-prob."
@@ -31,8 +31,8 @@ class SimPOOptions:
 def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: SimPOOptions) -> dict[str, Quantity]:
     """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), with r_i = (beta / L_i) sum_t log pi_t.
 
-    The sum is over the L_i tokens of answer i, and the division by L_i removes the length bias. gamma is the target
-    margin. No reference model is needed. ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
+    The sum is over the L_i tokens of answer i, and the division by L_i removes the bias towards long answers. gamma is the
+    target margin. No reference model is needed. ``pair_accuracy`` is the fraction of pairs with r_chosen > r_rejected.
     """
     masked = torch.where(data_pack["packed_response_mask"], in_float(logprobs), 0.0)
     rewards = knobs.simpo_beta * sequence_means(masked.double(), data_pack).to(masked.dtype)

@@ -1,12 +1,12 @@
-"""The SDK. Names are imported lazily, so that importing this package does not import torch.
+"""areno's Python SDK. Names are imported at their first use, so ``import areno.api`` does not import torch.
 
 - ``trainer``: ``areno.Trainer``; ``sampler``: generation inside a ``session``; ``backend``: runs the models.
-- ``run_training``: whole runs, for ``areno train`` and ``areno eval``; ``trainers``: the steps of ``areno train``.
-- ``replay``: ``areno replay`` for runs of ``areno train``.
-- ``agentic``: agents; ``datasets`` and ``dataset_files``: rows from paths and hub references.
+- ``run_training``: runs ``areno train`` and ``areno eval``; ``trainers``: run the steps of ``areno train``.
+- ``replay``: runs ``areno replay`` on a run of ``areno train``.
+- ``agentic``: runs agents; ``datasets`` and ``dataset_files``: load rows from files and from the Hugging Face Hub.
 - ``evaluation``: evaluates a policy on held-out prompts; ``server_evaluation``: evaluates a model on a server.
-- ``rewards``: the reward runner of a run; ``records``: samples, and what reward functions receive.
-- ``arguments``: checks the arguments of the SDK.
+- ``rewards``: creates the reward runner; ``records``: samples, and the records that reward functions receive.
+- ``arguments``: checks the arguments of the SDK's methods.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Validates the arguments of the SDK. Raises TypeError for wrong types, and ValueError for values out of bounds."""
+"""Checks the arguments of the SDK. A wrong type raises TypeError, and a value out of bounds raises ValueError."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -11,7 +11,7 @@ from areno.types import SamplingParams, TrainSequence, tightest
 
 
 def integer(name: str, value: Any, minimum: int = 1) -> int:
-    """Check and return an integer of at least ``minimum``."""
+    """Check that ``value`` is an integer of at least ``minimum``, and return the integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < minimum:
@@ -20,7 +20,7 @@ def integer(name: str, value: Any, minimum: int = 1) -> int:
 
 
 def real(name: str, value: Any, *, above: float = -math.inf, minimum: float = -math.inf) -> float:
-    """Check and return a finite number above ``above`` and at least ``minimum``."""
+    """Check that ``value`` is finite, above ``above`` and at least ``minimum``, and return the number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value <= above or value < minimum:
@@ -30,33 +30,33 @@ def real(name: str, value: Any, *, above: float = -math.inf, minimum: float = -m
 
 
 def as_list(name: str, value: Any, items: str) -> list[Any]:
-    """Convert a list, tuple or array of ``items`` to a list. Rejects strings and mappings."""
+    """Convert a list, tuple or array to a list. ``items`` describes the expected entries in error messages."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__} {value!r:.60}")
     return list(value)
 
 
 def of_type(name: str, value: Any, kind: Any) -> None:
-    """Check the class of a value."""
+    """Raise TypeError if ``value`` is not an instance of ``kind``."""
     if not isinstance(value, kind):
         expected = getattr(kind, "__name__", kind)
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__} {value!r:.60}")
 
 
 def sampling(value: Any) -> SamplingParams:
-    """Check and return sampling parameters."""
+    """Check that ``value`` is a :class:`SamplingParams` object, and return the object."""
     of_type("sampling_params", value, SamplingParams)
     return value  # type: ignore[no-any-return]
 
 
 def function(name: str, value: Any) -> None:
-    """Check that a value is callable."""
+    """Raise TypeError if ``value`` is not callable."""
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
 
 def texts(values: Any) -> list[Any]:
-    """Check and return prompts that are strings or lists of chat messages."""
+    """Check that each prompt is a string or a list of chat messages, and return the prompts."""
     checked = as_list("prompts", values, "strings or message lists (write a single prompt as [prompt])")
     for index, prompt in enumerate(checked):
         of_type(f"prompts[{index}]", prompt, str | list)
@@ -64,33 +64,33 @@ def texts(values: Any) -> list[Any]:
 
 
 def dataset(rows: Any) -> Sequence[Any]:
-    """Check and return a dataset that supports ``len()`` and indexing."""
+    """Check that a dataset supports ``len()`` and indexing, and return the dataset."""
     if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise TypeError(
-            f"dataset must support len() and rows[i], got {type(rows).__name__} {rows!r:.60}; to read a file use "
+            f"dataset must support len() and dataset[i], got {type(rows).__name__} {rows!r:.60}; to read a file, use "
             "areno.api.datasets.load_rows"
         )
     return rows  # type: ignore[no-any-return]
 
 
 def batch_sizes(mini_bs: Any, accumulation: Any) -> tuple[int, int | None]:
-    """Check and return ``mini_bs`` and ``gradient_accumulation_steps``."""
+    """Check ``mini_bs`` and ``gradient_accumulation_steps``, and return both numbers."""
     return integer("mini_bs", mini_bs), (
         None if accumulation is None else integer("gradient_accumulation_steps", accumulation)
     )
 
 
 def temperatures(values: Any) -> float | list[float]:
-    """Check and return one temperature, or one per row."""
+    """Check and return one temperature for all rows, or a list with the temperature of each row."""
     if isinstance(values, Real):
         return real("temperatures", values, above=0)
     return [real("temperatures", value, above=0) for value in as_list("temperatures", values, "numbers, or a number")]
 
 
 def token_ids(name: str, prompt: Any) -> list[int]:
-    """Return the token ids in a list, an array, or an object with ``input_ids`` or ``ids``.
+    """Return the token ids of a prompt as a list.
 
-    Raises TypeError if the entries are not token ids.
+    The prompt is a list, an array, or an object with ``input_ids`` or ``ids``.
     """
     for attribute in ("input_ids", "ids"):
         if hasattr(prompt, attribute):
@@ -107,7 +107,9 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
-    """Return one checked list of token ids per prompt. ``context`` and ``vocabulary`` are the model's limits.
+    """Check the prompts, and return the token ids of each prompt.
+
+    ``context`` is the model's maximum number of tokens, and ``vocabulary`` is the size of its vocabulary.
 
     Raises UsageError if a prompt is empty, is too long, or has an id outside the vocabulary.
     """
@@ -119,35 +121,39 @@ def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabul
         if not prompt:
             raise UsageError(f"prompt {index} is empty; a prompt needs at least one token")
         if longest is not None and len(prompt) > longest:
-            raise UsageError(f"prompt {index} has {len(prompt)} tokens, more than max_prompt_len={longest}")
+            raise UsageError(
+                f"prompt {index} has {len(prompt)} tokens, more than max_prompt_len={longest}; skip this prompt, or raise "
+                "max_prompt_len"
+            )
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
-                f"prompt {index} has {len(prompt)} tokens, which leave no room for an answer in a context of {limit} (the "
-                "model's limit, or max_context_len); skip such prompts, as load_prompt_batches(max_prompt_tokens=...) does"
+                f"prompt {index} has {len(prompt)} tokens, which leave no room for an answer in a context of {limit} tokens "
+                "(limit of the model or of max_context_len); skip long prompts, as load_prompt_batches(max_prompt_tokens=...) "
+                "does"
             )
         if vocabulary is not None and (wrong := unknown_id(prompt, vocabulary)) is not None:
             raise UsageError(
-                f"prompt {index} has token id {wrong}, but the model's ids are 0 to {vocabulary - 1}; encode prompts with "
-                "trainer.get_tokenizer()"
+                f"prompt {index} has token id {wrong}, but the model's token ids are 0 to {vocabulary - 1}; encode prompts "
+                "with trainer.get_tokenizer()"
             )
     return checked
 
 
 def seed_table(values: Any, prompts: int, samples: int) -> list[list[int]]:
-    """Check and return one list of ``samples`` seeds per prompt."""
+    """Check that ``values`` has one list of ``samples`` seeds per prompt, and return the lists."""
     rows = [
         [int(seed) for seed in as_list("seeds", row, "seeds")] for row in as_list("seeds", values, "lists of seeds")
     ]
     if len(rows) != prompts or any(len(row) != samples for row in rows):
         lengths = sorted({len(row) for row in rows})
         raise ValueError(
-            f"seeds must have {samples} seeds for each of {prompts} prompts, got {len(rows)} lists of lengths {lengths}"
+            f"seeds must have {samples} seeds for each of {prompts} prompts, got {len(rows)} lists with lengths {lengths}"
         )
     return rows
 
 
 def train_rows(values: Any) -> list[TrainSequence]:
-    """Check and return rows to train on."""
+    """Check that ``values`` is a list of :class:`TrainSequence` rows, and return the rows."""
     rows = as_list("batch_data", values, "TrainSequence rows")
     for index, row in enumerate(rows):
         of_type(f"batch_data[{index}]", row, TrainSequence)
@@ -155,20 +161,20 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Refuse rows whose log-probs have an unknown temperature, if the trainer sampled at other temperatures than 1.
+    """Raise UsageError if log-probs have an unknown temperature and the trainer has sampled at a temperature other than 1.
 
-    ``sampled_at`` has the temperatures at which the trainer sampled. Raises UsageError.
+    ``sampled_at`` contains all temperatures at which the trainer has sampled.
     """
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))
         raise UsageError(
-            f"the sampling temperature of the logprobs of row {unknown[0]} is unknown, but this trainer has sampled at "
-            f"{sampled}; pass TrainSequence(temperature=sequence.temperature), or build logprobs as "
+            f"the sampling temperature of the logprobs of row {unknown[0]} is unknown, and this trainer has sampled at "
+            f"temperature {sampled}; pass TrainSequence(temperature=sequence.temperature), or build logprobs as "
             "[0.0] * len(prompt) + sequence.resp_logprobs, which keeps the temperature"
         )
 
 
 def token_rows(values: Any) -> Sequence[list[int]]:
-    """Check and return rows to score."""
+    """Check that each row is a list of token ids, and return the rows."""
     return [token_ids(f"token_rows[{index}]", row) for index, row in enumerate(as_list("token_rows", values, "rows"))]

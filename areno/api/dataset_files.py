@@ -1,7 +1,7 @@
-"""Reads data files and folders of data files into ``datasets.Dataset``.
+"""Reads data files, and folders of data files, as ``datasets.Dataset`` objects.
 
-The formats are JSON, JSONL, CSV, TSV, Parquet and Arrow. The builders of ``datasets`` keep a global cache, which can be
-stale; this module reads files into memory without a cache. Errors name the malformed row.
+The formats are JSON, JSONL, CSV, TSV, Parquet and Arrow. ``datasets.load_dataset`` keeps a cache, which can be out of
+date; this module reads files into memory and keeps no cache. Error messages name the malformed row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def read_file(path: Path, option: str) -> Dataset:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"{option} {path}: {path.suffix or 'no suffix'} is not a supported format; use one of {', '.join(READERS)}"
+            f"{option} {path}: a data file must have one of the suffixes {', '.join(READERS)}, got "
+            f"{path.suffix or 'no suffix'}"
         )
     return _to_dataset(reader(path), path)
 
@@ -56,12 +57,16 @@ def _read_saved(folder: Path, option: str, split: str) -> Dataset:
     try:
         loaded = load_from_disk(str(folder))
     except Exception as error:  # damaged files raise errors of many types
-        raise DataError(f"{folder}: this save_to_disk folder is damaged: {first_line(error)}; save it again") from error
+        raise DataError(
+            f"{folder}: the dataset that save_to_disk wrote to this folder is damaged: {first_line(error)}; save the "
+            "dataset again"
+        ) from error
     if not isinstance(loaded, DatasetDict):
         return loaded
     if split not in loaded:
         raise UsageError(
-            f"{option} {folder}: no `{split}` split; pass the folder of one split: {', '.join(sorted(loaded))}"
+            f"{option} {folder}: the dataset has no split `{split}`; pass the subfolder of one of its splits: "
+            f"{', '.join(sorted(loaded))}"
         )
     return loaded[split]
 
@@ -72,7 +77,7 @@ def _read_json(path: Path) -> pa.Table:
         try:
             rows = json.loads(content)
         except ValueError as error:
-            raise DataError(f"{path}: not valid JSON: {error}") from error
+            raise DataError(f"{path}: the file is not valid JSON: {error}") from error
         numbered = ((number, row) for number, row in enumerate(rows, 1))
         return _table_of_rows(numbered, path, lambda number: f"row {number}")
     return _table_of_rows(_json_lines(content, path), path, lambda number: f"line {number}")
@@ -86,18 +91,18 @@ def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except ValueError as error:
-            hint = "" if number > 1 else "; a .json or .jsonl file has one array of objects, or one object per line"
-            raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}") from error
+            hint = "" if number > 1 else "; write one array of objects, or one object per line"
+            raise DataError(f"{path}, line {number}: the line is not valid JSON: {error}{hint}") from error
 
 
 def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, locate: Callable[[int], str]) -> pa.Table:
-    """Build a table with one column per key, in order of appearance. Missing values are None."""
+    """Build a table with one column per key, in the order in which the keys first appear. Missing values are None."""
 
     def checked() -> Iterator[tuple[int, dict[str, Any]]]:
         for number, row in rows:
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{path}, {locate(number)}: a row must be an object of keys and values, got {_shown(row)}"
+                    f"{path}, {locate(number)}: a row must be a JSON object with keys and values, got {_shown(row)}"
                 )
             yield number, row
 
@@ -119,19 +124,19 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
         except _rejections() as error:
             position = _first_misfit(values)
             if _can_be_stored([values[position]]):
-                problem, remedy = "whose type differs from earlier rows", "use the same type in every row"
+                problem, remedy = "whose type differs from that of earlier rows", "use the same type in every row"
             else:
                 problem = "which Arrow cannot store"
                 remedy = "use one type within a list, integers of at most 64 bits, and valid Unicode text"
             raise DataError(
-                f"{path}, {locate(chunk[position][0])}: key `{key}` is {_shown(values[position])}, {problem} "
+                f"{path}, {locate(chunk[position][0])}: key `{key}` has the value {_shown(values[position])}, {problem} "
                 f"({first_line(error)}); {remedy}"
             ) from error
     return pa.table(columns)
 
 
 def _first_misfit(values: list[Any]) -> int:
-    """Return the index of the first value that Arrow cannot store in one column with the values before it."""
+    """Return the index of the first value that Arrow cannot store in one column together with all earlier values."""
     return bisect.bisect_left(range(len(values)), True, key=lambda index: not _can_be_stored(values[: index + 1]))
 
 
@@ -146,7 +151,7 @@ def _can_be_stored(values: list[Any]) -> bool:
 
 
 def _rejections() -> tuple[type[Exception], ...]:
-    """Exceptions that Arrow raises if it cannot store values as one column."""
+    """Return the exceptions that Arrow raises for values that it cannot store in one column."""
     import pyarrow as pa
 
     return pa.ArrowException, OverflowError, UnicodeError
@@ -167,14 +172,14 @@ def _read_separated(path: Path, separator: str) -> pa.Table:
                     continue
                 if len(row) != len(header):
                     raise DataError(
-                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): {len(row)} fields, but the header has "
-                        f"{len(header)}; quote fields that contain the separator"
+                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): the row has {len(row)} fields, but the "
+                        f"header has {len(header)}; put fields that contain the separator in double quotes"
                     )
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
-                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a field that "
-                "starts with a double quote must end with one and double the quotes inside it"
+                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; encode the file as UTF-8, close each quoted "
+                "field with a double quote, and write each double quote inside a quoted field twice"
             ) from error
     return pa.table({key: pa.array(_typed([row[i] for row in rows])) for i, key in enumerate(header)})
 
@@ -182,15 +187,15 @@ def _read_separated(path: Path, separator: str) -> pa.Table:
 def _check_header(header: list[str], path: Path) -> None:
     duplicates = sorted({key for key in header if header.count(key) > 1})
     if not header or not all(header) or duplicates:
-        problem = f"key {', '.join(duplicates)} appears twice" if duplicates else "a column has no name"
-        raise DataError(f"{path}: the first line must name the columns, but {problem}")
+        problem = f"repeats the name {', '.join(duplicates)}" if duplicates else "lacks the name of a column"
+        raise DataError(f"{path}: the first line must name the columns, but the first line {problem}")
 
 
 def _typed(texts: list[str]) -> list[Any]:
     """Convert the texts of a column to numbers, if all texts are numbers without leading zeros.
 
-    Empty texts are ignored and become None. If a text is an integer of more than 18 digits, such as an id, the column
-    remains text to keep all digits.
+    Empty texts become None. If a text is an integer of more than 18 digits, such as an id, the column remains text, so
+    that no digit is lost.
     """
     filled = [text for text in texts if text]
     if any(_LONG_INTEGER.fullmatch(text) for text in filled):
@@ -208,7 +213,9 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         return pq.ParquetFile(path).read()
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+        raise DataError(
+            f"{path}: the file is not a readable Parquet file: {first_line(error)}; write the file again"
+        ) from error
 
 
 def _read_arrow(path: Path) -> pa.Table:
@@ -222,7 +229,9 @@ def _read_arrow(path: Path) -> pa.Table:
                 file.seek(0)
                 return pa.ipc.open_stream(file).read_all()
     except pa.ArrowException as error:
-        raise DataError(f"{path}: neither an Arrow file nor an Arrow stream: {first_line(error)}") from error
+        raise DataError(
+            f"{path}: the file is in neither Arrow's file format nor Arrow's stream format: {first_line(error)}"
+        ) from error
 
 
 def _concatenate(tables: list[pa.Table], places: list[str]) -> pa.Table:
@@ -233,7 +242,10 @@ def _concatenate(tables: list[pa.Table], places: list[str]) -> pa.Table:
         try:
             joined = pa.concat_tables([joined, table], promote_options="permissive")
         except pa.ArrowException as error:
-            raise DataError(f"{place}: columns do not match those of {places[0]}: {first_line(error)}") from error
+            raise DataError(
+                f"{place}: the columns do not match the columns of {places[0]}: {first_line(error)}; use the same type for "
+                "a column in all rows"
+            ) from error
     return joined
 
 
@@ -244,7 +256,9 @@ def _to_dataset(table: pa.Table, path: Path) -> Dataset:
         # A random fingerprint: computing one would hash the whole table.
         return Dataset(table, fingerprint=uuid.uuid4().hex)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise DataError(f"{path}: a column has an unsupported type: {first_line(error)}") from error
+        raise DataError(
+            f"{path}: the package `datasets` does not support the type of a column: {first_line(error)}; convert the column"
+        ) from error
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Loads datasets from a path or the Hugging Face Hub, and encodes their prompts.
 
-:mod:`areno.api.dataset_files` reads local data. A reference that looks like a path is never looked up on the Hub.
+:mod:`areno.api.dataset_files` reads local files. A reference that looks like a path is never looked up on the Hub.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str = TRAIN) -> Dataset:
-    """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
+    """Load rows from a data file, a folder, or the Hugging Face Hub.
 
     Args:
-        dataset_path: a file, a folder of files, a ``save_to_disk`` folder, or a hub reference. Files are JSON, JSONL,
-            Parquet, CSV, TSV or Arrow.
-        option: name of the option, for error messages.
+        dataset_path: path of a file, of a folder of files, or of a folder that ``save_to_disk`` wrote; or a hub
+            reference ``repo[:config[:split]]``. Files are JSON, JSONL, Parquet, CSV, TSV or Arrow.
+        option: name of the option that sets ``dataset_path``, for error messages.
         split: split to read from a folder with splits, or from a hub reference that names no split.
 
     Raises:
         DataError: a file is malformed.
-        UsageError: ``dataset_path`` does not exist or is unusable.
+        UsageError: ``dataset_path`` does not exist or cannot be loaded.
     """
     path = Path(dataset_path).expanduser()
     if path.is_dir():
@@ -43,13 +43,13 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str =
         return read_file(path, option)
     if _can_only_be_a_path(dataset_path):
         raise UsageError(
-            f"{option} {dataset_path}: no such file or folder ({path.absolute()}); "
+            f"{option} {dataset_path}: there is no such file or folder ({path.absolute()}); correct the path, or "
             "write a hub dataset as `owner/name`, `owner/name:config` or `owner/name:config:split`"
         )
     parts = dataset_path.split(":")
     if len(parts) > 3 or not all(parts):
         raise UsageError(
-            f"{option} {dataset_path}: a hub reference has the form repo, repo:config or repo:config:split"
+            f"{option} {dataset_path}: the hub reference is malformed; write repo, repo:config or repo:config:split"
         )
     name, config, explicit_split = (*parts, None, None)[:3]
     return _load_from_hub(f"{option} {dataset_path}", str(name), config, explicit_split or split)
@@ -63,15 +63,15 @@ def load_training_dataset(
     loader_option: str = "--dataset-loader-fn",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load a trainer's rows. Only row 0 is checked.
+    """Load the training or evaluation rows of a run. Only the first row is checked.
 
-    If ``loader_fn`` is set, this function loads the rows, and may interpret the path in any way. It also receives the
-    keywords ``default_loader`` (bound to the split), ``load_dataset`` and ``load_from_disk``.
+    If ``loader_fn`` is set, ``loader_fn`` loads the rows and may interpret ``dataset_path`` in any way. ``loader_fn``
+    is also passed ``default_loader`` (:func:`load_rows` for this split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
         DataError: a file is malformed.
-        UsageError: the loader failed, there are no rows, row 0 is not a mapping, or the rows lack ``len()`` or integer
-            indices.
+        UsageError: the loader failed, there are no rows, the first row is not a mapping, or the rows do not support
+            ``len()`` and integer indices.
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows: Any = (
@@ -82,26 +82,32 @@ def load_training_dataset(
     origin = f"{option} {dataset_path}" if loader_fn is None else loader_option
     first = first_row(rows, origin, dataset_path)
     if not isinstance(first, Mapping):
-        raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
+        raise UsageError(
+            f"{origin}: row 1 is of type {type(first).__name__}; every row must be a mapping of keys to values"
+        )
     checked: Sequence[Mapping[str, Any]] = rows
     return checked
 
 
 def first_row(rows: Any, origin: str, dataset_path: str) -> Any:
-    """Return row 0.
+    """Return the first row.
 
-    Raises UsageError if there are no rows, or if the rows lack ``len()`` or integer indices. The message begins with
-    ``origin``.
+    Raises UsageError if there are no rows, or if the rows do not support ``len()`` and integer indices. The message
+    begins with ``origin``.
     """
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
+        raise UsageError(
+            f"{origin}: the rows must support len() and rows[i], as a list does; got {type(rows).__name__}"
+        )
     if len(rows) == 0:
-        raise UsageError(f"{origin}: no rows in {dataset_path}")
+        raise UsageError(f"{origin}: there are no rows in {dataset_path}")
     try:
         return rows[0]
     except (KeyError, TypeError, IndexError) as error:
-        splits = f"; choose one of {', '.join(map(str, rows))}" if isinstance(rows, Mapping) else ""
-        raise UsageError(f"{origin}: {type(rows).__name__} has no row 0{splits}; it must support rows[i]") from error
+        splits = f"; choose one of its splits: {', '.join(map(str, rows))}" if isinstance(rows, Mapping) else ""
+        raise UsageError(
+            f"{origin}: the rows must support rows[i], but rows[0] of {type(rows).__name__} raises an error{splits}"
+        ) from error
 
 
 def first_rows(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
@@ -123,25 +129,26 @@ def iter_prompt_batches(
     disable_thinking: bool = False,
     source: str = "",
 ) -> Iterator[PromptBatch]:
-    """Yield batches of encoded prompts.
+    """Encode the prompts of rows, and yield the prompts in batches.
 
     Rows whose prompts are too long are skipped and counted. The last batch may be smaller; no batch is empty. To
-    resume, add the ``scanned`` numbers of all batches so far to ``start``. ``scanned`` of a batch includes the skipped
-    rows that directly follow the batch.
+    resume after a batch, increase ``start`` by the sum of ``scanned`` over all batches so far. The ``scanned`` number of a
+    batch includes the skipped rows that directly follow the batch.
 
     Args:
-        batch_size: accepted rows per batch.
-        max_prompt_tokens: maximum tokens of a prompt, including the chat template.
-        context_limit: maximum tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
-        prompt_key: key of the prompt, a string or a list of chat messages.
-        solutions_key: key of the reference answer; may be missing.
-        order: row indices in visiting order; None means the order of ``rows``.
-        start: first position in ``order``.
+        batch_size: number of rows per batch, without skipped rows.
+        max_prompt_tokens: maximum number of tokens of a prompt, including the tokens of the chat template.
+        context_limit: maximum number of tokens of prompt and answer together. A prompt that leaves no room for an
+            answer is skipped.
+        prompt_key: key of a row's prompt, which is a string or a list of chat messages.
+        solutions_key: key of a row's reference answer. Rows may lack this key.
+        order: indices of the rows in the order in which the rows are read; None means the order of ``rows``.
+        start: number of entries of ``order`` to leave out at the beginning.
         source: name of the data in error messages.
 
     Raises:
         DataError: a row has no usable prompt.
-        UsageError: all prompts are too long (checked if ``start`` is 0).
+        UsageError: all prompts are too long. Only raised if ``start`` is 0.
     """
     order = range(len(rows)) if order is None else order
     longest, bound = prompt_limit(max_prompt_tokens, context_limit)
@@ -171,20 +178,20 @@ def iter_prompt_batches(
         yield batch
     elif scanned and start == 0:
         raise UsageError(
-            f"{named_row(source)}all {scanned} prompts are longer than {bound}; the shortest has {shortest} tokens"
+            f"{named_row(source)}all {scanned} prompts are longer than {bound}; the shortest prompt has {shortest} tokens"
         )
 
 
 def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int, str]:
-    """Return the maximum number of tokens of a prompt, and a description of this limit.
+    """Return the maximum number of tokens of a prompt, and a description of this maximum.
 
-    If there is a context limit, a prompt must leave room for at least one token of the answer.
+    If ``context_limit`` is set, a prompt must leave room for at least one token of the answer.
     """
     if context_limit is None or context_limit > max_prompt_tokens:
         return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
     return context_limit - 1, (
-        f"the {context_limit - 1} tokens that leave room for an answer in a context of {context_limit} (the model's limit, "
-        "or --max-context-len)"
+        f"{context_limit - 1} tokens, which leaves no room for an answer in a context of {context_limit} tokens (limit of the "
+        "model or of --max-context-len)"
     )
 
 

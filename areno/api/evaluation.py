@@ -21,11 +21,11 @@ from areno.errors import RewardError
 from areno.types import PARTS, PromptBatch, RewardRecord, SamplingParams, part_columns, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
-"""Takes records and the token ids of their prompts and responses. Returns rewards, with None for a failed reward."""
+"""Takes reward records and, per record, the token ids of prompt and response. Returns rewards; None for a failed reward."""
 
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[Sample | None]]
-"""Takes a batch and its prompts' indices in the evaluation. Returns answers in prompt order; missing answers are None."""
+"""Takes a batch and the index of each prompt in the evaluation. Returns answers in prompt order; None for a missing answer."""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 """Receives the records of an evaluation batch and their rewards. A failed reward is None."""
@@ -37,7 +37,7 @@ _WAVES = 4
 
 
 def rollout_sampling(options: TrainOptions) -> SamplingParams:
-    """Return the sampling parameters of training rollouts."""
+    """Return the sampling parameters for training."""
     return SamplingParams(
         greedy=options.greedy,
         top_p=options.top_p,
@@ -52,11 +52,11 @@ def rollout_sampling(options: TrainOptions) -> SamplingParams:
 
 
 def evaluation_sampling(options: TrainOptions) -> SamplingParams:
-    """Return the sampling parameters of evaluations.
+    """Return the sampling parameters for evaluations.
 
-    Only the temperature may differ from training. With ``--eval-temperature``, samples are drawn at this temperature.
-    Otherwise decoding is greedy if ``--greedy`` is set or there is one sample per prompt. In all other cases, samples
-    are drawn at ``--temperature``.
+    Only the temperature and greedy decoding may differ from training. If ``--eval-temperature`` is set, answers are
+    sampled at this temperature. Otherwise, decoding is greedy if ``--greedy`` is set or there is one sample per
+    prompt. In all other cases, answers are sampled at ``--temperature``.
     """
     temperature = options.eval_temperature
     greedy = temperature is None and (options.greedy or options.eval_n_samples == 1)
@@ -83,21 +83,22 @@ def evaluate_prompts(
     Args:
         trainer: initialized trainer; its policy generates the answers.
         rows: data rows with a ``prompt``; the order of the rows determines the seeds.
-        rewards: scores the answers of one batch.
-        sampling: generation controls; see :func:`evaluation_sampling`.
-        n_samples: answers per prompt.
-        max_prompt_tokens: longer prompts are skipped and counted, like prompts that leave no room in the context.
+        rewards: function that scores the answers of one batch.
+        sampling: sampling parameters; see :func:`evaluation_sampling`.
+        n_samples: number of answers per prompt.
+        max_prompt_tokens: maximum number of tokens of a prompt. Longer prompts are skipped and counted, and so are
+            prompts that leave no room for an answer in the context.
         max_running: maximum number of answers generated concurrently.
-        seed: the same seed, rows and policy give the same answers.
+        seed: seed of the evaluation. Equal seeds, rows and policies give equal answers.
         source: name of the data in error messages.
-        on_scored: called with the records and rewards of each batch.
-        answers: source of answers, such as an agent; None uses the policy's completions.
+        on_scored: function that is called with the records and rewards of each batch.
+        answers: function that returns the answers, for example of an agent; None uses the policy's completions.
 
     Returns:
         These metrics: ``rewards_mean``, ``rewards_std``, ``reward_parts/NAME`` (mean of a part), ``accuracy`` (fraction
         of rewards above 0), ``pass@k`` (for k = 1, 2, 4, ... and ``n_samples``), ``response_len_mean`` (in tokens),
         ``truncated_ratio``, ``num_prompts``, ``num_samples``, ``skipped_long``, ``reward_errors`` and ``eval_time_s``.
-        Answers without a reward do not count in the rewards, ``accuracy`` and ``pass@k``.
+        ``rewards_*``, ``reward_parts/NAME``, ``accuracy`` and ``pass@k`` exclude answers whose reward failed.
 
     Raises:
         RewardError: no answer got a reward, or ``rewards`` returned a wrong number of rewards or a reward that is not
@@ -105,7 +106,7 @@ def evaluate_prompts(
     """
     if not len(rows) or n_samples < 1 or max_running < 1:
         raise ValueError(
-            "an evaluation needs at least one row, one sample per prompt and one running answer, "
+            "an evaluation needs at least one row, and n_samples and max_running must be at least 1; "
             f"got rows={len(rows)}, n_samples={n_samples}, max_running={max_running}"
         )
     batches = iter_prompt_batches(
@@ -218,7 +219,7 @@ class _EvalTotals:
     outcomes: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, batch: PromptBatch, answers: Sequence[Sample | None], scores: Sequence[float | None]) -> None:
-        """Add one batch. Answers are in prompt order. ``scores`` has one entry per answer that is not None."""
+        """Add the answers of one batch, in prompt order. ``scores`` has one entry per answer that is not None."""
         self.num_prompts += len(batch.items)
         self.skipped_long += batch.skipped_long
         present = [answer for answer in answers if answer is not None]
@@ -235,13 +236,13 @@ class _EvalTotals:
     def metrics(self) -> dict[str, float]:
         if not self.lengths:
             raise RewardError(
-                f"the evaluation has no answer: {self.skipped_long} prompts exceed --max-prompt-tokens, and all other "
-                "samples failed; the log has the reasons"
+                f"the evaluation has no answers: {self.skipped_long} prompts are too long, and all samples of the other "
+                "prompts failed; see the log for the errors"
             )
         if not self.rewards:
             raise RewardError(
-                f"all rewards of the evaluation failed ({len(self.lengths)} answers); use --on-reward-error stop to see the "
-                "error"
+                f"the rewards of all {len(self.lengths)} answers of the evaluation failed; set --on-reward-error stop to "
+                "see the error"
             )
         num_samples = len(self.lengths)
         known = [length for length in self.lengths if length is not None]
@@ -260,7 +261,7 @@ class _EvalTotals:
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Average pass@k over the prompts with at least k scored answers. A k without such prompts is omitted."""
+        """Return the mean of pass@k over the prompts with at least k scored answers. Omits k if there are none."""
         metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]

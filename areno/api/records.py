@@ -1,4 +1,4 @@
-"""Samples (completions, agent runs or workflow rows), and the records of samples that reward functions receive."""
+"""Samples (completions, agent runs or rows of workflows), and the records that reward functions receive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areno.types import (
 
 @dataclass(slots=True)
 class Sample:
-    """One completion, agent run, or workflow row, in training or in an evaluation."""
+    """One completion, agent run, or row of a workflow, in training or in an evaluation."""
 
     item: PromptItem
     prompt_index: int
@@ -34,7 +34,7 @@ class Sample:
 
     @classmethod
     def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
-        """Create the sample of a completion. A completion without tokens has no row."""
+        """Create the sample of a completion. A completion without tokens has no training row."""
         record = reward_record(item, prompt_index, sample_index, sequence)
         row = completion_row(item.input_tokens, sequence)
         rows = [row] if sequence.resp_tokens else []
@@ -42,7 +42,7 @@ class Sample:
 
 
 def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingParams) -> list[RolloutResult]:
-    """Set the texts of the responses. With stop strings, the engine has already set the texts, up to the stop string."""
+    """Set the text of each response, and return the results. With stop strings, the engine has already set the texts."""
     sequences = [sequence for result in results for sequence in result.sequences]
     if sampling.stop or not sequences:
         return results
@@ -55,12 +55,12 @@ def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingP
 
 
 def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> RewardRecord:
-    """Build the record of one answer.
+    """Build the record of one answer, which a reward function receives.
 
     Args:
         item: prompt and data row.
-        prompt_index: index of the prompt in its batch. In an evaluation, the index is among all prompts.
-        sample_index: index of the answer among the prompt's samples.
+        prompt_index: index of the prompt in its batch or, in an evaluation, among all prompts.
+        sample_index: index of the answer among all answers to the prompt.
         sequence: the answer.
     """
     prompt = item.record.get("prompt")

@@ -1,4 +1,4 @@
-"""``areno replay`` for runs of ``areno train``: the algorithm's trainer makes updates on recorded rows."""
+"""Runs ``areno replay`` on a run of ``areno train``: the algorithm's trainer repeats updates on recorded rows."""
 
 import time
 from collections.abc import Iterator
@@ -27,17 +27,17 @@ from areno.types import TrainSequence
 
 
 class ReplayTrainer(RolloutTrainer):
-    """Trains on recorded rows instead of new samples. A mixin for the trainer class of an algorithm."""
+    """Mixin for the trainer class of an algorithm, which then trains on recorded rows instead of new samples."""
 
     replay: RecordedStep
     keeps: bool  # write a checkpoint after the last update
 
     def load_models(self) -> None:
-        """Load the models of the algorithm, but no reward model, because the rewards are recorded."""
+        """Load the models of the algorithm. No reward model is loaded, because the rewards are recorded."""
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and continue from the step of the recorded rows. The weights may be from an earlier step."""
+        """Create the objective, and set the step number of the recorded rows. The weights may be from an earlier step."""
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
@@ -47,7 +47,7 @@ class ReplayTrainer(RolloutTrainer):
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the updates. All updates use the same rows."""
+        """Yield one step per update. All updates use the same rows."""
         rows, state = self.replay.saved.rows, self.state
         for step in range(self.replay.step, self.total_steps()):
             yield PlannedStep(rows, StepInfo(state.epoch, state.epoch_step, step, 2**62, 2**62), state.position)
@@ -67,10 +67,7 @@ class ReplayTrainer(RolloutTrainer):
         return StepOutcome(rows=batch, groups=groups, stats=stats, timings=timings, rewards=rewards)
 
     def _prepared(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Add the inputs of the loss to the recorded rows.
-
-        If advantages are recomputed, return the statistics of the rows; otherwise return {}.
-        """
+        """Add the missing loss inputs to the recorded rows. Return statistics if advantages were recomputed, otherwise {}."""
         self._seconds.clear()
         has_all = self.objective.settings.critic is None or all(row.returns for row in rows)
         if has_all and not self.replay.reshapes:
@@ -85,18 +82,19 @@ class ReplayTrainer(RolloutTrainer):
         return self.row_statistics(self.objective.prepare(rows, credits))
 
     def checkpoint(self) -> None:
-        """Write the checkpoint of the last update, if the replay is kept."""
+        """Write the checkpoint of the last update, if ``keeps`` is true."""
         if self.keeps:
             super().checkpoint()
 
 
 def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
-    """Adapt a replay to changed options. Raises UsageError if the options need data that was not recorded."""
+    """Adapt a recorded step to the options that a replay changes. Raises UsageError if required data was not recorded."""
     recorded, config = options.recorded, options.replayed
     kind = get_algorithm(config.algo).resolve_trainer_cls()
     if not issubclass(kind, RolloutTrainer):
         raise UsageError(
-            f"--algo {config.algo}: its trainer {kind.__name__} does not train on rollouts, so there is nothing to replay"
+            f"--algo {config.algo}: the trainer {kind.__name__} does not train on rollouts, so its steps cannot be "
+            "replayed; use an algorithm that trains on rollouts"
         )
     if config.reward_weights != recorded.reward_weights:
         replay = replay.weighed(config.reward_weights)
@@ -105,7 +103,10 @@ def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
     if not options.changes_advantages:
         return replay
     if config.turn_discount is not None:
-        raise UsageError("--turn-discount computes advantages from the rewards of turns, which are not recorded")
+        raise UsageError(
+            "--turn-discount needs the rewards of turns, which are not recorded, so a replay cannot recompute the "
+            "advantages; remove the options that change the advantages"
+        )
     return replay.reshaped(", ".join(options.changes), by_group=issubclass(kind, PolicyOnlyTrainer))
 
 
@@ -117,7 +118,8 @@ def run_replay(config: TrainOptions, replay: RecordedStep, keeps: bool) -> list[
         replay: the recorded rows, and the checkpoint to start from.
         keeps: whether to write a checkpoint after the last update.
 
-    Raises StopRequested if a signal stopped the replay.
+    Raises:
+        StopRequested: a signal stopped the replay.
     """
     spec = get_algorithm(config.algo)
     run_dir, start = RunDirectory(config.run_path).create(), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Creates the reward runner of a run from its options, for training and evaluation."""
+"""Creates the reward runner of a training or evaluation run from the options of the run."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,7 +10,7 @@ from areno.types import RewardParts
 
 
 def reward_runner(options: TrainOptions, reward_fn: Callable[..., Any] | None = None) -> RewardRunner:
-    """Create a reward runner, without starting it. Set either ``reward_fn`` or ``--reward-fn-path``, but not both."""
+    """Create a reward runner without starting its workers. Set either ``reward_fn`` or ``--reward-fn-path``, not both."""
     return RewardRunner(
         reward_fn,
         path=options.reward_fn_path,

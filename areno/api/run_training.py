@@ -1,7 +1,7 @@
 """Runs training or an evaluation from resolved options.
 
 ``areno train``, ``areno eval``, ``areno replay`` and the quickstart use this module. An evaluation uses the algorithm's
-trainer to generate and reward answers, but takes no training steps.
+trainer to generate and reward answers, but runs no training steps.
 """
 
 import logging
@@ -46,7 +46,7 @@ _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
     *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
-"""Options that have the same name in ``ArenoConfig.runtime``."""
+"""Options of ``areno train`` whose names are also keys of ``ArenoConfig.runtime``."""
 
 
 def run_training(
@@ -56,13 +56,13 @@ def run_training(
     progress: ProgressDisplay | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train, and return the exit code: 0, or 128 plus the number of the signal that stopped the run.
+    """Run training, and return the exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
-        loader_fn: dataset loader.
+        loader_fn: function that loads the dataset; None uses the default loader.
         progress: progress display; None selects a display for the terminal or pipe.
-        console_level: minimum level of console log lines; None takes ``--log-level``. ``log.txt`` has all levels.
+        console_level: minimum level of log lines on the console; None uses ``--log-level``. ``log.txt`` has all levels.
     """
     run_dir = RunDirectory(options.run_path).create()
     level = console_level or (None if options.log_level == "auto" else options.log_level)
@@ -71,7 +71,7 @@ def run_training(
             with report_at_end(run_dir), recorded_status(run_dir):
                 _train(options, run_dir, loader_fn, progress)
         except StopRequested as stop:
-            logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)
+            logger.warning("the run was stopped; to continue the run, use: areno train --resume %s", run_dir.path)
             return 128 + stop.signum
         return 0
 
@@ -109,7 +109,7 @@ def _train(
 
 @contextmanager
 def locked_run(options: TrainOptions) -> Iterator[None]:
-    """Lock the run's directories for this process."""
+    """Lock the directories of a run for this process during the ``with`` block."""
     directories = {
         "--run-dir": options.run_path,
         "--save-path": options.checkpoint_path,
@@ -128,7 +128,7 @@ def locked_run(options: TrainOptions) -> Iterator[None]:
 
 
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
-    """Raise DataError if the first training or held-out row is unsuitable. Called before a model is loaded."""
+    """Raise DataError if the first training row or the first held-out row is unsuitable, before a model is loaded."""
     algorithm = get_algorithm(options.algo)
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
@@ -146,16 +146,16 @@ def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
-    """Load the held-out rows; None without ``--eval-dataset-path``.
+    """Load the held-out rows; None if ``--eval-dataset-path`` is not set.
 
     The loader is ``--eval-dataset-loader-fn`` or, by default, the loader of the training data. The random state is
-    restored afterwards, so that a loader does not affect training.
+    restored after loading, so that a loader does not affect training.
     """
     path, eval_loader = options.eval_dataset_path, options.eval_dataset_loader_fn
     if path is None:
         return None
     if eval_loader is None and _trained_on(options, path, loader_fn is not None):
-        logger.warning("--eval-dataset-path shares rows with --dataset-path: the evaluation uses training rows")
+        logger.warning("--eval-dataset-path shares rows with --dataset-path, so the evaluation uses training rows")
     rng = capture_rng()
     hook = LOADER_HOOK
     if eval_loader is not None:
@@ -184,10 +184,11 @@ def run_evaluation(
     """Evaluate ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
-        options: validated options; ``eval_*`` options set the numbers of rows and samples, and the temperature.
-        loader_fn: as for :func:`run_training`.
-        on_start: called with the number of rows once the model is loaded.
-        on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
+        options: validated options. ``eval_*`` options set the number of rows, the number of answers per prompt, and
+            the temperature.
+        loader_fn: function that loads the dataset; None uses the default loader.
+        on_start: function that is called with the number of rows after the model is loaded.
+        on_scored: function that is called with the records and rewards of each batch.
 
     Returns:
         The metrics of :func:`areno.api.evaluation.evaluate_prompts`.
@@ -208,7 +209,7 @@ def run_evaluation(
 
 
 def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type | None = None) -> DatasetTrainer:
-    """Create the trainer of the algorithm, or a trainer of class ``kind``, on an SDK trainer."""
+    """Create the training loop of the algorithm, which uses an SDK trainer. ``kind`` replaces the loop's class."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()
@@ -216,7 +217,7 @@ def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type 
 
 
 def run_loop(options: TrainOptions, loop: DatasetTrainer, run_dir: RunDirectory, start: float) -> None:
-    """Run a training loop to its end, and write the summary. ``start`` is the run's start time (``time.perf_counter``)."""
+    """Run a training loop to the end, and write the summary. ``start`` is the run's start time (``time.perf_counter``)."""
     with loop.stop.signals():
         state = loop.fit()
     latest = loop.checkpointing.folder.latest()
@@ -241,7 +242,7 @@ def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
 
 
 def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
-    """Log the best evaluation, and return the last and the best for the summary. Without evaluations, return {}."""
+    """Log the best evaluation, and return the last and the best evaluation for the summary; {} without evaluations."""
     last, best = loop.state.evaluation, loop.state.best
     if last is None:
         return {}
@@ -257,7 +258,7 @@ def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
 
 
 def _checkpoint(options: TrainOptions) -> Path | None:
-    """Return the verified checkpoint to resume from; None if the run starts at the first step."""
+    """Return the path of the verified checkpoint to resume from; None if the run starts at the first step."""
     if not options.resume:
         return None
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
@@ -287,7 +288,7 @@ def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = N
 
 
 def _lora(options: TrainOptions, checkpoint: Path | None) -> dict[str, Any] | None:
-    """Return the adapter's settings. A resumed run loads the adapter of its checkpoint."""
+    """Return the settings of the LoRA adapter; None without LoRA. A resumed run loads the adapter of its checkpoint."""
     if not options.uses_lora:
         return None
     adapter = str(checkpoint) if checkpoint is not None else options.lora_adapter_path

@@ -1,4 +1,4 @@
-"""The base class of :class:`areno.Trainer`, which generates in rollout sessions."""
+"""The part of :class:`areno.Trainer` that generates responses in rollout sessions."""
 
 import asyncio
 import logging
@@ -27,7 +27,8 @@ Self = TypeVar("Self", bound="Sampler")
 class StepClock:
     """Measures the rollout, training and total time of a step, in seconds.
 
-    ``trained_s`` is the duration of the last training call. ``trained_at`` is its end time (``time.perf_counter``).
+    ``trained_s`` is the duration of the last training call. ``trained_at`` is the end time of the last training call
+    (``time.perf_counter``).
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class StepClock:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Measure the training call inside the ``with`` block."""
+        """Measure the time of the training call inside the ``with`` block."""
         start = time.perf_counter()
         self._step_start = self._step_start or start
         yield
@@ -59,7 +60,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the ``with`` block, and its rollouts, from the times of the step."""
+        """Exclude the ``with`` block, including rollouts in the block, from the times of the step."""
         rollout, starts, paused_at = self._rollout_s, (self._rollout_start, self._step_start), time.perf_counter()
         self._rollout_start = self._step_start = None
         try:
@@ -70,9 +71,9 @@ class StepClock:
             self._rollout_start, self._step_start = (None if start is None else start + pause for start in starts)
 
     def close_step(self, ended: float | None = None) -> dict[str, float]:
-        """End the step, reset the clock, and return the times of the step. The times are also logged.
+        """End the step, reset the clock, and log and return the times of the step.
 
-        The step ends at ``ended`` or, by default, now. The training time is the sum over all trained roles.
+        The step ends at ``ended`` or, by default, now. The training time is the sum over all trained models.
         """
         ended = ended or time.perf_counter()
         rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_start or ended)
@@ -82,7 +83,7 @@ class StepClock:
 
 
 class Sampler:
-    """Generates in rollout sessions. See :class:`areno.Trainer` for the arguments."""
+    """Generates responses in rollout sessions. See :class:`areno.Trainer` for the arguments."""
 
     def __init__(
         self, world_size: int, model_path: str, backend_type: BackendType | str | None = None, custom_config: Any = None
@@ -104,18 +105,18 @@ class Sampler:
     def backend(self) -> Backend:
         """The backend, which holds the models. Raises EngineError before :meth:`init` and after :meth:`close`."""
         if self._backend is None:
-            raise EngineError("the trainer is not initialized, or was closed: call trainer.init() first")
+            raise EngineError("the trainer is not initialized, or was closed; call trainer.init() first")
         return self._backend
 
     def init(self) -> None:
-        """Load the tokenizer and the model. Call this before other methods.
+        """Load the tokenizer and the model. Call this method before all other methods.
 
         Raises EngineError if the model is already loaded. To load the model again, call :meth:`close` first.
         """
         if self._backend is not None:
             raise EngineError(
-                "the trainer is already initialized; loading the model again would discard its training. "
-                "Call close() first, or create a new Trainer"
+                "the trainer is already initialized, and loading the model again would discard its training; "
+                "call close() first, or create a new Trainer"
             )
         self._backend = self._load()
         self._closed = False
@@ -146,7 +147,7 @@ class Sampler:
         return self.backend.context_length
 
     def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
-        """Enter a session without a context manager. Each call needs a matching :meth:`end_rollout_session`."""
+        """Open a rollout session without a context manager. Each call needs a matching :meth:`end_rollout_session`."""
         if self._depth == 0:
             from areno.engine.libc_tuning import release_workers  # lazy: it imports torch
 
@@ -157,11 +158,13 @@ class Sampler:
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Leave a session; leaving the outermost session aborts pending requests. Does nothing after :meth:`close`."""
+        """Close a rollout session. Closing the outermost session aborts pending requests. Has no effect after :meth:`close`."""
         if self._closed:
             return
         if self._depth == 0:
-            raise EngineError("no rollout session is open: each end_rollout_session() needs a begin_rollout_session()")
+            raise EngineError(
+                "end_rollout_session() was called, but no rollout session is open; call begin_rollout_session() first"
+            )
         self._depth -= 1
         if self._depth == 0:
             self.backend.end_rollout()
@@ -170,7 +173,7 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate from texts; see :meth:`rollout_token_batch`. If the tokenizer has a chat template, it is applied."""
+        """Generate responses to texts, with the tokenizer's chat template, if any. See :meth:`rollout_token_batch`."""
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
     async def rollout_batch_async(
@@ -191,13 +194,13 @@ class Sampler:
         *,
         seeds: Sequence[Sequence[int]] | None = None,
     ) -> list[RolloutResult]:
-        """Generate from token ids.
+        """Generate responses to prompts that are token ids.
 
         Args:
-            prompt_tokens: one list of ids per prompt, or objects with ``ids`` or ``input_ids``.
-            n_samples: completions per prompt.
-            sampling_params: generation controls.
-            seeds: ``n_samples`` seeds per prompt; None derives them deterministically.
+            prompt_tokens: for each prompt, a list of token ids, or an object with ``ids`` or ``input_ids``.
+            n_samples: number of responses per prompt.
+            sampling_params: sampling parameters.
+            seeds: for each prompt, a list of ``n_samples`` seeds; None derives the seeds deterministically.
 
         Returns:
             One result per prompt, with ``n_samples`` sequences.
@@ -205,8 +208,8 @@ class Sampler:
         Raises:
             EngineError: called outside a rollout session.
             TypeError: an argument is of the wrong type.
-            UsageError: a prompt is empty, is longer than ``sampling_params.max_prompt_len``, leaves no room for an answer, or
-                has an id outside the vocabulary.
+            UsageError: a prompt is empty, is longer than ``sampling_params.max_prompt_len``, leaves no room for a response,
+                or has an id outside the vocabulary.
             ValueError: ``n_samples`` is below 1, or ``seeds`` has the wrong shape.
         """
         futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)
@@ -229,8 +232,8 @@ class Sampler:
     ) -> list[Any]:
         if self._depth == 0:
             raise EngineError(
-                "rollout outside a session: wrap the call in `async with trainer.rollout_session(sampling_params=..., "
-                "proxy=False):`"
+                "a rollout was requested outside a session; wrap the call in "
+                "`async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             )
         arguments.integer("n_samples", n_samples)
         context, vocabulary = self.model_context_len(), self.backend.vocab_size
@@ -264,16 +267,16 @@ class Sampler:
         Args:
             role: ``actor`` (the trained policy), ``ref``, or another role of kind ``policy``.
             token_rows: token ids of each row; rows may differ in length.
-            temperatures: softmax temperature of all rows, or one per row.
-            micro_bs: rows per forward pass, which does not change the result.
-            routed_experts: experts of the tokens of each row, as in ``TrainSequence.routed_experts``. Only the actor
-                takes them, and only with ``return_routed_experts``.
+            temperatures: softmax temperature of all rows, or a list with the temperature of each row.
+            micro_bs: number of rows per forward pass. The number does not change the result.
+            routed_experts: for each row, the experts of its tokens, as in ``TrainSequence.routed_experts``. Only for the
+                actor, and only if ``return_routed_experts`` is set.
 
         Returns:
             For each row, one natural log-prob per token. Entry i is log p(token i | tokens before i); entry 0 is 0.0.
 
         Raises:
-            EngineError: there is no such role, or it is not a policy.
+            EngineError: no loaded role has this name, or the role is not a policy.
         """
         rows, values = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
         routed: dict[str, Any] = {} if routed_experts is None else {"routed": routed_experts}
@@ -281,5 +284,5 @@ class Sampler:
 
 
 def running_sequences(sequences: int | None) -> int | None:
-    """Check and return the maximum number of concurrent sequences."""
+    """Check and return the maximum number of concurrent sequences; None means the configured maximum."""
     return None if sequences is None else arguments.integer("max_running_prompts", sequences)

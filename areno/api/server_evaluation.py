@@ -1,4 +1,4 @@
-"""Evaluates a model on an OpenAI-compatible server, using a reward function."""
+"""Evaluates a model on an OpenAI-compatible server with a reward function."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def evaluate_server(
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
 ) -> dict[str, float]:
-    """Evaluate a model on a server.
+    """Evaluate a model that a server runs.
 
     Args:
         url: base URL of the server, including the API version, such as ``http://HOST:8000/v1``.
         model: model name on the server; None uses the first model that the server lists.
-        options: as for :func:`areno.api.run_training.run_evaluation`. A string prompt becomes a user message.
+        options: options of the evaluation, as in :func:`areno.api.run_training.run_evaluation`. A prompt that is a
+            string becomes a user message.
 
     Returns:
         The metrics of :func:`areno.api.evaluation.evaluate_prompts`.
@@ -87,7 +88,7 @@ def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Itera
 
 
 class _ServerAnswers:
-    """Requests ``n_samples`` answers to each prompt from a server. Every answer has its own seed."""
+    """Requests ``n_samples`` answers to each prompt from a server. Each answer has its own seed."""
 
     def __init__(self, client: OpenAIClient, sampling: SamplingParams, n_samples: int, seed: int) -> None:
         self._client, self._n_samples, self._seed = client, n_samples, seed
@@ -117,7 +118,9 @@ class _ServerAnswers:
             text = str(choice["message"]["content"] or "")
             length = (response.get("usage") or {}).get("completion_tokens")  # None if the server does not report it
         except (ServerError, LookupError, TypeError, AttributeError) as error:
-            raise EngineError(f"--ckpt {self._client.url} does not answer prompt {prompt}: {error!s}") from error
+            raise EngineError(
+                f"--ckpt {self._client.url}: the server did not answer prompt {prompt}: {error!s}"
+            ) from error
         reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
         answer = Sample.of_completion(item, prompt, sample, RolloutSequence([], [], reason, text))
         answer.record.metadata["response_len"] = length

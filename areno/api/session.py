@@ -1,7 +1,7 @@
-"""The rollout session. Generation is allowed only while a session is open.
+"""The rollout session of the SDK. Generation is allowed only while a session is open.
 
-With ``proxy=True`` the session serves the model to agents, with the server of ``areno serve`` on a free loopback port.
-Pass the session to an agent as its ``ctx``. See :mod:`areno.api.agentic`.
+If ``proxy`` is true, the session runs the server of ``areno serve`` on a free loopback port, so that agents can use the
+model. Pass the session to an agent as its ``ctx``. See :mod:`areno.api.agentic`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RolloutSession:
-    """Sync or async context manager. :meth:`areno.Trainer.rollout_session` creates it and documents the arguments.
+    """Context manager, sync or async, in which generation is allowed.
 
-    Sessions can be nested. The outermost session prepares the backend and ends the rollout.
+    See :meth:`areno.Trainer.rollout_session` for the arguments. Sessions can be nested. Only the outermost session
+    prepares the backend and ends the rollout.
     """
 
     trainer: Sampler
@@ -47,13 +48,13 @@ class RolloutSession:
             raise RuntimeError(
                 "rollout session proxy is disabled: open it with proxy=True"
                 if not self.wants_proxy
-                else "the rollout session has not been entered: use it as `async with trainer.rollout_session(...) as ctx`"
+                else "the rollout session has not been entered; write `async with trainer.rollout_session(...) as ctx:`"
             )
         return self._proxy
 
     @property
     def agent_context(self) -> AgentContext:
-        """The URL and the API keys, in the same kind of object as the ``ctx`` that ``areno train`` passes to agents."""
+        """URL and API keys for agents. ``areno train`` passes an object of this class to agents as ``ctx``."""
         if self._context is None:
             from areno.api.agentic.context import AgentContext
 
@@ -62,12 +63,12 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """API key shared by all samples; the content of a request determines its conversation."""
+        """API key shared by all samples. The server finds the conversation of a request by the request's content."""
         return self.agent_context.api_key
 
     @property
     def base_url(self) -> str:
-        """``base_url`` of OpenAI clients."""
+        """URL of the endpoint, for the argument ``base_url`` of OpenAI clients."""
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
@@ -75,24 +76,24 @@ class RolloutSession:
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return an API key for one task. Its conversations are recorded separately."""
+        """Return the API key of one task. The conversations of the task are recorded separately."""
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
-        """Return all completed answers under a task's key or base URL."""
+        """Return all completed answers to requests with a task's API key or base URL."""
         return self.agent_context.trajectory(item)
 
     def samples(self, trajectories: Any) -> list[AgentSample]:
         """Convert an agent's turns to training rows and reward records. The session may have ended.
 
-        If the loss mask policy trains on context tokens, the log-probs of these tokens are computed. For this, the
-        method waits until all running generation has finished.
+        If ``loss_mask_policy`` trains on context tokens, the method waits until all running generation has finished,
+        and computes the log-probs of these tokens.
 
         Args:
-            trajectories: turns, trajectories, or lists of them.
+            trajectories: turns, trajectories, or nested lists of turns and trajectories.
 
         Returns:
-            One sample per task, ordered by prompt and sample.
+            One sample per task, ordered by prompt index and sample index.
 
         Raises:
             ValueError: a response is from another session.

@@ -1,7 +1,7 @@
 """``areno.Trainer``: the SDK's entry point for custom training loops.
 
-A typical step generates inside a rollout session, scores rows with auxiliary roles (reference, critic, reward), trains the
-critic and the policy, and saves a checkpoint.
+A typical step generates responses in a rollout session, and scores the rows with auxiliary models (reference, critic,
+reward model). The step then trains the critic and the policy, and saves a checkpoint.
 """
 
 import os
@@ -24,7 +24,7 @@ from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, Sampl
 
 
 class Trainer(Sampler):
-    """Generates inside rollout sessions, trains with any loss, and saves checkpoints.
+    """Generates responses in rollout sessions, trains with any loss, and saves checkpoints.
 
     The constructor only checks its arguments (TypeError, ValueError); :meth:`init` loads the model.
 
@@ -51,7 +51,7 @@ class Trainer(Sampler):
         self._skipped = [0, 0]  # number of prompts that were too long: since the last step, and in total
 
     def init(self) -> None:
-        """Load the tokenizer and the model. Call this once before other methods, and again after :meth:`close`."""
+        """Load the tokenizer and the model. Call this method before all other methods, and again after :meth:`close`."""
         super().init()
         self._events = EventWriter(self._metrics_log_dir) if self._metrics_log_dir else None
 
@@ -64,9 +64,9 @@ class Trainer(Sampler):
         prompt_key: str = "prompt",
         solutions_key: str = "solutions",
     ) -> Iterator[PromptBatch]:
-        """Tokenize a dataset in order; see :func:`areno.api.datasets.iter_prompt_batches`.
+        """Yield batches of a dataset's tokenized prompts; see :func:`areno.api.datasets.iter_prompt_batches`.
 
-        Skipped prompts are counted in the TensorBoard events.
+        The TensorBoard events contain the number of skipped prompts.
         """
         keywords: dict[str, Any] = {"prompt_key": prompt_key, "solutions_key": solutions_key}
         for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
@@ -94,13 +94,13 @@ class Trainer(Sampler):
         """Create a session for generation. Enter the session with ``async with`` or ``with``.
 
         Args:
-            sampling_params: default generation controls.
-            loss_mask_policy: which of an agent's tokens are trained on.
+            sampling_params: default sampling parameters.
+            loss_mask_policy: selection of an agent's tokens to train on.
             max_running_prompts: maximum number of sequences decoded concurrently.
             timeout_s: timeout of each request of an agent, in seconds.
-            proxy: serve an OpenAI-compatible endpoint to agents; pass the session to an agent as its ``ctx``.
+            proxy: whether to run an OpenAI-compatible server for agents. Pass the session to an agent as its ``ctx``.
             seed: seed of the agents' sampling; None derives a seed deterministically.
-            disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
+            disable_thinking: whether the chat template gets ``enable_thinking=False`` for requests of agents.
         """
         params = arguments.sampling(sampling_params)
         if loss_mask_policy is not None:
@@ -122,14 +122,14 @@ class Trainer(Sampler):
         mini_bs: int = 8,
         gradient_accumulation_steps: int | None = None,
     ) -> dict[str, float]:
-        """Train on rows.
+        """Train the policy on rows.
 
         Args:
-            batch_data: at least one row.
+            batch_data: list of one or more rows.
             loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see
                 :mod:`areno.loss_fns.loss_interface`.
-            mini_bs: rows per forward and backward pass.
-            gradient_accumulation_steps: microbatches per optimizer step; None makes a single step on all rows.
+            mini_bs: number of rows per forward and backward pass.
+            gradient_accumulation_steps: number of microbatches per optimizer step; None runs one step on all rows.
 
         Returns:
             Scalar statistics of the call.
@@ -137,9 +137,9 @@ class Trainer(Sampler):
         Raises:
             TypeError: an argument is of the wrong type.
             UsageError: a row is longer than the model's context or has an id outside the vocabulary. Also raised if
-                log-probs have an unknown temperature and the trainer has sampled at other temperatures than 1.
-            ValueError: there are no rows, or rows have different per-token lists. Also raised if a loss over pairs gets
-                an odd number of rows or an odd ``mini_bs``.
+                log-probs have an unknown temperature and the trainer has sampled at a temperature other than 1.
+            ValueError: there are no rows, or not all rows have the same per-token lists. Also raised if a loss over
+                pairs gets an odd number of rows or an odd ``mini_bs``.
         """
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)
@@ -168,13 +168,13 @@ class Trainer(Sampler):
         """Load auxiliary models that are not loaded yet: references, critics and reward models.
 
         Frozen roles of the same checkpoint and kind share weights. If a trainable critic's checkpoint has no scalar head,
-        the head is initialized to zero. The checkpoint of a frozen critic or reward model must have a head.
+        the head is initialized to zero. The checkpoint of a frozen critic or reward model must have a scalar head.
 
         Args:
-            roles: configurations by role name.
+            roles: configuration of each role, by the name of the role.
 
         Raises:
-            EngineError: a different role with this name is loaded.
+            EngineError: a different role with one of these names is already loaded.
             UsageError: a checkpoint is unsuitable for its role.
             TypeError, ValueError: an optimizer option is invalid.
         """
@@ -183,7 +183,7 @@ class Trainer(Sampler):
             arguments.of_type(f"roles[{name!r}]", role, ModelRole)
             if role.name != name:
                 raise UsageError(
-                    f"ensure_roles: key {name!r} has ModelRole(name={role.name!r}); the names must be equal"
+                    f"ensure_roles: key {name!r} has ModelRole(name={role.name!r}); the key must be equal to the name"
                 )
             if role.optimizer is not None:
                 from areno.api.backend.local import check_optimizer  # slow import, rarely needed
@@ -196,36 +196,36 @@ class Trainer(Sampler):
         self.backend.drop_role(role)
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
-        """Compute the values of rows under a critic.
+        """Compute the values that a critic predicts for rows.
 
         Args:
             role: ``critic`` or another role of kind ``value``.
-            token_rows: token ids.
-            micro_bs: rows per forward pass.
+            token_rows: token ids of each row.
+            micro_bs: number of rows per forward pass.
 
         Returns:
-            One value per token of each row. Entry i is the value after tokens 0 to i, so the baseline of token i is
+            For each row, one value per token. Entry i is the value after tokens 0 to i, so the baseline of token i is
             entry i - 1.
 
         Raises:
-            EngineError: there is no such role, or it is a policy.
+            EngineError: no loaded role has this name, or the role is a policy.
         """
         rows = arguments.token_rows(token_rows)
         return self.backend.score_values(role, rows, arguments.integer("micro_bs", micro_bs))
 
     def score_rewards(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[float]:
-        """Score rows with a reward model, at the last token of each row.
+        """Score rows with a reward model. The score of a row is the model's output at the last token.
 
         Args:
             role: ``reward`` or another role of kind ``reward`` or ``value``; ``actor`` in reward-model training.
-            token_rows: token ids of prompt and response.
-            micro_bs: rows per forward pass.
+            token_rows: token ids of prompt and response of each row.
+            micro_bs: number of rows per forward pass.
 
         Returns:
-            One raw score per row.
+            One unscaled score per row.
 
         Raises:
-            EngineError: there is no such role, or it is a policy.
+            EngineError: no loaded role has this name, or the role is a policy.
         """
         rows = arguments.token_rows(token_rows)
         return self.backend.score_rewards(role, rows, arguments.integer("micro_bs", micro_bs))
@@ -243,19 +243,19 @@ class Trainer(Sampler):
         """Train a critic on rows with ``values`` (old predictions) and ``returns`` (targets).
 
         Args:
-            role: a trainable role of kind ``value``.
-            batch_data: at least one row. Lists are aligned with tokens. In ``values``, entry i is the value before
-                token i, which is ``score_values(...)[i - 1]``.
-            mini_bs: rows per forward and backward pass.
-            gradient_accumulation_steps: microbatches per optimizer step; None makes a single step on all rows.
+            role: name of a trainable role of kind ``value``.
+            batch_data: list of one or more rows. Entry i of ``values`` is the value before token i, which is entry
+                i - 1 of the row in :meth:`score_values`.
+            mini_bs: number of rows per forward and backward pass.
+            gradient_accumulation_steps: number of microbatches per optimizer step; None runs one step on all rows.
             cliprange_value: clip range of the difference between new and old predictions.
-            value_loss_coef: factor on the loss.
+            value_loss_coef: factor of the loss.
 
         Returns:
-            Scalar statistics. The step's times are returned by :meth:`train` or :meth:`finish_step`.
+            Scalar statistics. The times of the step are returned by :meth:`train` or :meth:`finish_step`.
 
         Raises:
-            EngineError: there is no such role, or it is frozen.
+            EngineError: no loaded role has this name, or the role is frozen.
             ValueError: there are no rows, or a row has no ``returns`` or ``values``.
         """
         from areno.loss_fns import value_loss_fn  # lazy: it imports torch
@@ -265,7 +265,7 @@ class Trainer(Sampler):
         arguments.real("value_loss_coef", value_loss_coef, minimum=0)
         missing = [index for index, row in enumerate(rows) if not row.returns or not row.values]
         if missing:
-            raise ValueError(f"train_values: row {missing[0]} lacks returns or values; a critic needs both")
+            raise ValueError(f"train_values: row {missing[0]} lacks returns or values; set both lists in every row")
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
         sizes = arguments.batch_sizes(mini_bs, gradient_accumulation_steps)
         with self.clock.training():
@@ -276,10 +276,10 @@ class Trainer(Sampler):
         return self.backend.learning_rate(role)
 
     def set_learning_rate(self, value: float, role: str = "actor") -> None:
-        """Replace the learning-rate schedule of a role by a constant rate, from its next optimizer step on.
+        """Replace the learning-rate schedule of a role by a constant rate, starting with the next optimizer step.
 
         Raises:
-            EngineError: there is no such role, or it is frozen.
+            EngineError: no loaded role has this name, or the role is frozen.
             ValueError: the rate is negative or not finite.
         """
         self.backend.set_learning_rate(role, arguments.real("the learning rate", value, minimum=0))
@@ -298,10 +298,11 @@ class Trainer(Sampler):
 
         Args:
             dataset: rows with a ``prompt``.
-            reward_fn: scores one answer with a number or a dictionary of named parts; called in this process.
-            sampling_params: generation controls, usually ``SamplingParams(greedy=True, ...)`` for one sample.
-            n_samples: answers per prompt; ``pass@k`` is reported for k up to this number.
-            max_prompt_tokens: longer prompts are skipped and counted.
+            reward_fn: function that scores one answer. It returns a number, or a dictionary of named parts, and runs in
+                this process.
+            sampling_params: sampling parameters, usually ``SamplingParams(greedy=True, ...)`` if ``n_samples`` is 1.
+            n_samples: number of answers per prompt; ``pass@k`` is reported for k up to this number.
+            max_prompt_tokens: maximum number of tokens of a prompt. Longer prompts are skipped and counted.
             max_running_prompts: maximum number of sequences decoded concurrently.
 
         Returns:
@@ -337,9 +338,9 @@ class Trainer(Sampler):
             self._sampled_at = before  # answers of an evaluation are not trained on
 
     def save_checkpoint(self, path: str) -> str:
-        """Write weights, configuration and tokenizer in Hugging Face format. Returns the path.
+        """Write weights, configuration and tokenizer in Hugging Face format, and return the path.
 
-        Raises CheckpointError: the folder cannot be written.
+        Raises CheckpointError if the folder cannot be written.
         """
         arguments.of_type("path", path, str | os.PathLike)
         backend = self.backend

@@ -2,13 +2,13 @@
 
 - ``loop``: steps, evaluation, saving and resume
 - ``state``: the progress of a run
-- ``objectives``: from rows to optimizer steps, for both front ends
+- ``objectives``: turn rows into optimizer steps, for ``areno train`` and ``areno run``
 - ``checkpoints``: writes and finds the checkpoints of a run
 - ``plain_objects``: reads and writes tensors and plain objects
-- ``saving``: models in Hugging Face format
-- ``frequency``: when to save, evaluate and write checkpoints
+- ``saving``: saves models in Hugging Face format
+- ``frequency``: decides when to save models, evaluate and write checkpoints
 - ``reporter``: reports steps and evaluations
 - ``stopping``: handles Ctrl-C and other signals
-- ``saved_rows``: training rows as arrays
+- ``saved_rows``: converts training rows to arrays and back
 - ``replay``: the recorded rows of a step, and the checkpoint before the step
 """

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: the complete state to resume from, and the checkpoint with the best evaluation.
+"""Writes and finds the checkpoints of a run: checkpoints to resume from, and the checkpoint with the best evaluation.
 
 A checkpoint is a folder, which ``areno.storage.checkpoint_folder`` writes atomically:
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
-    trainer_state/             optimizers; ``state.json`` (the :class:`RunState`); manifest: SHA-256 of all but ``state.json``
-    rollout.pt                 if any: finished but unused samples, and other state of the rollout
+    trainer_state/             optimizer state, ``state.json`` (the :class:`RunState`), and a manifest with SHA-256 hashes
+    rollout.pt                 unused samples and other state of the rollout, if any
 
 A checkpoint is verified before use. A damaged checkpoint is renamed, and the previous checkpoint is used. Loading never runs
 code from a file.
@@ -34,9 +34,9 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    ``writing`` takes the path of a save, and returns a context manager that shows the progress of the save. ``saved_step`` is
-    the step of the newest checkpoint that this process wrote or resumed from. Without such a checkpoint, ``saved_step`` is 0.
-    The best checkpoint does not count.
+    ``writing`` takes the path of a new checkpoint, and returns a context manager that reports the writing. ``saved_step`` is
+    the step of the newest checkpoint that this process wrote or resumed from; 0 without a checkpoint. The best checkpoint does
+    not count.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -47,11 +47,11 @@ class Checkpoints:
         self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint, or the checkpoint of ``step``. None without checkpoints, or if disabled.
+        """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. With ``strict``, also if a file
-                belongs to another user, or if all users can write to a file.
+            CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. If ``spec.strict`` is set, also
+                raised if a file belongs to another user, or if all users can write to a file.
         """
         if not self.spec.enabled:
             return None
@@ -65,7 +65,7 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Continue from a checkpoint. Rename checkpoints of later steps, and delete the oldest checkpoints beyond the limit."""
+        """Prepare to continue from a checkpoint. Renames checkpoints of later steps, and deletes old ones over the limit."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
@@ -76,7 +76,7 @@ class Checkpoints:
         return self.frequency.check(at) and self.spec.enabled
 
     def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
-        """Write the checkpoint of the last completed step, if this checkpoint does not exist yet. Return its path.
+        """Write the checkpoint of the last completed step, unless it exists, and return its path.
 
         ``rollout_state`` returns a value that :func:`areno.training.plain_objects.save` can write to ``rollout.pt``. If
         the value is None, no ``rollout.pt`` is written.
@@ -97,7 +97,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Replace the best checkpoint by the last completed step. The arguments and errors are those of :meth:`save`."""
+        """Replace the best checkpoint by a checkpoint of the last completed step. See :meth:`save` for arguments and errors."""
         same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),
@@ -106,7 +106,7 @@ class Checkpoints:
             self._fill(folder, state, backend, same, rollout_state)
 
     def update(self, state: RunState) -> None:
-        """After an evaluation, replace the state in the last completed step's checkpoint, if there is one."""
+        """Write the state after an evaluation to the checkpoint of the last completed step, if this checkpoint exists."""
         if state.step and state.step == self.saved_step:
             write_state(self.folder.path(state.step), asdict(state))
 
@@ -121,7 +121,7 @@ class Checkpoints:
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
-        """Write a checkpoint to a folder. If the folder is a copy of ``copied``, write only what may differ."""
+        """Write a checkpoint to a folder. If the folder is a copy of ``copied``, write only files that may differ."""
         if copied is None:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
@@ -136,7 +136,7 @@ class Checkpoints:
 
 
 def rollout_state(checkpoint: Path) -> Any:
-    """Return the rollout state in a checkpoint, or None."""
+    """Return the rollout state in a checkpoint; None if the checkpoint has no rollout state."""
     file = checkpoint / _ROLLOUT
     return plain_objects.load(file) if file.exists() else None
 
@@ -148,7 +148,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 def _refuse_foreign(root: Path) -> None:
     """Raise CheckpointError if another user owns a path below ``root``, or if all users can write to a path.
 
-    The superuser may own paths.
+    Paths of the superuser are accepted.
     """
     if not root.exists():
         return
@@ -158,12 +158,13 @@ def _refuse_foreign(root: Path) -> None:
         status = path.lstat()
         if status.st_uid not in mine:
             raise CheckpointError(
-                f"{path} belongs to user {status.st_uid}, so its content is not trusted; if it is yours, chown it, "
-                "otherwise delete it or choose another trial_name"
+                f"{path} belongs to user {status.st_uid}, so its content is not trusted; if the content is yours, change the "
+                "owner with chown, otherwise delete the content or choose another trial_name"
             )
         if status.st_mode & stat.S_IWOTH and not closed and not path.is_symlink():
             raise CheckpointError(
-                f"{path} can be written to by every user; if you trust it, run chmod -R o-w {root}, otherwise delete it"
+                f"{path} can be written to by every user, so its content is not trusted; if you trust the content, run "
+                f"chmod -R o-w {root}, otherwise delete the content"
             )
 
 

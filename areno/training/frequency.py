@@ -1,7 +1,7 @@
-"""When to save, evaluate and checkpoint: every N epochs, steps or seconds, or a combination of these intervals.
+"""Decides when to save models, evaluate and write checkpoints: every N epochs, steps or seconds, or any combination.
 
 The counters of the three units are independent: each counter restarts only when its own interval has passed. For example,
-"every epoch" does not affect "every 100 steps". Each schedule has a separate :class:`FrequencyControl`.
+"every epoch" does not affect "every 100 steps". Each action has a separate :class:`FrequencyControl`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class StepInfo:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this is the last step of its epoch."""
+        """Whether the step is the last step of its epoch."""
         return self.epoch_step + 1 == self.steps_per_epoch
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last step of the run."""
+        """Whether the step is the last step of the run."""
         return self.global_step + 1 >= self.total_steps
 
     def next(self) -> StepInfo:
@@ -43,7 +43,7 @@ class StepInfo:
 
 
 class FrequencyControl:
-    """The schedule of one action. Raises UsageError for an interval that is not above 0. ``clock`` returns seconds."""
+    """The schedule of one action. Raises UsageError if an interval is not above 0. ``clock`` returns the time in seconds."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}
@@ -87,7 +87,7 @@ class FrequencyControl:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters. The time since the counters were saved does not count."""
+        """Restore the counters. The time between saving and restoring the counters is not counted."""
         self._epochs, self._steps = state["epochs"], state["steps"]
         self._since = self._clock() - state["secs"]
         self._first = self._first and state["before_training"]

@@ -1,12 +1,12 @@
-"""The training loop of both front ends: steps, evaluation, checkpoints, resume, and clean shutdown.
+"""The training loop of ``areno train`` and ``areno run``: steps, evaluation, checkpoints, resume, and clean shutdown.
 
 A step is the method ``run_step`` of an algorithm's trainer. The trainers of ``areno train`` are in
 ``areno/api/trainers/rollout_trainer.py`` and ``supervised.py``. The trainers of ``areno run`` are in
 ``areno/experiments/trainers/rl.py`` and ``supervised.py``.
 
 A trainer supplies the batches, the code of a step, and the measurements of an evaluation. After each step, the loop reports
-statistics. If these actions are due, the loop also saves models, evaluates, and writes a checkpoint. A resumed run reports no
-step twice. Evaluations do not affect training: they change neither the random state nor the step times.
+statistics and, if due, saves models, evaluates, and writes a checkpoint. A resumed run reports no step twice. Evaluations
+do not affect training: they change neither the random state nor the step times.
 """
 
 import functools
@@ -87,11 +87,11 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[PlannedStep]:
-        """Return the steps from ``state`` to the end of the run."""
+        """Yield the planned steps from ``state`` to the end of the run."""
 
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
-        """Run one step. Implementations do repeatable work inside ``self.stop.interruptible()``."""
+        """Run one step. Work that a resumed run can repeat belongs inside ``self.stop.interruptible()``."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
@@ -102,7 +102,7 @@ class TrainingLoop(ABC):
         """Return the number of steps of the run, assuming that no row is skipped."""
 
     def data_size(self) -> dict[str, int]:
-        """Return the sizes of the data, as :func:`areno.observability.data_size.data_size` does. If unknown, return {}."""
+        """Return the sizes of the data, as :func:`areno.observability.data_size.data_size` does; {} if unknown."""
         return {}
 
     def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
@@ -112,7 +112,7 @@ class TrainingLoop(ABC):
         """Prepare the run. Called once, after the state is restored and before the first step."""
 
     def start_fresh(self) -> None:
-        """Start without a checkpoint. Called once, instead of restoring the state."""
+        """Start the run without a checkpoint. Called once, instead of restoring the state."""
         if self.spec.resumed:
             self.report.rewind(self.state)
 
@@ -128,7 +128,7 @@ class TrainingLoop(ABC):
             self.saver.wait()
 
     def _stage(self, role: str) -> Callable[[], Any] | None:
-        """Return a function that copies a model for asynchronous saving, or None if the model cannot be copied."""
+        """Return a function that copies a model for asynchronous saving; None if the model cannot be copied."""
         engine = self.backend
         if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
             return None
@@ -150,15 +150,15 @@ class TrainingLoop(ABC):
         self.checkpoint()
 
     def end(self) -> None:  # noqa: B027  (not every trainer needs it)
-        """Finish the run. Called once after the last step. Not called if the run was stopped or failed."""
+        """Finish the run. Called once after the last step, but not if the run was stopped or failed."""
 
     def cleanup(self) -> None:  # noqa: B027  (not every trainer holds resources)
         """Release resources. Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """Save the rows of each step from now on, and keep those of the newest ``steps`` steps.
+        """Save the rows of each following step, and keep the rows of the newest ``steps`` steps.
 
-        ``steps`` is a number or ``all``. If None, nothing changes: by default, no rows are saved.
+        ``steps`` is a number or ``all``. If None, the method has no effect; by default, no rows are saved.
         """
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
@@ -169,11 +169,11 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return and clear the per-token records of the rows observed in the last update. {} without records."""
+        """Return and clear the token records of the last update, by ``observed`` of the row; {} if there are none."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
-        """Time a ``with`` block under the name ``key``. By default, the time is only in the trace."""
+        """Measure the time of a ``with`` block under the name ``key``. By default, only the trace contains the time."""
         return tracing.trace_scope(key)
 
     @contextmanager
@@ -184,9 +184,9 @@ class TrainingLoop(ABC):
         tracing.save(step)
 
     def fit(self) -> RunState:
-        """Run to the end. After an error or a signal (StopRequested), save the completed steps.
+        """Run all steps, and return the state. After an error or a signal (StopRequested), save the completed steps.
 
-        Nothing is saved if the run ended during an update or while its state was restored.
+        Nothing is saved if the error or signal came during an update, or before the state was restored.
         """
         try:
             self._restoring = True
@@ -222,9 +222,9 @@ class TrainingLoop(ABC):
             self.checkpoint()
 
     def finished(self) -> bool:
-        """Return whether the run has reached its limit of steps, sequences or patience.
+        """Return whether the run has reached its limit of steps, of sequences, or of evaluations without a new best result.
 
-        :meth:`steps` enforces the number of epochs.
+        The number of epochs is enforced by :meth:`steps`.
         """
         span, state = self.spec.span, self.state
         limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
@@ -264,7 +264,7 @@ class TrainingLoop(ABC):
         self._updating = False
 
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
-        """Evaluate if an evaluation is due. Return the metrics for the step's record, or {}."""
+        """Evaluate if an evaluation is due. Return the metrics for the step's record; {} if there are none."""
         if self.eval_rows is None:
             return {}
         self.state.evaluation_due |= self.evaluation.check(at)
@@ -301,7 +301,8 @@ class TrainingLoop(ABC):
             if self.best_may_be_missing:
                 return False
             raise ArenoError(
-                f"evaluate() of {type(self).__name__} did not return its best_metric {name!r}; got {sorted(metrics)}"
+                f"evaluate() of {type(self).__name__} must return its best_metric {name!r}, but returned only "
+                f"{', '.join(sorted(metrics))}"
             )
         value = metrics[name]
         if best is None:
@@ -313,15 +314,17 @@ class TrainingLoop(ABC):
             best = self.state.best = {"step": self.state.step, "metric": name, "value": value}
         shown = f"{name} {value:.4g} after {self.state.step} steps"
         if self.state.not_best == self.spec.patience:
-            self.logger.info("no new best result in %d consecutive evaluations; the run stops", self.state.not_best)
+            self.logger.info(
+                "none of the last %d evaluations had a new best result, so the run stops", self.state.not_best
+            )
         self.display.evaluated(shown if best is None else f"{shown}, best {best['value']:.4g} after {best['step']}")
         return improved
 
     def _restore_evaluation(self) -> None:
         """Restore the evaluations of the checkpoint.
 
-        The evaluation of the restored step is reported again, because its line was dropped. If the evaluation settings have
-        changed, the last and the best evaluation are discarded.
+        The evaluation of the restored step is reported again, because the resumed run has deleted its record. If the evaluation
+        settings have changed, the last and the best evaluation are discarded.
         """
         previous = self.state.evaluation
         if previous is None:
@@ -334,7 +337,7 @@ class TrainingLoop(ABC):
             self.state.not_best, self.state.evaluation_due = 0, True
 
     def checkpoint(self) -> None:
-        """Write the checkpoint of the last completed step, if it does not exist yet. Disabled checkpoints are not written."""
+        """Write the checkpoint of the last completed step, unless it exists or checkpoints are disabled."""
         if self.spec.checkpoints.enabled:
             self._note_parts()
             self.checkpointing.save(self.state, self.backend, self.rollout_state)
@@ -347,7 +350,7 @@ class TrainingLoop(ABC):
         self.state.parts |= {"report": self.report.state_dict(), **saver, **self.part_states()}
 
     def _restore(self) -> None:
-        """Resume from the checkpoint ``resumed_from``, and repeat the steps after it. Without one, start fresh."""
+        """Restore the state of the checkpoint ``resumed_from``. Without a checkpoint, call :meth:`start_fresh`."""
         checkpoint = self.resumed_from
         if checkpoint is None:
             self.start_fresh()
@@ -374,10 +377,10 @@ class TrainingLoop(ABC):
             return
         if self._updating:
             newest = f"; {self.checkpointing.newest()}" if self.spec.checkpoints.enabled else ""
-            self.logger.error("the run ended during an update%s", newest)
+            self.logger.error("the run ended during an update, so the current step was not saved%s", newest)
             return
         if isinstance(error, StopRequested):
-            self.logger.warning("%s: stopping after %d steps", error, self.state.step)
+            self.logger.warning("the signal %s was received: stopping after %d steps", error, self.state.step)
         if self._restoring:  # the models and optimizers may not belong to the step in ``state``
             return
         try:

@@ -1,7 +1,7 @@
 """Saves and loads tensors, arrays and plain Python objects. Loading never runs code from the file.
 
-Files are written by ``torch.save`` and loaded with ``weights_only``. This option allows PyTorch's safe types, to which this
-module adds a few plain types.
+Files are written by ``torch.save``, and loaded by ``torch.load`` with ``weights_only``. The option ``weights_only`` allows
+only types that are safe to load; this module allows a few more plain types.
 """
 
 import datetime
@@ -76,7 +76,7 @@ def load(file: Path) -> Any:
 
 def _refusal(types: str) -> str:
     return (
-        f"data rows or trajectories contain types that a checkpoint cannot store: {types}; use text, numbers, dates, "
-        "lists, dicts, tensors and arrays (for example a file path instead of an object); an experiment of areno run can also "
-        "set recover.mode=off and evaluator.keep_best=false"
+        f"data rows or trajectories contain types that a checkpoint cannot store: {types}; use only text, numbers, dates, "
+        "lists, dicts, tensors and arrays (for example a file path instead of an object), or disable the checkpoints of areno "
+        "run with recover.mode=off and evaluator.keep_best=false"
     )

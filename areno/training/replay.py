@@ -23,14 +23,14 @@ _MEASURED = ("_time_s", "/tokens_per_second")
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A recorded step that is trained on again.
+    """A recorded step whose rows a replay trains on again.
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.
-        checkpoint: the checkpoint from which the replay starts. None for the initial model.
-        start: number of completed steps in this checkpoint. If it equals ``step``, the recorded step started from the same
-            weights. Otherwise, the checkpoint is older.
-        reshapes: whether advantages are computed again from the rewards. By default, the recorded advantages are used.
+        checkpoint: path of the checkpoint from which the replay starts; None for the initial model.
+        start: number of completed steps in the checkpoint. If the number is equal to ``step``, the recorded step started from
+            the same weights. Otherwise, the checkpoint is older.
+        reshapes: whether advantages are recomputed from the rewards. By default, the recorded advantages are used.
     """
 
     step: int
@@ -49,7 +49,9 @@ class RecordedStep:
     def weighed(self, weights: str | Mapping[str, float] | None) -> RecordedStep:
         """Replace rewards with weighted sums of their parts. Raises UsageError if a reward has no parts."""
         if not all(parts_of(row.reward) for row in self.saved.rows):
-            raise UsageError("the recorded rewards have no parts to weigh; remove the weights of reward parts")
+            raise UsageError(
+                "the recorded rewards have no parts, so weights have no effect; remove the weights of the parts"
+            )
         parts = RewardParts(weights)
         for row in self.saved.rows:
             row.reward = parts.weigh(dict(parts_of(row.reward)))
@@ -63,13 +65,13 @@ class RecordedStep:
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
         """Return a copy whose advantages will be computed from the rewards.
 
-        ``because`` names the options that require this. ``by_group`` says that advantages compare all samples of a prompt.
-        In this case, raises UsageError if only some samples were recorded.
+        ``because`` names the options that require new advantages. If ``by_group`` is true, advantages compare all samples of a
+        prompt. UsageError is raised if only some of these samples were recorded.
         """
         if by_group and not self.complete:
             raise UsageError(
-                f"{because}: advantages compare all samples of a prompt, but only some samples were recorded; train with "
-                "--save-rollouts (rollout.save_rollouts) to keep all samples"
+                f"{because}: the advantages compare all samples of a prompt, but only some samples were recorded; train with "
+                "--save-rollouts (rollout.save_rollouts) to record all samples"
             )
         return replace(self, reshapes=True)
 
@@ -116,9 +118,9 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
 
 
 def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
-    """Return (recorded, replayed) for each update statistic, without times and speeds.
+    """Return the recorded and the replayed value of each update statistic, except for times and speeds.
 
-    ``recorded`` is None for a statistic that the run did not record.
+    The recorded value is None for a statistic that the run did not record.
     """
     names = [name for name in replayed if name.startswith(STATISTICS) and not name.endswith(_MEASURED)]
     return {name: (recorded.get(name), replayed[name]) for name in names}

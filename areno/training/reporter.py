@@ -1,4 +1,4 @@
-"""Reports the progress of a run. Names and log lines depend on the front end; health checks and the display do not."""
+"""Reports the progress of a run. ``areno train`` and ``areno run`` differ in the names of statistics and the log lines."""
 
 import statistics
 from abc import ABC, abstractmethod
@@ -49,7 +49,7 @@ class Reporter(ABC):
     """
 
     joins_evaluation: ClassVar[bool]
-    """Whether evaluation metrics are merged into the record of the preceding step. If false, they are a separate record."""
+    """Whether the metrics of an evaluation are added to the record of the preceding step, instead of a separate record."""
 
     def __init__(
         self, run_dir: RunDirectory, logger: Logger, health: HealthMonitor, algorithm: str = "", model: str = ""
@@ -65,17 +65,17 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the metrics of an evaluation as a separate record. ``again``: a resume dropped the earlier record."""
+        """Write the metrics of an evaluation as a record. ``again`` is true if a resumed run has deleted this record before."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
-        """Drop the records of steps that ``state`` has not completed. If no step is completed, drop all records."""
+        """Delete the records of steps that ``state`` has not completed. If no step is completed, delete all records."""
 
     def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
         """Write ``environment.json``, and show the start of the run.
 
-        Of the ``total_steps`` steps, ``done_steps`` are already completed. ``data`` contains the sizes of the run's data, which
-        are written to ``environment.json``. It is empty if they are unknown.
+        Of the ``total_steps`` steps, ``done_steps`` are already completed. ``data`` contains the sizes of the run's data for
+        ``environment.json``; {} if the sizes are unknown.
         """
         self.run_dir.write_environment({**environment(), **({"data": data} if data else {})})
         self.display.start(total_steps, done_steps, self.heading)
@@ -89,7 +89,7 @@ class Reporter(ABC):
         return self.known_stats(outcome)
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
-        """Warn if a finished step shows that training is failing. Return whether the update was usable."""
+        """Warn if a finished step shows that training is failing. Return False if the update was skipped or not finite."""
         known, has_rewards = self.known_stats(outcome), outcome.rewards is not None
         groups = [row.group for row in outcome.rows] if outcome.groups is None else outcome.groups
         for warning in self.health.observe(
@@ -112,7 +112,7 @@ class Reporter(ABC):
 
     @contextmanager
     def writing(self, path: Path, state: RunState) -> Iterator[None]:
-        """Display that the ``with`` block writes a checkpoint."""
+        """Show on the display that the ``with`` block writes a checkpoint."""
         self.display.phase("save")
         yield
 

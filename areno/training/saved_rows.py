@@ -1,7 +1,7 @@
 """Converts training rows to flat arrays and back, and recorded samples to rows. A replay trains on these rows again.
 
-The per-token lists of all rows are concatenated, and ``lengths`` holds the length of each row. A per-token
-list of floats is stored as float32. If float32 would round one of its values, the array is float64. Rewards are float64.
+The per-token lists of all rows are concatenated, and ``lengths`` holds the length of each row. The floats of a per-token list
+are stored as float32 or, if float32 would round a value, as float64. Rewards are stored as float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
     """Return the arrays of one or more rows, by name.
 
     The names are ``lengths``, ``sample``, ``reward``, the reward parts, and the names of the other fields. A per-token list
-    that any row lacks is omitted. A missing ``loss_mask`` is saved as true for all tokens.
+    is omitted if any row lacks this list. A missing ``loss_mask`` is saved as true for all tokens.
     """
     rewards = [row.reward for row in rows]
     arrays: Arrays = {
@@ -69,7 +69,7 @@ def _numbers(values: list[float]) -> NDArray[Any]:
 
 
 def _routed(rows: Sequence[TrainSequence]) -> NDArray[Any]:
-    """Return the routing records of all tokens. A row without a record gets :func:`no_expert`."""
+    """Return the routing records of all tokens. A row without a record is filled with :func:`no_expert`."""
     like = next(row.routed_experts for row in rows if row.routed_experts is not None)
 
     def record(row: TrainSequence) -> NDArray[Any]:

@@ -1,8 +1,8 @@
-"""Saves models in Hugging Face format, to the paths of the front end: ``models/step_000100`` or
-``default/epoch{E}epochstep{S}globalstep{G}``.
+"""Saves models in Hugging Face format. The folder of a model is ``models/step_000100`` in ``areno train``, and
+``default/epoch{E}epochstep{S}globalstep{G}`` in ``areno run``.
 
 Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving first waits for the
-role's previous save, and then copies the weights. Training is blocked only until the copy exists. A thread writes the copy.
+role's previous save, and then copies the weights. Training waits only until the copy exists. A thread writes the copy.
 """
 
 import logging
@@ -29,15 +29,15 @@ StageModel = Callable[[], WriteModel]
 
 
 class Saver:
-    """Saves the model of each role when a save is due. The role ``default`` is the actor.
+    """Saves the model of each role when a save is due. The role ``default`` is the policy (the actor).
 
     Args:
         root: folder for the models of the run.
         every: how often each role is saved.
         mode: ``sync`` blocks until the model is written. ``async`` and ``auto`` copy the weights, and write them in a thread.
-            Models that cannot be copied are always saved as with ``sync``, which ``async`` reports in a warning.
-        layout: the front end's table of paths.
-        remedy: advice in the error for a full disk.
+            A model that cannot be copied is saved as with ``sync``; in this case, ``async`` logs a warning.
+        layout: folder names of ``areno train`` or of ``areno run``.
+        remedy: advice in the error message for a full disk.
     """
 
     def __init__(
@@ -66,21 +66,22 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role. If a save is due, :meth:`save` the model and return its path; otherwise, None."""
+        """Count a finished step of a role. If a save is due, :meth:`save` the model and return its path, otherwise None."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 
     def save(self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None) -> Path:
         """Save a role's model now, and return its path.
 
-        ``stage`` copies the model for asynchronous saving. It is None if the model cannot be copied.
+        ``stage`` copies the model for asynchronous saving; None if the model cannot be copied.
 
         Raises:
             CheckpointError: this save or the previous asynchronous save of the role failed.
         """
         if self._mode == "async" and stage is None:
             _log.warning(
-                "saver.mode=async: the model of %s cannot be copied, so training waits until the model is written", role
+                "saver.mode=async: the model of role %s cannot be copied, so training waits until the model is written",
+                role,
             )
         self._wait(role)
         if self._mode == "sync" or stage is None:

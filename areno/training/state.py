@@ -1,4 +1,4 @@
-"""The state of a run. An exact resume needs this state, the weights and the optimizer state."""
+"""The state of a run. To resume exactly, a run needs this state, the weights and the optimizer state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RunState:
     Attributes:
         evaluation: ``step``, ``metrics`` and ``settings`` of the last evaluation. Two evaluations are comparable if their
             settings are equal.
-        parts: JSON state of each component, by name. Examples are frequencies, the data position and statistics.
+        parts: state of each component as JSON values, by name of the component, such as ``evaluation`` or ``saver``.
     """
 
     step: int = 0  # completed steps

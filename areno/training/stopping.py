@@ -1,7 +1,7 @@
 """Handles Ctrl-C, SIGTERM and SIGHUP (a closed terminal) without losing a step.
 
 A signal interrupts repeatable work (generation, rewards) at once. Work that changes weights or files is finished first. A
-second signal aborts immediately.
+second signal aborts the run immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StopRequested(BaseException):
 
 
 class StopController:
-    """Raises :class:`StopRequested` after a signal, when a stop loses no completed step."""
+    """Raises :class:`StopRequested` after a signal, as soon as no completed step can be lost."""
 
     def __init__(self) -> None:
         self.requested: int | None = None

@@ -25,18 +25,18 @@ class RewardRecord:
 
     Attributes:
         prompt: prompt text.
-        completion: text of the model. The turns of an agent are joined by newlines.
+        completion: text that the model generated. The turns of an agent are joined by newlines.
         rendered_completion: for agents, the text of the last conversation after its first prompt, with special tokens. For
             other samples, equal to ``completion``.
         final_answer: text of the last assistant turn.
-        answer: reference answer, which is ``solutions`` of the data row. Without ``solutions``, the row's ``answer``.
-        messages: full message list, including tool results.
+        answer: reference answer. It is ``solutions`` of the data row or, if missing, ``answer`` of the data row.
+        messages: all messages of the conversation, including tool results.
         trace: events of the trajectory, in order.
         tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.
         tool_results: results of the tool calls, ``{"name", "tool_call_id", "content"}``.
         tokens: token ids of the response, without the prompt.
-        logprobs: rollout log-probs of the response tokens.
-        loss_mask: whether each response token is trained on.
+        logprobs: log-probs of the response tokens, recorded during the rollout.
+        loss_mask: for each response token, whether the token is trained on.
         source_record: the data row.
         metadata: ``prompt_index``, ``sample_index`` and ``finish_reason``. For agents, also ``turns`` and ``turn_rewards``.
     """

@@ -1,4 +1,4 @@
-"""Rewards with named parts, and their weighted sum."""
+"""Rewards with named parts, and the weighted sum of the parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts_of(reward: float | None) -> Mapping[str, float]:
 
 
 def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[float]]:
-    """Return the parts that all rewards have, each as a list in reward order. ``prefix`` is prepended to the names."""
+    """Return a list of values for each part that all rewards have. ``prefix`` is prepended to the names of the parts."""
     rows = [parts_of(reward) for reward in rewards]
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     return {prefix + name: [row[name] for row in rows] for name in shared}
@@ -48,8 +48,8 @@ class RewardParts:
     """Computes weighted sums of reward parts.
 
     :func:`part_weights` documents the format of ``weights``. A part without a weight has weight 1. All records must have the
-    same parts, because a part that some records lack cannot be averaged. Every part with a weight must exist, because a missing
-    part is probably a misspelled name.
+    same parts, because a part that some records lack cannot be averaged. Every part with a weight must exist in the records,
+    because otherwise its name is probably misspelled.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
@@ -58,7 +58,7 @@ class RewardParts:
         self._lock = threading.Lock()
 
     def weigh(self, value: PartValues) -> float:
-        """Return the reward of a record, with the parts if ``value`` has parts."""
+        """Return the reward for the result of a reward function: a number, or the weighted sum of parts."""
         if not isinstance(value, dict):
             return value
         with self._lock:
@@ -66,12 +66,16 @@ class RewardParts:
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:
-        """Return the problem of a reward, or None. A reward must be finite, and have the parts of all rewards so far."""
+        """Describe the problem of a reward; None if the reward is finite and has the parts of all rewards so far."""
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (
-                f"returned {', '.join(parts) or 'one number'}, without {', '.join(missing)}, which --reward-weights "
+                f"returned {', '.join(parts) or 'one number'}, but not {', '.join(missing)}, which --reward-weights "
                 "(reward.weights) or other records have; return every part for every record, with 0 for a part that does not "
                 "apply"
             )
-        return None if math.isfinite(reward) else f"the weighted sum of its parts {dict(parts)} is {reward:g}"
+        return (
+            None
+            if math.isfinite(reward)
+            else f"returned {dict(parts)}, and the weighted sum of these parts is {reward:g}"
+        )

@@ -13,15 +13,15 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """Return the number that replaces the expert ids of a token without a record."""
+    """Return the value of all entries of a token without a record."""
     return int(np.iinfo(record.dtype).max)
 
 
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
     """Join the records of a conversation's requests into a record of ``tokens`` tokens.
 
-    Each request extends the tokens of the previous request. If a token has several records, the first one counts: it is from
-    the forward pass that sampled the next token. Returns None if there is no record.
+    Each request extends the tokens of the previous request. If a token has several records, the first record is used, because
+    it is from the forward pass that sampled the next token. Returns None if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

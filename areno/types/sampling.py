@@ -1,4 +1,4 @@
-"""Sampling parameters, requests and their results."""
+"""Sampling parameters, and the requests and results of generation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 def tightest(*limits: int | None) -> int | None:
-    """Return the smallest limit. None means no limit."""
+    """Return the smallest of the limits that are not None; None if there is no such limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 class Logprobs(list[float]):
     """Natural log-probs with the temperature of their softmax.
 
-    Slices keep the temperature. A concatenation keeps it if both temperatures are equal.
+    A slice keeps the temperature. A concatenation keeps the temperature unless the other list has a different temperature.
     """
 
     __slots__ = ("temperature",)
@@ -68,30 +68,30 @@ class Logprobs(list[float]):
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Generation settings of one rollout request.
+    """Sampling parameters of one rollout request.
 
     Args:
-        greedy: take the most likely token. ``temperature`` then has no effect.
-        top_p: nucleus threshold in (0, 1]. 1.0 keeps the whole distribution.
-        top_k: keep the k most likely tokens. -1 keeps all.
+        greedy: whether to take the most likely token at each position. If true, ``temperature`` has no effect.
+        top_p: nucleus threshold, above 0 and at most 1. 1.0 keeps the whole distribution.
+        top_k: number of most likely tokens to sample from. -1 means all tokens.
         max_new_tokens: maximum number of tokens to generate, at least 1.
-        max_context_len: maximum number of tokens of the prompt and all generated turns. None: the model's limit.
+        max_context_len: maximum number of tokens of the prompt and all generated turns together. None: the model's limit.
         temperature: softmax temperature, above 0.
         stop: strings that end generation when they appear in the decoded text, even across token boundaries.
         stop_token_ids: token ids that end generation, in addition to the model's EOS ids.
-        ignore_eos: do not stop at the model's EOS ids. ``stop`` and ``stop_token_ids`` still apply.
-        skip_special_tokens: remove special tokens from the decoded text.
+        ignore_eos: whether to continue after the model's EOS ids. ``stop`` and ``stop_token_ids`` still apply.
+        skip_special_tokens: whether to remove special tokens from the decoded text.
         max_prompt_len: maximum prompt length in tokens. Longer prompts are rejected.
         seed: base seed of this request. None: seeds are derived from the trainer's seed.
-        min_p: drop tokens with a probability below this fraction of the highest probability.
+        min_p: minimum probability of a token, as a fraction of the highest probability. Less likely tokens are dropped.
         presence_penalty: number subtracted from the logits of tokens that are already in the response.
         frequency_penalty: number subtracted from a token's logit for each occurrence in the response.
         repetition_penalty: factor for the logits of tokens in the prompt or response. Positive logits are divided by the
             factor, and negative logits are multiplied by it.
         logit_bias: numbers added to the logits of individual tokens, by token id.
-        top_logprobs: number of most likely tokens per position to return with their log-probs, at most 20.
-        min_new_tokens: minimum length. EOS and ``stop_token_ids`` cannot be sampled before. ``stop`` strings still apply. If
-            the request's constraint allows only these tokens, the response may be shorter.
+        top_logprobs: number of most likely tokens to return at each position with their log-probs, at most 20.
+        min_new_tokens: minimum number of tokens to generate. EOS and ``stop_token_ids`` cannot be sampled earlier, but
+            ``stop`` strings still apply. If a grammar allows only EOS and ``stop_token_ids``, the response may be shorter.
 
     Raises:
         ValueError: a value is outside its documented range.
@@ -135,10 +135,10 @@ class SamplingParams:
         self._check_types()
         if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be above 0, got {self.temperature}; for greedy decoding use greedy=True"
+                f"temperature must be above 0 and finite, got {self.temperature}; for greedy decoding, use greedy=True"
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"top_k must be positive, or -1 for no limit, got {self.top_k}")
         if self.max_new_tokens < 1:
@@ -148,7 +148,7 @@ class SamplingParams:
                 f"min_new_tokens must be from 0 to max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
             )
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+            raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 means no penalty")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -189,7 +189,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One sampled token, as passed to a listener."""
+    """One sampled token, as passed to the listener of a request."""
 
     token: int  # token id
     logprob: float  # natural log-prob under the temperature-scaled policy
@@ -203,14 +203,14 @@ class GeneratedToken:
 
 
 class TokenConstraint(Protocol):
-    """Grammar state of one sample."""
+    """State of the grammar that constrains one sample."""
 
     def allowed(self) -> np.ndarray | None:
-        """Return the allowed next tokens as bool [V]. None allows all tokens."""
+        """Return which tokens are allowed next, as a boolean array over the vocabulary; None if all tokens are allowed."""
         ...
 
     def forces(self, token: int) -> bool:
-        """Whether the text of an allowed token is the only possible continuation."""
+        """Return whether the text of an allowed token is the only possible continuation."""
         ...
 
     def push(self, token: int) -> None:
@@ -228,12 +228,13 @@ class Request:
     """A request for ``n`` samples of a prompt. The prompt is prefilled once.
 
     Args:
-        seeds: one seed per sample. Sample i depends only on ``seeds[i]``, not on the batch.
-        listener: called in the engine's thread with a sample's index and each new token of the sample. It must be fast.
-        on_restart: called if the request restarts on another replica. The tokens that were already passed to ``listener`` are
-            then invalid. Without this function, a request does not restart after its first token was passed to ``listener``.
-        constraint: takes the engine's tokenizer, and creates the grammar state of one sample. None allows all text. If the
-            engine runs in other processes, this function is pickled.
+        seeds: one seed per sample. The random numbers of sample i depend only on ``seeds[i]``, not on other requests.
+        listener: function that is called in the engine's thread with the index of a sample and each new token of the sample.
+            The function must return quickly.
+        on_restart: function that is called if the request restarts on another replica, which makes all tokens passed to
+            ``listener`` invalid. If None, the request does not restart after its first token was passed to ``listener``.
+        constraint: function that takes the engine's tokenizer, and creates the grammar state of one sample. None allows all
+            text. If the engine runs in other processes, this function is pickled.
     """
 
     prompt_tokens: list[int]
@@ -250,7 +251,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Maximum number of tokens of the prompt and all samples."""
+        """Maximum number of tokens of the prompt and all samples together."""
         return len(self.prompt_tokens) + self.n * self.sampling.max_new_tokens
 
 
@@ -266,8 +267,8 @@ class RolloutSequence:
             (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.
-        cut_mass: probability mass that top-k, top-p, min-p and a grammar removed. The value is a mean over the tokens.
-        top_logprobs: the most likely tokens at each position with their log-probs. Empty by default.
+        cut_mass: mean over the tokens of the probability mass that top-k, top-p, min-p and a grammar removed together.
+        top_logprobs: the most likely tokens at each position, with their log-probs. Empty if not requested.
         temperature: temperature of the log-probs, which is 1 for greedy decoding.
         routed_experts: experts that the routers chose for each token of prompt and response (see :mod:`areno.types.routing`).
             The last token has no entry, because it was not fed to the model. None if expert choices are not recorded.

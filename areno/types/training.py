@@ -26,8 +26,8 @@ class TrainSequence:
         tokens: prompt and response token ids.
         logprobs: log-probs under the rollout policy, with 0 for prompt tokens.
         advantages: per-token advantages.
-        returns: value targets (PPO).
-        values: old value predictions (PPO).
+        returns: targets of the critic (PPO).
+        values: predictions of the critic before the update (PPO).
         ref_logprobs: log-probs under the reference policy, for a KL term.
         reward: scalar reward of the sequence.
         eos_token_id: EOS id of the model.
@@ -35,19 +35,19 @@ class TrainSequence:
         temperature: sampling temperature of the response, which training uses too. By default, the temperature is taken from
             the ``logprobs`` of a :class:`~areno.types.RolloutSequence`. For other ``logprobs``, the default is 1.
         group: index of the row's prompt in the batch.
-        truncated: whether the response ended at the token limit instead of EOS.
-        prox_logprobs: log-probs of the proximal policy (before the update), for the decoupled loss.
+        truncated: whether the response ended at the token limit instead of at EOS.
+        prox_logprobs: log-probs of the proximal policy (the policy before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.
         versions: version of the weights that sampled each token, with -1 for prompt tokens.
-        keep: False for a token that M2PO masks. The policy loss of this token is 0, but the mean still counts the token.
+        keep: False for tokens that M2PO masks. The policy loss of a masked token is 0, but the mean still counts the token.
         routed_experts: experts that the rollout's routers chose for each token (see :mod:`areno.types.routing`). Training
             uses the same experts.
-        observed: number under which the engine keeps the row's :class:`TokenRecord`. -1 if no record is kept.
+        observed: number by which the engine identifies the row's :class:`TokenRecord`. -1 if no record is kept.
 
     Raises:
         ValueError: ``tokens`` or ``prompt_mask`` is missing, a list is not as long as ``tokens``, or the temperature is not
             finite and above 0.
-        TypeError: text, bytes or a dict replaces a list.
+        TypeError: text, bytes or a dict was passed instead of a list.
     """
 
     # None is for the constructor only, where it means unset.
@@ -93,19 +93,22 @@ class TrainSequence:
             values = getattr(self, name)
             if values and len(values) != len(self.tokens):
                 raise ValueError(
-                    f"TrainSequence.{name} has {len(values)} entries for {len(self.tokens)} tokens; they must align"
+                    f"TrainSequence.{name} has {len(values)} entries, but there are {len(self.tokens)} tokens; pass one "
+                    "entry per token"
                 )
         if self.routed_experts is not None and len(self.routed_experts) != len(self.tokens):
             raise ValueError(
-                f"TrainSequence.routed_experts has {len(self.routed_experts)} entries for {len(self.tokens)} tokens; they "
-                "must align"
+                f"TrainSequence.routed_experts has {len(self.routed_experts)} entries, but there are {len(self.tokens)} "
+                "tokens; pass one entry per token"
             )
         if not self.prompt_mask:
-            raise ValueError("TrainSequence.prompt_mask is missing: True marks prompt tokens, False response tokens")
+            raise ValueError(
+                "TrainSequence.prompt_mask is missing; pass True for prompt tokens, False for response tokens"
+            )
 
     @property
     def knows_temperature(self) -> bool:
-        """Whether the temperature was set explicitly or taken from the log-probs. False for the default of 1."""
+        """Whether the temperature was set explicitly or taken from the log-probs. False if the temperature is the default."""
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
@@ -130,16 +133,16 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class ModelRole:
-    """An auxiliary model that the backend owns.
+    """An auxiliary model of the backend, such as a reference or a critic.
 
     Args:
-        name: ``ref``, ``reward``, ``critic`` or a custom name.
+        name: name of the role: ``ref``, ``reward``, ``critic`` or a custom name.
         path: checkpoint folder or Hugging Face repo id.
-        trainable: whether the role has an optimizer.
+        trainable: whether the model is trained, with an optimizer.
         optimizer_lr: learning rate of a trainable role. None: ``optimizer["lr"]``, or the default of the optimizer options.
-        kind: prediction of the role: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
-            sequence). ``auto`` decides by the name: ``critic...`` and ``value...`` mean ``value``, ``reward...`` means
-            ``reward``, and other names mean ``policy``.
+        kind: prediction of the model: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
+            sequence). ``auto`` derives the kind from ``name``: ``critic...`` and ``value...`` mean ``value``, ``reward...``
+            means ``reward``, and other names mean ``policy``.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions` for a trainable role.
 
     Raises:
@@ -161,11 +164,13 @@ class ModelRole:
         if self.kind not in ("auto", "policy", "value", "reward"):
             raise ValueError(f"ModelRole.kind {self.kind!r} is unknown; use auto, policy, value or reward")
         if not self.trainable and (self.optimizer_lr is not None or self.optimizer):
-            raise ValueError(f"role {self.name!r} is frozen, so optimizer settings have no effect; set trainable=True")
+            raise ValueError(
+                f"role {self.name!r} is frozen, so optimizer settings have no effect; remove them, or set trainable=True"
+            )
 
     @property
     def predicts(self) -> Literal["policy", "value", "reward"]:
-        """The kind, with ``auto`` resolved by the role's name."""
+        """Kind of the role. ``auto`` is resolved by the name of the role."""
         if self.kind != "auto":
             return self.kind
         if self.name.startswith(("critic", "value")):
@@ -185,13 +190,13 @@ class PromptItem:
 
 @dataclass(slots=True)
 class PromptBatch:
-    """The accepted rows of one step, and how many rows were skipped.
+    """The rows of one step, and the number of skipped rows.
 
     Attributes:
-        items: accepted rows.
-        scanned: number of rows read for this batch.
-        skipped_long: number of scanned rows that were skipped because of a too long prompt.
-        total_skipped_long: number of such rows so far in this iteration over the rows.
+        items: rows that were not skipped.
+        scanned: number of rows read for this batch, including skipped rows.
+        skipped_long: number of rows of this batch that were skipped because the prompt is too long.
+        total_skipped_long: number of skipped rows so far in this iteration over the dataset.
     """
 
     items: list[PromptItem]

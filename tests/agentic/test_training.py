@@ -150,8 +150,8 @@ def test_a_step_with_only_too_long_trajectories_names_the_option_to_raise(train)
 def test_failing_samples_are_logged_and_dropped_and_the_rest_is_trained_on(train):
     code, run, text = train("grpo", ONE_FAILS.format(bad=2))
     assert code == 0
-    assert "agent sample dropped: prompt 0, sample 0: ValueError: no luck today" in text
-    assert "agent sample dropped: prompt 1, sample 0: ValueError: no luck today" in text
+    assert "a sample of the agent was dropped: prompt 0, sample 0: ValueError: no luck today" in text
+    assert "a sample of the agent was dropped: prompt 1, sample 0: ValueError: no luck today" in text
     [record] = metrics(run)
     assert (record["rollout/num_sequences"], record["train/agent_failed"]) == (22, 2)
 

@@ -311,14 +311,14 @@ def test_generated_files_depend_only_on_the_seed_and_longer_ones_extend_shorter_
     assert rows("--count", "5", "--seed", "1") == rows("--count", "9", "--seed", "1")[:5]
     assert rows("--count", "30", "--seed", "1") != rows("--count", "30", "--seed", "2")
     assert all(row["start"] >= 100 for row in rows("--hard"))
-    assert "128 records in" in capsys.readouterr().out
+    assert "wrote 128 records to" in capsys.readouterr().out
 
 
 def test_rows_without_the_environments_key_are_refused_with_their_keys():
     assert environment_rows(Countdown, [{"start": 3, "more": 1}], "start") == [
         {"start": 3, "more": 1, "prompt": "Count down from 3."}
     ]
-    with pytest.raises(KeyError, match="a row needs `start`; this one has end, more"):
+    with pytest.raises(KeyError, match="a row lacks `start` and has only end, more"):
         environment_rows(Countdown, [{"more": 1, "end": 2}], "start")
 
 

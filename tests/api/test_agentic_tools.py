@@ -101,7 +101,7 @@ def test_errors_name_the_path_of_a_wrong_value():
         value_type_of(Tree, "t").read({"point": {"x": 1}, "steps": {"s": {"action": "fly"}}}, "value")
     with pytest.raises(ToolError, match=re.escape("value[1] must be of type integer, not true")):
         value_type_of(list[int], "t").read([1, True], "value")
-    with pytest.raises(ToolError, match=re.escape("value lacks x; required: x")):
+    with pytest.raises(ToolError, match=re.escape("value lacks the field x; its required fields are x")):
         value_type_of(Point, "t").read({"y": 1}, "value")
     with pytest.raises(ToolError, match=re.escape("value has no field z; its fields are x, y, tags")):
         value_type_of(Point, "t").read({"x": 1, "z": 1}, "value")
@@ -279,12 +279,12 @@ def unknown_name(value: Missing) -> None: ...  # noqa: F821
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (no_hint, "tool no_hint, parameter value: has no type hint"),
-        (any_number, "parameter values: models pass arguments by name"),
+        (no_hint, "tool no_hint, parameter value: the parameter has no type hint"),
+        (any_number, "parameter values: a model can pass arguments only by name"),
         (odd_type, "parameter value: .*complex.* has no JSON representation"),
-        (not_a_hint, r"tool not_a_hint, parameter value: \[<class 'int'>\] has no JSON representation"),
-        (odd_keys, "keys of JSON objects are text"),
-        (unknown_name, "tool unknown_name: its type hints cannot be resolved: name 'Missing'"),
+        (not_a_hint, r"tool not_a_hint, parameter value: the type \[<class 'int'>\] has no JSON representation"),
+        (odd_keys, "the keys of a JSON object must be text"),
+        (unknown_name, "tool unknown_name: the type hints cannot be resolved: name 'Missing'"),
     ],
 )
 def test_functions_that_cannot_be_described_are_refused_at_once(function, message):
@@ -293,7 +293,7 @@ def test_functions_that_cannot_be_described_are_refused_at_once(function, messag
 
 
 def test_two_tools_with_the_same_name_are_refused():
-    with pytest.raises(UsageError, match="two tools are called order"):
+    with pytest.raises(UsageError, match="two tools have the name order"):
         Toolset([order, Tool(no_arguments, "order")])
 
 

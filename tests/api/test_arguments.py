@@ -122,8 +122,8 @@ def test_arrays_of_token_ids_are_accepted(trainer):
     ("values", "message"),
     [
         ({"runtime": {"attn_backend": "xx"}}, "runtime attn_backend must be one of flash, native, got 'xx'"),
-        ({"runtime": {"device": "gpu"}}, "runtime device 'gpu': unknown device; use auto, cpu, cuda or cuda:N"),
-        ({"runtime": {"device": "cpu:x"}}, "runtime device 'cpu:x': unknown device"),
+        ({"runtime": {"device": "gpu"}}, "runtime device 'gpu' is unknown; use auto, cpu, cuda or cuda:N"),
+        ({"runtime": {"device": "cpu:x"}}, "runtime device 'cpu:x' is unknown"),
         ({"runtime": {"speculate": -1}}, "runtime speculate must be at least 0"),
         ({"runtime": {"keep_rollout_state": "no"}}, "runtime keep_rollout_state must be True or False, got 'no'"),
         ({"runtime": {"kv_cache_tokens": 0}}, "runtime kv_cache_tokens must be at least 1"),

@@ -122,9 +122,13 @@ def test_changed_file_is_reread_and_no_cache_is_left_behind(tmp_path):
     ("name", "content", "parts"),
     [
         ("bad.jsonl", b'{"a": 1}\n\n{"a": 2,}\n', ["bad.jsonl, line 3", "not valid JSON"]),
-        ("bad.jsonl", b'{"a": 1}\n[1]\n', ["line 2", "must be an object", "[1]"]),
+        ("bad.jsonl", b'{"a": 1}\n[1]\n', ["line 2", "must be a JSON object", "[1]"]),
         ("bad.jsonl", b'{"a": 1}\n"\xff"\n', ["line 2", "not valid JSON"]),
-        ("bad.jsonl", b'{"a": 1}\n{"a": "b"}\n', ["line 2", "key `a`", "'b', whose type differs from earlier rows"]),
+        (
+            "bad.jsonl",
+            b'{"a": 1}\n{"a": "b"}\n',
+            ["line 2", "key `a`", "'b', whose type differs from that of earlier rows"],
+        ),
         ("bad.jsonl", b'{"a": "x"}\n{"a": {"b": 1}}\n', ["line 2", "key `a`", "{'b': 1}"]),
         ("bad.jsonl", b'{"a": 99999999999999999999999}\n', ["line 1", "key `a`", "which Arrow cannot store"]),
         ("bad.jsonl", b'{"a": "ok"}\n{"a": "\\ud800"}\n', ["line 2", "key `a`", "which Arrow cannot store"]),
@@ -133,11 +137,11 @@ def test_changed_file_is_reread_and_no_cache_is_left_behind(tmp_path):
         ("bad.json", b'{\n "a": 1\n}', ["line 1", "array of objects"]),
         ("bad.csv", b"a,b\n1,2\n1,2,3\n", ["row 2 (line 3)", "3 fields", "header has 2"]),
         ("bad.csv", b'a,b\n1,2\n"open,2\n', ["row 2", "unexpected end"]),
-        ("bad.csv", b"a,a\n1,2\n", ["a appears twice"]),
+        ("bad.csv", b"a,a\n1,2\n", ["repeats the name a"]),
         ("bad.csv", b"", ["first line must name the columns"]),
         ("bad.csv", b"a,b\n\xff,2\n", ["UTF-8"]),
         ("bad.parquet", b"not parquet", ["not a readable Parquet file"]),
-        ("bad.arrow", b"not arrow", ["neither an Arrow file nor an Arrow stream"]),
+        ("bad.arrow", b"not arrow", ["in neither Arrow's file format nor Arrow's stream format"]),
     ],
 )
 def test_errors_locate_bad_content(tmp_path, name, content, parts):
@@ -156,7 +160,7 @@ def test_saved_dataset_folder_gives_its_train_split(tmp_path):
     datasets.DatasetDict({"validation": train}).save_to_disk(tmp_path / "held_out")
     assert list(load_rows(str(tmp_path / "single"))) == ROWS
     assert list(load_rows(str(tmp_path / "splits"))) == ROWS
-    with pytest.raises(UsageError, match=r"no `train` split.*validation"):
+    with pytest.raises(UsageError, match=r"no split `train`.*validation"):
         load_rows(str(tmp_path / "held_out"))
     next((tmp_path / "single").glob("*.arrow")).write_bytes(b"broken")
     with pytest.raises(DataError, match="damaged"):
@@ -211,7 +215,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
         load_rows(str(tmp_path))
     _write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
     _write_jsonl(tmp_path / "b.jsonl", [{"n": "two"}])
-    with pytest.raises(DataError, match=r"b\.jsonl: columns do not match"):
+    with pytest.raises(DataError, match=r"b\.jsonl: the columns do not match"):
         load_rows(str(tmp_path))
     (tmp_path / "c.csv").write_text("n\n1\n")
     with pytest.raises(UsageError, match=r"several formats \(\.csv, \.jsonl\)"):
@@ -220,5 +224,5 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
 
 def test_unknown_suffix_is_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(UsageError, match=r"\.txt is not a supported format"):
+    with pytest.raises(UsageError, match=r"one of the suffixes .*, got \.txt"):
         load_rows(str(tmp_path / "rows.txt"))

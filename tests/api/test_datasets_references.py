@@ -105,9 +105,9 @@ def test_loader_decides_what_the_path_means():
         (None, "NoneType"),
         (iter([{}]), "support len()"),
         ([], "no rows"),
-        (["text"], "row 1 is str"),
-        ({"prompt": ["a"]}, "has no row 0"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_list([{"a": 1}])), "choose one of train"),
+        (["text"], "row 1 is of type str"),
+        ({"prompt": ["a"]}, "rows[0] of dict raises an error"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list([{"a": 1}])), "choose one of its splits: train"),
     ],
 )
 def test_unusable_loader_result_is_a_usage_error(result, text):

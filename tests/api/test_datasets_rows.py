@@ -93,7 +93,7 @@ def test_rows_follow_the_requested_order(tokenizer):
 
 
 def test_error_names_the_option_and_the_shortest_prompt_if_all_are_too_long(tokenizer):
-    with pytest.raises(UsageError, match=r"all 2 prompts.*--max-prompt-tokens 4.*shortest has 7 tokens"):
+    with pytest.raises(UsageError, match=r"all 2 prompts.*--max-prompt-tokens 4.*shortest prompt has 7 tokens"):
         _batches(_rows(9, 7), tokenizer)
     assert _batches(_rows(1, 1, 9), tokenizer, start=2) == []
 

@@ -163,7 +163,7 @@ def test_a_reward_part_that_some_answers_lack_is_an_error_as_in_training(trainer
         last = record.metadata["prompt_index"] == len(PROMPTS) - 1
         return {"length": 1.0} if last == last_lacks else {"length": 1.0, "first": 0.0}
 
-    with pytest.raises(RewardError, match="reward_fn returned length, without first, which "):
+    with pytest.raises(RewardError, match="reward_fn returned length, but not first, which "):
         trainer.evaluate(PROMPTS, in_parts, sampling_params=SAMPLING, max_running_prompts=1)
 
 
@@ -201,7 +201,7 @@ def test_too_long_prompts_are_skipped_and_counted(trainer):
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (lambda records, _: [None] * len(records), r"all rewards of the evaluation failed \(18 answers\)"),
+        (lambda records, _: [None] * len(records), r"the rewards of all 18 answers of the evaluation failed"),
         (lambda records, _: [0.0], "returned 1 rewards for 18 answers"),
         (lambda records, _: [math.nan] * len(records), "returned nan; return a finite number"),
     ],
@@ -212,13 +212,13 @@ def test_invalid_rewards_are_an_error(trainer, rewards, message):
 
 
 def test_an_evaluation_without_answers_is_an_error(trainer):
-    with pytest.raises(RewardError, match="the evaluation has no answer: 0 prompts exceed --max-prompt-tokens"):
+    with pytest.raises(RewardError, match="the evaluation has no answers: 0 prompts are too long"):
         evaluate(trainer, zero_rewards, answers=lambda batch, _: [None] * (3 * len(batch.items)))
 
 
 @pytest.mark.parametrize("changes", [{"rows": []}, {"n_samples": 0}, {"max_running": 0}])
 def test_an_empty_evaluation_is_refused(trainer, changes):
-    with pytest.raises(ValueError, match="at least one row, one sample per prompt and one running answer"):
+    with pytest.raises(ValueError, match="at least one row, and n_samples and max_running must be at least 1"):
         evaluate(trainer, zero_rewards, **changes)
 
 
@@ -379,7 +379,7 @@ def test_held_out_rows_can_have_their_own_loader(tmp_path, tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"), [("return []", "no rows in"), ("return rows['a']", "the loader failed on")]
+    ("body", "problem"), [("return []", "there are no rows in"), ("return rows['a']", "the loader failed on")]
 )
 def test_errors_of_the_loader_of_held_out_rows_name_its_option(tmp_path, tiny_checkpoint, capsys, body, problem):
     task, loader = write_task(tmp_path / "task"), tmp_path / "bad.py"
@@ -483,7 +483,7 @@ def test_a_trainer_without_evaluation_says_so_before_anything_is_loaded(own, tmp
 def test_an_evaluation_without_its_best_metric_is_an_error(own, tmp_path, tiny_checkpoint, capsys):
     with pytest.raises(AssertionError):
         train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:NAMELESS")
-    message = "evaluate() of Nameless did not return its best_metric 'accuracy'; got ['eval_time_s', 'score']"
+    message = "evaluate() of Nameless must return its best_metric 'accuracy', but returned only eval_time_s, score"
     assert message in capsys.readouterr().err
 
 

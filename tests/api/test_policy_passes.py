@@ -184,7 +184,9 @@ def test_more_minibatches_than_prompts_are_reported_once(tmp_path, tiny_checkpoi
         logger.propagate = before
     assert [len(arguments[0]) for arguments, _, _ in calls] == [3, 3, 3, 3]
     messages = [record.getMessage() for record in caplog.records if "--update-minibatches 5" in record.getMessage()]
-    assert messages == ["--update-minibatches 5 is more than the 2 prompts of step 0: using one minibatch per prompt"]
+    assert messages == [
+        "--update-minibatches 5 is more than the 2 prompts of step 0, so each prompt becomes one minibatch"
+    ]
 
 
 def test_an_error_between_two_calls_of_a_step_saves_no_partially_trained_weights(tmp_path, tiny_checkpoint):

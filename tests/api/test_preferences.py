@@ -206,7 +206,7 @@ def test_an_answer_of_one_token_without_context_has_nothing_to_train(tokenizer):
         ({"prompt": 7, "chosen": "w1", "rejected": "w2"}, r"row 2: `prompt` must be text or a list .* got 7"),
         (
             {"prompt": "w1", "chosen": "w1", "rejected": chat(("assistant", "w2"))},
-            r"row 2: `chosen` and `rejected` must both be texts or both lists of messages, got str and list",
+            r"row 2: `chosen` and `rejected` must be two texts or two lists of messages, got str and list",
         ),
         (
             {"chosen": chat(("assistant", "w1")), "rejected": chat(("user", "w1"))},
@@ -242,7 +242,9 @@ def test_a_data_set_without_a_usable_pair_is_refused_with_its_shortest_lengths(t
         {"prompt": "w1 w2", "chosen": "w3 w4 w5", "rejected": "w3"},
         {"prompt": "w1 w2", "chosen": "w3 w4 w5 w6", "rejected": "w3"},
     ]
-    match = r"none of 2 rows .*--max-prompt-tokens 2 and --max-new-tokens 2.* 6 chosen and 4 rejected tokens"
+    match = (
+        r"none of 2 rows .*--max-prompt-tokens 2 and --max-new-tokens 2.* has 6 tokens and the rejected sequence has 4"
+    )
     with pytest.raises(DataError, match=match):
         build(rows, tokenizer, max_prompt_tokens=2, max_new_tokens=2)
     with pytest.raises(DataError, match="every pair has an empty answer"):

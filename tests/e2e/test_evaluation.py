@@ -205,7 +205,7 @@ def test_a_run_that_gets_worse_stops_early_and_reports_its_best(tiny_checkpoint,
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     best = losses.index(min(losses))  # number of steps at the best evaluation
     assert len(losses) == best + 4 < 50
-    assert "no new best result in 3 consecutive evaluations; the run stops" in done.stderr
+    assert "none of the last 3 evaluations had a new best result, so the run stops" in done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["best_evaluation"]["step"], summary["steps"]) == (best, best + 3)
 

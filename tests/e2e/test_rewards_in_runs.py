@@ -123,8 +123,10 @@ def test_failing_samples_can_be_dropped_and_are_counted(run):
     assert [record["train/reward_errors"] for record in records] == [4.0, 4.0]
     assert [record["rollout/num_sequences"] for record in records] == [20, 20]
     assert all(record["train/grad_norm"] > 0 for record in records)
-    assert done.stderr.count("sample dropped: KeyError: 'no such unit'") == 8
-    dropped = re.findall(r"sample dropped: .*; prompt_index (\d+), sample_index (\d+)$", done.stderr, re.MULTILINE)
+    assert done.stderr.count("a sample was dropped: KeyError: 'no such unit'") == 8
+    dropped = re.findall(
+        r"a sample was dropped: .*; prompt_index (\d+), sample_index (\d+)$", done.stderr, re.MULTILINE
+    )
     assert sorted(sample for _, sample in dropped) == sorted("0123" * 2), "each record is named"
     assert "the reward function failed on 4 samples" in done.stderr
 

@@ -107,8 +107,8 @@ def split_in_two(path: str, **_: Any) -> dict[str, list[Any]]:
             "the call of the loader with ('rows.db', split='train', rows=3) failed: TypeError: no_split() got an unexpected",
         ),
         (broken, "failed: ZeroDivisionError: integer division or modulo by zero (" + __file__),
-        (streamed, "got generator; it must support len() and rows[i], for example a list"),
-        (split_in_two, "dict has no row 0; choose one of train, test"),
+        (streamed, "the rows must support len() and rows[i], as a list does; got generator"),
+        (split_in_two, "rows[0] of dict raises an error; choose one of its splits: train, test"),
     ],
 )
 def test_an_unusable_loader_says_why(function, words):

@@ -248,7 +248,10 @@ PROBLEMS = {
     "an option of another algorithm": (["--step", "2", "--lam", "0.9"], "--lam 0.9 applies to --algo ppo, not to"),
     "an algorithm with a critic": (["--step", "2", "--algo", "ppo"], "cannot train on samples of gspo"),
     "an algorithm without rollouts": (["--step", "2", "--algo", "dpo"], "cannot train on samples of gspo"),
-    "weights of parts that are not there": (["--step", "2", "--reward-weights", "a=2"], "have no parts to weigh"),
+    "weights of parts that are not there": (
+        ["--step", "2", "--reward-weights", "a=2"],
+        "have no parts, so weights have no effect",
+    ),
     "another value": (["--step", "2", "--lr", "fast"], "--lr 'fast': expected a number"),
 }
 

@@ -47,11 +47,11 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (
             ["{'a': 1, 'b': 2}", "{'a': 1}"],
             "",
-            [None, "returned a, without b, which"],
+            [None, "returned a, but not b, which"],
         ),
-        (["{'a': 1}", "2.0"], "", [None, "returned one number, without a"]),
-        (["{'a': 1}"], "aa=2", ["without aa, which --reward-weights (reward.weights) or other records have"]),
-        (["2.0"], "a=2", ["returned one number, without a, which --reward-weights (reward.weights) or"]),
+        (["{'a': 1}", "2.0"], "", [None, "returned one number, but not a"]),
+        (["{'a': 1}"], "aa=2", ["but not aa, which --reward-weights (reward.weights) or other records have"]),
+        (["2.0"], "a=2", ["returned one number, but not a, which --reward-weights (reward.weights) or"]),
         (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
@@ -59,7 +59,11 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-` that start with a letter or `_`"]),
         (["{1: 1}"], "", ["returned parts named [1]; use at least one part"]),
         (["{}"], "", ["returned parts named []; use at least one part"]),
-        (["{'a': 1e308, 'b': 1e308}"], "", ["the weighted sum of its parts {'a': 1e+308, 'b': 1e+308} is inf"]),
+        (
+            ["{'a': 1e308, 'b': 1e308}"],
+            "",
+            ["returned {'a': 1e+308, 'b': 1e+308}, and the weighted sum of these parts is inf"],
+        ),
     ],
 )
 def test_invalid_parts_are_an_error_of_their_record(reward_file, records, texts, weights, messages):
@@ -72,7 +76,7 @@ def test_invalid_parts_are_an_error_of_their_record(reward_file, records, texts,
 def test_a_missing_part_stops_the_run_and_names_the_record(reward_file, records):
     texts = ["{'a': 1}", "{'a': 1, 'b': 2}"]
     with pytest.raises(
-        RewardError, match=r"failed on the answer with prompt_index 0, sample_index 0: returned a, without b"
+        RewardError, match=r"failed on the answer with prompt_index 0, sample_index 0: returned a, but not b"
     ):
         outcomes_of(reward_file(PARTS), records(*texts), on_error="stop")
 
@@ -80,8 +84,8 @@ def test_a_missing_part_stops_the_run_and_names_the_record(reward_file, records)
 def test_shared_reward_parts_expect_the_same_names_in_every_reward():
     parts = RewardParts()
     assert parts.weigh({"a": 1.0, "b": 2.0}) == 3.0
-    assert "returned a, without b, which" in parts.problem(parts.weigh({"a": 1.0}))
-    assert "returned one number, without a, b, which" in parts.problem(parts.weigh(0.5))
+    assert "returned a, but not b, which" in parts.problem(parts.weigh({"a": 1.0}))
+    assert "returned one number, but not a, b, which" in parts.problem(parts.weigh(0.5))
     assert parts.problem(parts.weigh({"b": 1.0, "a": 2.0})) is None
     assert RewardParts().weigh(0.5) == 0.5
     with pytest.raises(UsageError, match=r"'a=-1\.0' is not a valid weight"):

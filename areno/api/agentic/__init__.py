@@ -1,12 +1,12 @@
 """Agents: programs that call the model at an OpenAI-compatible endpoint. Training uses the model's responses.
 
 - ``data``: tasks, batches of tasks, and what an agent returns; ``context``: the URL and API keys passed to an agent.
-- ``lint``: checks of chat templates for multi-turn training.
-- ``collect``: runs an agent with timeouts, retries, and per-sample errors.
-- ``samples``: converts returned turns to training rows and reward records.
-- ``conversation_loop``: the loop of turns and tools of an environment (``converse``).
-- ``environment``: derives an agent and a reward from a class for a game or task; ``tools``: Python functions as tools.
-- ``demonstrations``: rows for SFT from an expert.
+- ``lint``: checks chat templates for multi-turn training.
+- ``collect``: runs an agent with timeouts and retries, and reports the error of each failed sample.
+- ``samples``: converts the turns that an agent returns to training rows and reward records.
+- ``conversation_loop``: runs the turns and tools of an environment (``converse``).
+- ``environment``: creates an agent and a reward function from an environment; ``tools``: Python functions as tools.
+- ``demonstrations``: creates rows for SFT from the answers of an expert.
 
 :mod:`areno.rollouts.conversation` serves the model and records the tokens of every turn.
 """

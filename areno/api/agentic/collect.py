@@ -1,11 +1,12 @@
-"""Runs an agent on a batch. A failing sample does not affect other samples.
+"""Runs an agent on a batch. A failed sample does not affect the other samples.
 
 The agent is called once with the whole batch. Samples without a valid result, for example because the call timed out,
 are retried. Each retry is a separate call with its own API key, thread and timeout. Samples that still fail after
 ``retries`` retries are dropped, and their errors are reported.
 
-An agent runs in a thread and cannot block the server or the trainer. A coroutine that times out is cancelled, together
-with the tasks that it started. If a sync function times out, its thread is abandoned and its API keys are revoked.
+An agent runs in a thread, so it can block neither the server nor the trainer. A coroutine that times out is cancelled,
+together with the tasks that it started. A sync function cannot be cancelled: if it times out, its API keys are revoked,
+but its thread continues.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ class AgentCall:
     """One call of an agent. Creating the object starts the call, and :meth:`end` revokes its API keys.
 
     Attributes:
-        turns: turns that were returned or yielded so far. If the call fails later, they are kept.
+        turns: turns that the agent has returned or yielded so far. The turns are kept if the call fails later.
         error: why the call failed; empty if the call succeeded or is still running.
         done: future that resolves when the call has ended.
     """
@@ -61,11 +62,11 @@ class AgentCall:
 
     @property
     def patience_s(self) -> float:
-        """Remaining seconds to wait for the call."""
+        """Remaining time to wait for the call, in seconds."""
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
-        """End the call. An agent that is still running is cancelled or abandoned."""
+        """End the call. If the agent is still running, cancel the agent or stop waiting for its thread."""
         self.context.close()
         if not self.done.done():
             self.error = self.error or self._late()
@@ -75,10 +76,10 @@ class AgentCall:
         # A sync function that timed out cannot be cancelled.
         self._thread.join(GRACE_S if self.done.done() or self._task is not None else 0.0)
         if self._thread.is_alive():
-            logger.warning("an agent could not be cancelled and its thread was abandoned (%s)", self.error)
+            logger.warning("an agent could not be cancelled, so its thread is still running (%s)", self.error)
 
     def _late(self) -> str:
-        return f"timed out after {self._timeout_s:g} s (--agent-timeout-s)"
+        return f"the agent timed out after {self._timeout_s:g} s (--agent-timeout-s)"
 
     def _run(self) -> None:
         try:
@@ -122,7 +123,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error with the innermost line of the user's file. Errors of areno get no line number."""
+    """Describe an error and, unless areno raised it, the innermost line of the user's file."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -131,7 +132,7 @@ def _reason(error: BaseException, function: AgentFn) -> str:
 
 
 def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
-    """Group an agent's turns by task. Raises AgentError if the agent returned anything but turns."""
+    """Group an agent's turns by task. Raises AgentError if the agent returned anything other than turns."""
     turns: dict[Place, list[AgentTrajectoryTurn]] = {}
     for turn in turns_in(returned):
         turns.setdefault(turn.item.place, []).append(turn)
@@ -140,7 +141,7 @@ def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
 
 @dataclass(slots=True)
 class CollectedSamples:
-    """Samples ordered by prompt and sample index, errors of failed samples, and the number of retries."""
+    """Samples ordered by prompt and sample index, errors of failed samples, and the number of retries (``rerun``)."""
 
     samples: list[AgentSample] = field(default_factory=list)
     errors: dict[Place, str] = field(default_factory=dict)
@@ -152,9 +153,9 @@ class AgentRunner:
 
     Args:
         function: ``run_agent(ctx, batch)``, sync or async; may return or yield turns.
-        policy: which tokens are trained on.
+        policy: selection of the tokens to train on.
         tokenizer: the model's tokenizer.
-        timeout_s: timeout of each call.
+        timeout_s: timeout of each call, in seconds.
         retries: maximum number of retries of an unfinished sample, each in a separate call.
     """
 
@@ -167,7 +168,7 @@ class AgentRunner:
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
         """Run the agent on a batch. ``server`` is the ``proxy`` of an open session.
 
-        Raises UsageError: the loss mask policy trains on parts of the context that the tokenizer cannot distinguish.
+        Raises UsageError if the loss mask policy trains on parts of the context that the tokenizer cannot distinguish.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0
@@ -180,7 +181,7 @@ class AgentRunner:
                 return CollectedSamples([samples[place] for place in sorted(samples)], errors, rerun)
             batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
-                "retrying %d unfinished samples separately (attempt %d of %d); the first is prompt %d, sample %d: %s",
+                "retrying %d unfinished samples in separate calls (retry %d of %d), such as prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
 
@@ -208,7 +209,9 @@ class AgentRunner:
         items: dict[Place, AgentItem] = {item.place: item for item in call.batch.iter_samples()}
         turns = by_item(call.turns)
         for place in turns.keys() - items.keys():
-            logger.warning("ignored turns of prompt %d, sample %d, which is not a task of this agent call", *place)
+            logger.warning(
+                "ignoring the agent's turns of prompt %d, sample %d, which was not a task of this call", *place
+            )
         errors, claimed = {}, set[str | None]()
         for place, item in items.items():
             mine = turns.get(place, [])
@@ -216,7 +219,7 @@ class AgentRunner:
                 names = {turn.turn_id for turn in mine} - {None}
                 if names & claimed:
                     raise ValueError(
-                        "the agent returned the same response for two samples; a response belongs to one sample"
+                        "the agent returned the same response for two samples; return each response for one sample only"
                     )
                 claimed |= names
                 if not mine:

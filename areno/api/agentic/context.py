@@ -9,11 +9,11 @@ from areno.rollouts.conversation.continuation import Turn
 
 
 class AgentContext:
-    """Context of one agent call: its URL, its API keys, and the responses recorded under them.
+    """Context of one agent call: the URL, the API keys, and the responses recorded under these keys.
 
     Attributes:
-        api_key: key shared by all samples of the call. The server finds the conversation of a request with this key by
-            the content of the request.
+        api_key: API key shared by all samples of the call. For requests with this key, the server finds the
+            conversation by the content of the request.
         sampling_params: default sampling parameters of requests.
         max_running_prompts: maximum number of samples decoded concurrently; None uses the trainer's limit.
     """
@@ -28,13 +28,13 @@ class AgentContext:
 
     @property
     def base_url(self) -> str:
-        """``base_url`` of OpenAI clients."""
+        """URL of the endpoint, for the argument ``base_url`` of OpenAI clients."""
         return self.get_base_url()
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint's URL.
+        """Return the endpoint's URL. If ``item`` is set, the URL includes the API key of this task.
 
-        With ``item``, the URL includes the API key of this task, for programs that cannot set a key.
+        The URL of a task is for programs that cannot set an API key.
         """
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 
@@ -48,7 +48,7 @@ class AgentContext:
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
         """Return the completed responses to requests with a task's key or base URL, in order.
 
-        If the client of an agent streams or hides the server's responses, the agent can return this trajectory.
+        An agent can return this trajectory if its client streams or hides the server's responses.
         """
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 
@@ -60,17 +60,17 @@ class AgentContext:
             turn = session.recorder.find(turn_id)
             if turn is not None and place != item.place:
                 raise ValueError(
-                    f"the response belongs to prompt {place[0]}, sample {place[1]}; return it for that sample"
+                    f"the response belongs to prompt {place[0]}, sample {place[1]}; return the response for that sample"
                 )
             if turn is not None:
                 return turn
         raise ValueError(
-            "this response was not recorded during this call of the agent; the agent must return the responses of the server "
+            "the response was not recorded during this call of the agent; the agent must return the responses of the server "
             "at ctx.get_base_url() unchanged"
         )
 
     def close(self) -> None:
-        """Reject further requests; recorded turns remain available."""
+        """Reject further requests. Recorded turns remain available."""
         with self._lock:
             self._closed = True
             for session in (self._shared, *self._own.values()):

@@ -1,6 +1,6 @@
 """The conversation loop of all environments, and the protocol of an environment.
 
-:func:`converse` repeats three stages: the model answers, the tools that the answer calls run, and the environment takes
+:func:`converse` repeats three stages: the model answers, the tools called in the answer run, and the environment takes
 a step.
 """
 
@@ -36,21 +36,21 @@ class Answer:
 
 
 class Environment(Protocol):
-    """A game or task. Subclass it, or implement the same methods."""
+    """Protocol of a game or task. Subclass this class, or implement the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Start a game from a data row. Returns the opening messages, as a list or as the text of one user message."""
+        """Start a game from a data row. Returns a list of opening messages, or the text of a single user message."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once per conversation, after the reset."""
+        """Return the tools; see :class:`areno.api.agentic.tools.Tool`. Called once per conversation, after :meth:`reset`."""
         return ()
 
     def step(self, answer: Answer) -> Observation | Awaitable[Observation]:
-        """Process the model's answer, after its tools have run.
+        """Process the model's answer, after the tools called in the answer have run.
 
         Returns:
-            The next user message, or None if the game is over. If tools have run, an empty string adds no message.
+            The next user message; None if the game is over. After tool calls, an empty string adds no user message.
         """
         ...
 
@@ -59,12 +59,12 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """Release resources. Called once, at the end."""
+        """Release resources. Called once, at the end of the conversation."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation, running or finished."""
+    """A running or finished conversation."""
 
     messages: list[Message]  # all messages, including the last answer and its tool results
     toolset: Toolset  # tools, with the numbers of calls and errors
@@ -82,14 +82,14 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Reset an environment to a data row, and let a model play. Does not close the environment.
+    """Run a conversation of a model with an environment. The environment is reset first, and is not closed.
 
     Args:
-        environment: the game.
-        record: the data row.
-        client: client of the model's server.
+        environment: game or task.
+        record: data row for :meth:`Environment.reset`.
+        client: OpenAI client of the model's server.
         model: model name in requests.
-        max_turns: maximum number of answers.
+        max_turns: maximum number of the model's answers.
         tool_choice: ``auto``, ``required``, ``none``, or the name of the tool to call.
         request: additional fields of the requests, such as ``temperature``.
 
@@ -122,7 +122,7 @@ async def converse(
 
 
 def cut_off(message: Mapping[str, Any], finish_reason: str | None) -> bool:
-    """Whether an answer ended at a limit before its first text or tool call. The environment does not see such an answer."""
+    """Return whether an answer reached a limit before its first text or tool call. Environments do not get such answers."""
     return finish_reason == "length" and not (message.get("content") or message.get("tool_calls"))
 
 
@@ -143,7 +143,7 @@ def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> C
 
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
-    """Run the tools that an answer calls, and let the environment take its step.
+    """Run the tools that an answer calls, then :meth:`Environment.step`.
 
     The answer, the results of the tools and the next user message are added to the conversation.
 
@@ -166,18 +166,18 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
     elif observation is not None and not calls:
         raise UsageError(
             f"{type(environment).__name__}.step returned an empty string after an answer without tool calls; "
-            "return the next user message, or None to end"
+            "return the next user message, or None to end the game"
         )
     return observation is not None
 
 
 def tool_choice_field(tool_choice: str) -> str | dict[str, Any]:
-    """Return the field ``tool_choice`` of a request for ``auto``, ``required``, ``none`` or the name of a tool."""
+    """Return a request's field ``tool_choice``, given ``auto``, ``required``, ``none`` or the name of a tool."""
     if tool_choice in ("auto", "required", "none"):
         return tool_choice
     return {"type": "function", "function": {"name": tool_choice}}
 
 
 async def settled(value: Any) -> Any:
-    """Return the value. An awaitable value is awaited first."""
+    """Return a value or, if the value is awaitable, its result."""
     return await value if inspect.isawaitable(value) else value

@@ -13,7 +13,7 @@ METADATA = "areno"  # key of a response's token metadata
 
 @dataclass(frozen=True, slots=True)
 class AgentItem:
-    """One task: a sample of a prompt."""
+    """One task of an agent: one sample of a prompt."""
 
     record: dict[str, Any]  # the source data row
     prompt: str
@@ -23,7 +23,7 @@ class AgentItem:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Prompt and sample index."""
+        """Prompt index and sample index."""
         return self.prompt_index, self.sample_index
 
 
@@ -64,12 +64,12 @@ class AgentBatch:
                 yield AgentItem(*prompt, index, sample)
 
     def only(self, items: Sequence[AgentItem]) -> AgentBatch:
-        """Return a batch of some of the tasks. The tasks keep their indices."""
+        """Return a batch with the tasks ``items`` only. The tasks keep their indices."""
         return _TaskSubset(items)
 
 
 class _TaskSubset(AgentBatch):
-    """Some tasks of a batch. Each task counts as a prompt with one sample, but keeps its indices."""
+    """A batch with some tasks of another batch. Each task counts as a prompt with one sample, but keeps its indices."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -88,8 +88,8 @@ class AgentTrajectoryTurn:
 
     If ``response`` is set, tokens, log-probs and tool calls are taken from this response.
 
-    Raises ValueError if the numbers of tokens and log-probs differ, or if ``response`` has no token metadata. Only the
-    responses of a rollout session have token metadata.
+    Raises ValueError if the numbers of tokens and log-probs differ, or if ``response`` has no token metadata. Only
+    responses from a rollout session have token metadata.
     """
 
     item: AgentItem  # task of the turn
@@ -120,7 +120,7 @@ class AgentTrajectoryTurn:
 
     @property
     def turn_id(self) -> str | None:
-        """Id of the recorded turn; None without a ``response``."""
+        """Id of the recorded turn; None if ``response`` is not set."""
         return None if self.response is None else str(_metadata_of(self.response).get("turn"))
 
 
@@ -142,7 +142,7 @@ def _metadata_of(response: Any) -> Mapping[str, Any]:
 
 
 def _get(value: Any, name: str) -> Any:
-    """Get an entry of a mapping, an attribute, or an undeclared field of a client's object."""
+    """Return an entry of a mapping, or an attribute or undeclared field of an object of the OpenAI client."""
     if isinstance(value, Mapping):
         return value.get(name)
     return (getattr(value, "model_extra", None) or {}).get(name, getattr(value, name, None))

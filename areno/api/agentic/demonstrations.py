@@ -1,7 +1,7 @@
-"""Demonstrations: an expert plays an environment, and each of its answers becomes a row for SFT.
+"""Demonstrations: an expert acts in an environment, and each answer of the expert becomes a row for SFT.
 
-RL needs a model that succeeds at least occasionally. Training on demonstrations produces such a model. The model's chat
-template renders the rows and the tools, so that SFT uses the same tokens as agents.
+RL needs a model that succeeds at least occasionally, and training on demonstrations produces such a model. The model's
+chat template renders the rows and the tools, so that SFT trains on the same tokens as RL with an agent.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ class Course:
 
 
 def says(text: str) -> Message:
-    """Create an answer with text."""
+    """Create an answer that consists of text."""
     return {"role": "assistant", "content": text}
 
 
 def calls(*named: tuple[str, Mapping[str, Any]]) -> Message:
-    """Create an answer that calls tools. Each call is a pair of name and arguments."""
+    """Create an answer that calls tools. Each call is a pair of tool name and arguments."""
     tool_calls = [
         {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for index, (name, arguments) in enumerate(named)
@@ -57,7 +57,7 @@ def calls(*named: tuple[str, Mapping[str, Any]]) -> Message:
 async def demonstrate(
     environment: Environment, record: Mapping[str, Any], expert: Expert, *, max_turns: int = 8
 ) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Let an expert play. Returns the conversation, and the tools in OpenAI's format."""
+    """Run a conversation of an expert with an environment. Returns the messages, and the tools in OpenAI's format."""
     conversation = begin_conversation(environment, record)
     for _ in range(max_turns):
         if not await take_answer(environment, conversation, expert(environment)):
@@ -71,7 +71,7 @@ def demonstration_rows(
     """Return one row per answer of a conversation: ``prompt`` and ``response``, rendered by the chat template.
 
     Raises:
-        UsageError: the template rewrites earlier messages, so the response cannot be separated from them.
+        UsageError: the template rewrites earlier messages, so prompt and response cannot be separated.
     """
     rows = []
     for index, message in enumerate(messages):
@@ -82,7 +82,10 @@ def demonstration_rows(
             tokenizer, messages[: index + 1], tools=tools, add_generation_prompt=False
         ).text
         if not longer.startswith(prompt):
-            raise UsageError(f"the chat template rewrites the messages before message {index}; use another template")
+            raise UsageError(
+                f"the chat template rewrites the messages before message {index}, so they cannot be the prompt of a row; use "
+                "another template"
+            )
         response = longer[len(prompt) :]
         if tokenizer.eos_token and tokenizer.eos_token in response:
             response = response.partition(tokenizer.eos_token)[0]  # SFT adds it again

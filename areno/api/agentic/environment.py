@@ -1,13 +1,13 @@
-"""Derives an agent and a reward function from an environment, which is a class for a game or task.
+"""Creates an agent and a reward function from an environment, which is a class for a game or task.
 
 An environment only implements :class:`Environment`. All environments share the loop of turns and tools in
-``conversation_loop``. Two functions turn the class into the hooks of ``areno train``::
+``conversation_loop``. Two functions create the hooks of ``areno train`` from the class::
 
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path
 
-To compute a reward, another process replays the conversation's messages in a new environment. An environment must
-therefore depend only on its record and the answers. Seed randomness from the record.
+To compute a reward, another process replays the conversation's messages in a new environment. The behavior of an
+environment must therefore depend only on the data row and the answers. Seed random numbers from the data row.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def run_environment(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, AgentBatch], AsyncIterator[AgentTrajectory]]:
-    """Return an agent function for ``--agent-fn`` that lets the model play an environment.
+    """Return an agent function for ``--agent-fn`` that runs the model in an environment.
 
-    ``make`` is the environment's class or a factory. See :func:`converse` for ``max_turns``, ``tool_choice`` and
-    ``request``. Fields of ``request`` override the run's sampling parameters. The function yields an
-    ``AgentTrajectory`` for each finished sample. If a sample fails, the other samples continue, and the first error is
-    raised at the end. Raises UsageError if the package ``openai`` is not installed.
+    ``make`` is the environment's class, or a function that creates an environment. See :func:`converse` for
+    ``max_turns``, ``tool_choice`` and ``request``. Fields of ``request`` override the run's sampling parameters. The
+    agent function yields an ``AgentTrajectory`` for each finished sample. If a sample fails, the other samples
+    continue, and the first error is raised at the end. Raises UsageError if the package ``openai`` is not installed.
     """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError as error:
-        raise UsageError("run_environment needs the OpenAI client: pip install openai") from error
+        raise UsageError("run_environment needs the package openai; run: pip install openai") from error
 
     def make_client(ctx: Any) -> AsyncOpenAI:
-        """Create a client of the session's local server. The session enforces timeouts."""
+        """Create a client of the session's local server. The client has no timeout, because the session enforces timeouts."""
         http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
         return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
 
@@ -105,7 +105,7 @@ def run_environment(
 
 
 def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecord], Awaitable[float]]:
-    """Return a reward function that replays the conversation and returns the environment's reward."""
+    """Return a reward function that replays a conversation in a new environment and returns the environment's reward."""
 
     async def reward_fn(record: RewardRecord) -> float:
         environment, messages = make(), record.messages
@@ -126,18 +126,18 @@ def generate_records(
 ) -> None:
     """Run the command line of a data generator: ``--output FILE --count N --seed S``.
 
-    The file has one JSON record per line. Equal seeds give equal records, and a larger count only adds records at the
+    ``FILE`` gets one JSON record per line. Equal seeds give equal records, and a larger count only adds records at the
     end.
 
     Args:
-        draw: creates one record from a ``random.Random``, with the flags as keyword arguments.
-        flags: additional switches and their help texts; ``held_out`` becomes ``--held-out``.
-        argv: command-line arguments; None uses those of the process.
+        draw: function that creates one record. The arguments are a ``random.Random`` and, as keywords, the flags.
+        flags: names and help texts of additional switches. The name ``held_out`` becomes ``--held-out``.
+        argv: command-line arguments; None uses the arguments of the process.
     """
     parser = argparse.ArgumentParser(description=sys.modules[draw.__module__].__doc__)
     parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")
     parser.add_argument("--count", type=int, default=128, help="number of records (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=2026, help="equal seeds give equal records (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=2026, help="seed of the records (default: %(default)s)")
     for name, text in (flags or {}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     options = vars(parser.parse_args(argv))
@@ -145,20 +145,22 @@ def generate_records(
     records = (draw(random.Random(f"{seed}:{index}"), **options) for index in range(count))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    sys.stdout.write(f"{count} records in {output}\n")
+    sys.stdout.write(f"wrote {count} records to {output}\n")
 
 
 def environment_rows(
     make: Callable[[], Environment], records: Iterable[Mapping[str, Any]], key: str
 ) -> list[dict[str, Any]]:
-    """Return the records with a ``prompt``, for a data loader. The prompt is the opening of the record's environment.
+    """Add a ``prompt`` to each record, for a data loader. The prompt is what :meth:`Environment.reset` returns.
 
-    Raises KeyError if a record lacks ``key``, which its environment needs.
+    Raises KeyError if a record lacks ``key``, which the environment needs.
     """
     rows = []
     for record in records:
         if key not in record:
-            raise KeyError(f"a row needs `{key}`; this one has {', '.join(sorted(record))}; use the data generator")
+            raise KeyError(
+                f"a row lacks `{key}` and has only {', '.join(sorted(record))}; write the rows with the data generator"
+            )
         environment = make()
         rows.append({**record, "prompt": environment.reset(record)})
         environment.close()

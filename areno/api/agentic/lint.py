@@ -1,8 +1,7 @@
-"""Checks whether a chat template is append-only, so that a conversation can become one row of its exact tokens.
+"""Checks whether a chat template is append-only, so that a conversation can become a single training row.
 
-The check renders sample conversations, first up to an answer and then with one more message. A template may rewrite
-earlier turns when a message is added; such conversations fork. Training stays correct, but every fork adds a training
-row.
+The check renders sample conversations, first up to an answer and then with one more message. If the template rewrites
+earlier turns when a message is added, the conversation forks. Training stays correct, but each fork adds a training row.
 """
 
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """Problem of a template when ``step`` follows an answer with or without ``thinking``."""
+    """Problem of a chat template if ``step`` follows an answer. ``thinking`` tells whether the answer has reasoning."""
 
     kind: FindingKind
     step: Step
@@ -50,18 +49,16 @@ class TemplateFinding:
 
     def __str__(self) -> str:
         if self.kind == "refused":
-            return (
-                f"the chat template rejects a {self.step} after an answer; agents that send such a message get an error"
-            )
+            return f"the chat template rejects a {self.step} after an answer, so agents that send a {self.step} get an error"
         after = f"after a {self.step}" + (" if the answer has reasoning" if self.thinking else "")
         return (
-            f"the chat template {_WHAT[self.kind]} {after}: such a conversation becomes several training rows with the "
+            f"the chat template {_WHAT[self.kind]} {after}, so a conversation becomes several training rows with the "
             "same reward, and earlier turns are recomputed"
         )
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """Return the reasons why a conversation can become several training rows; empty for an append-only template."""
+    """Return the reasons why a conversation may become several training rows; empty for an append-only template."""
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):

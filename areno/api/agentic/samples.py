@@ -1,6 +1,6 @@
 """Converts the turns of a task to a sample with a reward record and training rows.
 
-Reward functions receive the same type of record as for completions. An agent's record has more fields set.
+Reward functions receive a ``RewardRecord``, as for completions. In the record of an agent, more fields are set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
 @dataclass(slots=True)
 class AgentSample:
-    """One finished task."""
+    """Sample of one finished task."""
 
     item: AgentItem
     turns: list[Turn]  # the recorded turns that were returned, in order
@@ -33,7 +33,7 @@ class AgentSample:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest conversation."""
+        """Number of tokens of the longest branch of the conversation."""
         return max(path[-1].length for path in branches(self.turns))
 
     @property
@@ -43,7 +43,7 @@ class AgentSample:
 
     @property
     def forks(self) -> list[str]:
-        """Reason for each fork."""
+        """Reason for each fork of the conversation."""
         return [turn.fork for turn in self.turns if turn.fork]
 
 
@@ -56,14 +56,14 @@ def make_sample(
 ) -> AgentSample:
     """Build the sample of a task from its recorded turns.
 
-    Raises ValueError if a response is from another session or task, or was returned twice. Raises the UsageError of
-    :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
+    Raises ValueError if a response is from another session or task, or was returned twice. See
+    :func:`~areno.rollouts.conversation.trajectory_rows.build_rows` for UsageError.
     """
     recorded: list[Turn] = []
     for turn in turns:
         answer = context.turn(turn.turn_id, item) if turn.turn_id else _without_response(turn, recorded, tokenizer)
         if answer in recorded:
-            raise ValueError("the agent returned the same response twice; return each turn once")
+            raise ValueError("the agent returned the same response twice; return each response once")
         recorded.append(answer)
     rows = build_rows(recorded, policy, tokenizer)
     sequence = _sequence_of(recorded)
@@ -72,10 +72,10 @@ def make_sample(
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
-    """Compute the current policy's log-probs of tokens that are trained on but were not sampled.
+    """Compute the policy's log-probs of tokens that are trained on but were not sampled by the policy.
 
-    The log-probs are written to the samples' rows. The importance ratios of these tokens then start at 1. Waits until
-    running generation has finished.
+    The log-probs are written to the samples' rows, so that the importance ratios of these tokens start at 1. The
+    function waits until all running generation has finished.
     """
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:
@@ -125,9 +125,9 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
 
 
 def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
-    """Yield the turns in what an agent returned: a turn, a trajectory, or nested lists of them.
+    """Yield the turns in an agent's return value: a turn, a trajectory, or nested lists of turns and trajectories.
 
-    Raises AgentError if it contains anything else.
+    Raises AgentError if the return value contains anything else.
     """
     if isinstance(returned, AgentTrajectoryTurn):
         yield returned
@@ -139,7 +139,7 @@ def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
     else:
         shown = "None" if returned is None else f"{type(returned).__name__} {returned!r:.80}"
         raise AgentError(
-            f"the agent returned {shown}; return AgentTrajectory or AgentTrajectoryTurn objects, or a list of them"
+            f"the agent returned {shown}; return AgentTrajectory or AgentTrajectoryTurn objects, or a list of such objects"
         )
 
 
@@ -165,7 +165,7 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """Build the record for the reward function. ``turns`` and ``recorded`` have an entry for each turn."""
+    """Build the record for the reward function. ``turns`` and ``recorded`` have one entry per turn."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -228,7 +228,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _rendered(turn: Turn, tokenizer: Any) -> str:
-    """Decode the conversation up to a turn, with special tokens. The first prompt is left out."""
+    """Decode the conversation up to and including a turn, with special tokens but without the first prompt."""
     path = turn.path
     tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
     return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
@@ -240,7 +240,7 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
-    """Return the loss mask of the sampled tokens of all turns, concatenated. No turn is trained on in several rows."""
+    """Return the concatenated loss mask of the sampled tokens of all turns. At most one row trains on a turn."""
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:
         marks: list[list[bool]] = [[] for _ in recorded]
@@ -270,7 +270,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return the number of messages in a turn's request that earlier events already contain."""
+    """Return how many messages of a turn's request are already contained in earlier events."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

@@ -1,8 +1,8 @@
 """Python functions as tools for a model, described by type hints and docstrings.
 
-The type hint of a parameter determines its JSON schema for the model. It also determines how JSON values are checked
-and converted to Python values (:class:`ValueType`). A call never raises: an error becomes the result text for the
-model, and is counted.
+The type hint of a parameter determines the JSON schema for the model, and how JSON values are checked and converted to
+Python values (:class:`ValueType`). An error in a call is not raised: the error is counted, and its message is the
+result for the model.
 """
 
 import collections.abc
@@ -41,10 +41,10 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """A type with its JSON schema and a reader.
+    """The type of a value, with its JSON schema and a function that reads values.
 
     ``read`` converts a JSON value to a Python value. If the value is unsuitable, ``read`` raises :class:`ToolError`,
-    which names the path of the value, such as ``squares[2]``.
+    whose message names the place of the value, such as ``squares[2]``.
     """
 
     schema: dict[str, Any]
@@ -53,7 +53,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """Result of a call. If the call ``failed``, the content is the error message."""
+    """Result of a tool call. If ``failed`` is true, ``content`` is the error message."""
 
     name: str
     call_id: str
@@ -61,7 +61,7 @@ class ToolResult:
     failed: bool = False
 
     def message(self) -> dict[str, Any]:
-        """Return the message for the model."""
+        """Return the result as a message for the model."""
         return {"role": "tool", "tool_call_id": self.call_id, "name": self.name, "content": self.content}
 
 
@@ -106,9 +106,11 @@ class Tool:
     def _parameter(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> ValueType:
         place = f"tool {self.name}, parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UsageError(f"{place}: models pass arguments by name; use a named parameter with a type hint")
+            raise UsageError(
+                f"{place}: a model can pass arguments only by name; use a named parameter with a type hint"
+            )
         if parameter.name not in hints:
-            raise UsageError(f"{place}: has no type hint; add one")
+            raise UsageError(f"{place}: the parameter has no type hint; add a type hint")
         return value_type_of(hints[parameter.name], place)
 
     @property
@@ -118,7 +120,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments (a JSON object or its text) and convert them to Python values.
+        """Check the arguments of a call (a mapping or JSON text), and return the arguments as Python values.
 
         Raises ToolError if the arguments do not match the schema.
         """
@@ -137,7 +139,7 @@ class Tool:
         return {name: self._types[name].read(value, name) for name, value in arguments.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call the tool with arguments as in :meth:`read_arguments`. An error becomes a failed result and is not raised."""
+        """Call the tool; see :meth:`read_arguments` for the arguments. An error is not raised, but becomes a failed result."""
         try:
             value = self.function(**self.read_arguments(arguments))
             value = await value if inspect.isawaitable(value) else value
@@ -165,7 +167,9 @@ class Toolset:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             names = [tool.name for tool in tools]
-            raise UsageError(f"two tools are called {next(name for name in names if names.count(name) > 1)}")
+            raise UsageError(
+                f"two tools have the name {next(name for name in names if names.count(name) > 1)}; rename one"
+            )
         self.calls = 0
         self.errors = 0
 
@@ -181,7 +185,7 @@ class Toolset:
         return name in self._tools
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call a tool by name, with arguments as in :meth:`Tool.read_arguments`. Never raises, even for unknown names."""
+        """Call a tool by name; see :meth:`Tool.read_arguments` for the arguments. An unknown name gives a failed result."""
         tool = self._tools.get(name)
         if tool is None:
             text = f"error: there is no tool {name}; the tools are {', '.join(self._tools) or 'none'}"
@@ -199,7 +203,7 @@ def as_text(value: Any) -> str:
 
 
 def value_type_of(hint: Any, place: str) -> ValueType:
-    """Return the JSON schema and the reader of a type hint. Raises UsageError, naming ``place``, if the hint has none."""
+    """Return the :class:`ValueType` of a type hint. Raises UsageError if the hint has no JSON representation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     kind = origin or (hint if isinstance(hint, Hashable) else None)
     if kind in _SCALARS:
@@ -224,7 +228,7 @@ def value_type_of(hint: Any, place: str) -> ValueType:
         if dataclasses.is_dataclass(hint) or typing.is_typeddict(hint):
             return _record(hint, place)
     raise UsageError(
-        f"{place}: {hint!r} has no JSON representation; use numbers, text, lists, dicts, Literal or a dataclass"
+        f"{place}: the type {hint!r} has no JSON representation; use numbers, text, lists, dicts, Literal or a dataclass"
     )
 
 
@@ -312,7 +316,7 @@ def _fixed_array(items: Sequence[ValueType]) -> ValueType:
 def _mapping(arguments: Sequence[Any], place: str) -> ValueType:
     key, content = arguments or (str, Any)
     if key is not str:
-        raise UsageError(f"{place}: keys of JSON objects are text; write dict[str, ...]")
+        raise UsageError(f"{place}: the keys of a JSON object must be text; write dict[str, ...]")
     inner = value_type_of(content, place)
 
     def read(value: Any, where: str) -> Any:
@@ -340,7 +344,9 @@ def _record(kind: Any, place: str) -> ValueType:
         if not isinstance(value, dict):
             raise ToolError(f"{where} must be of type object, not {_shown(value)}")
         if missing := sorted(required - value.keys()):
-            raise ToolError(f"{where} lacks {missing[0]}; required: {', '.join(sorted(required))}")
+            raise ToolError(
+                f"{where} lacks the field {missing[0]}; its required fields are {', '.join(sorted(required))}"
+            )
         if unknown := sorted(value.keys() - members.keys()):
             raise ToolError(f"{where} has no field {unknown[0]}; its fields are {', '.join(members)}")
         return kind(**{name: members[name].read(each, f"{where}.{name}") for name, each in value.items()})
@@ -354,7 +360,7 @@ def _hints_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(called, include_extras=True)
     except NameError as error:
-        raise UsageError(f"tool {name}: its type hints cannot be resolved: {error}") from error
+        raise UsageError(f"tool {name}: the type hints cannot be resolved: {error}; import this name") from error
 
 
 def _public_methods(source: object) -> list[Callable[..., Any]]:
@@ -363,7 +369,7 @@ def _public_methods(source: object) -> list[Callable[..., Any]]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph, and the entries of the ``Args:`` section by name."""
+    """Return the first paragraph of a docstring, and the entries of its ``Args:`` section by name."""
     head, _, rest = f"\n{text}".partition("\nArgs:\n")
     if not rest.startswith(" "):  # `inspect.getdoc` removes the indentation if the docstring has no other section
         rest = textwrap.indent(rest, "    ")

@@ -1,4 +1,4 @@
-"""Selection and configuration of backends. Does not import torch."""
+"""Selection and configuration of backends. This module does not import torch."""
 
 import importlib
 from collections.abc import Callable
@@ -16,25 +16,26 @@ class ArenoConfig:
         model_path: checkpoint to load instead of the trainer's checkpoint.
         tp_size: tensor-parallel size.
         dp_size: data-parallel size; None means ``world_size // tp_size``.
-        devices: device ids of the ranks.
-        dummy_load: initialize random weights instead of loading the checkpoint's weights. A reference of the same
-            checkpoint gets the same weights. Other checkpoints, frozen critics and frozen reward models are loaded.
+        devices: device number of each rank.
+        dummy_load: whether to initialize random weights instead of loading the weights of the checkpoint. A reference
+            of the same checkpoint gets the same weights. Other checkpoints are loaded, and so are frozen critics and
+            frozen reward models.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
-        runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
-            ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
-            ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``,
-            ``trust_remote_code``, ``trains`` and ``stall_timeout_s``. ``trains`` is ``policy``, ``reward`` (to train a
-            sequence classifier) or ``nothing`` (inference only). With several ranks, a rank without progress for
-            ``stall_timeout_s`` seconds counts as failed; the default is 600.
+        runtime: a dict with the keys ``attn_backend``, ``activation_checkpointing``, ``tree_training``,
+            ``offload_activations``, ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``,
+            ``prefix_cache_tokens``, ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``,
+            ``dtype``, ``trust_remote_code``, ``trains`` and ``stall_timeout_s``. ``trains`` is ``policy``, ``reward``
+            (to train a sequence classifier) or ``nothing`` (inference only). With several ranks, a rank that makes no
+            progress for ``stall_timeout_s`` seconds (by default 600) counts as failed.
         max_running_prompts: maximum number of sequences decoded concurrently.
-        decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
-        lora: settings for training an adapter instead of the weights. Keys are fields of
+        decode_progress_interval_s: seconds between log lines about the progress of decoding; 0 disables these lines.
+        lora: settings of a LoRA adapter, which is trained instead of the weights. Keys are fields of
             :class:`areno.engine.model.adapter.AdapterOptions`: ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``,
             ``target_modules``, ``load_in_4bit`` and ``seed``. Set ``dropout`` to 0 for losses with importance ratios,
             because rollouts do not apply dropout. ``save_checkpoint`` writes a PEFT adapter. A reference of the
-            trainer's own checkpoint takes no extra memory: it is the model with the adapter disabled.
-        fsdp: shard weights and gradients across the data-parallel ranks (FSDP2). By default, only optimizer states are
-            sharded.
+            trainer's own checkpoint takes no extra memory, because the model without the adapter is the reference.
+        fsdp: whether to shard weights and gradients across the data-parallel ranks (FSDP2). By default, only optimizer
+            states are sharded.
     """
 
     model_path: str | None = None
@@ -52,13 +53,13 @@ class ArenoConfig:
 
 @dataclass(frozen=True, slots=True)
 class BackendType:
-    """A selectable backend.
+    """A backend that a trainer can use.
 
     Args:
-        name: name for lookup and messages.
+        name: name of the backend, for :func:`get_backend` and for messages.
         config_type: class of the backend's configuration.
-        factory: ``module:attribute`` of a callable ``(model_path, world_size, config)``, imported lazily. The callable
-            checks the configuration. It returns a function that loads the model as an
+        factory: import path ``module:attribute`` of a callable ``(model_path, world_size, config)``. The callable
+            checks the configuration, and returns a function that loads the model as an
             :class:`areno.engine.backend.Backend`.
     """
 
@@ -86,15 +87,17 @@ _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 
 def register_backend(backend: BackendType) -> BackendType:
-    """Make a backend selectable by name. Raises ValueError if another backend has this name."""
+    """Register a backend, so that its name can select it. Raises ValueError if another backend has this name."""
     registered = _REGISTRY.setdefault(backend.name.lower(), backend)
     if registered != backend:
-        raise ValueError(f"a backend named {backend.name!r} is already registered: {registered.factory}")
+        raise ValueError(
+            f"a backend named {backend.name!r} is already registered ({registered.factory}); choose another name"
+        )
     return backend
 
 
 def get_backend(name: str) -> BackendType:
-    """Look up a backend by name. Raises ValueError if the name is unknown."""
+    """Return the backend with a name. Raises ValueError if no backend has this name."""
     if name.lower() not in _REGISTRY:
-        raise ValueError(f"unknown backend {name!r}; registered: {', '.join(sorted(_REGISTRY))}")
+        raise ValueError(f"there is no backend {name!r}; use one of {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name.lower()]

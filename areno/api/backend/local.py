@@ -81,7 +81,7 @@ _RUNTIME: Mapping[str, Check] = {
     "trains": _choice("policy", "reward", "nothing"),
     "stall_timeout_s": _POSITIVE,
 }
-"""Keys of ``ArenoConfig.runtime``."""
+"""Keys of ``ArenoConfig.runtime``, and the function that checks the value of each key."""
 
 _OPTIMIZER: Mapping[str, Check] = {
     "lr": _NOT_NEGATIVE,
@@ -120,7 +120,7 @@ _FIELDS: Mapping[str, Check] = {
 def check_optimizer(owner: str, values: Any) -> None:
     """Check the values of optimizer options. Unknown keys are ignored.
 
-    Raises TypeError or ValueError. The message names ``owner`` and the key.
+    Raises TypeError or ValueError with a message that names ``owner`` and the key.
     """
     _check_values(owner, values, _OPTIMIZER)
 
@@ -144,7 +144,7 @@ def _check_config(config: ArenoConfig) -> None:
     unknown = sorted(set(config.runtime or {}) - set(_RUNTIME))
     if unknown:
         raise UsageError(
-            f"ArenoConfig.runtime has no key {', '.join(unknown)}; valid keys: {', '.join(sorted(_RUNTIME))}"
+            f"ArenoConfig.runtime has no key {', '.join(unknown)}; use only the keys {', '.join(sorted(_RUNTIME))}"
         )
 
 
@@ -166,7 +166,9 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
     runtime = dict(config.runtime or {})
     runtime.pop("stall_timeout_s", None)
     if config.lora is not None and runtime.get("trains") == "nothing":
-        raise UsageError("ArenoConfig.lora has no effect without training; pass the adapter as the model path")
+        raise UsageError(
+            "ArenoConfig.lora has no effect if runtime sets trains to `nothing`; pass the adapter folder as the model path"
+        )
     device = _device(runtime.pop("device", "auto"), config.devices)
     dtype = _dtype(runtime.pop("dtype", "auto"), device)
     return EngineConfig(
@@ -190,12 +192,12 @@ def _device(name: str, devices: list[int] | None) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"runtime device {name!r}: unknown device; use auto, cpu, cuda or cuda:N") from error
+        raise UsageError(f"the runtime device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in _DTYPES:
-        raise UsageError(f"--dtype {name}: use one of auto, {', '.join(_DTYPES)}")
+        raise UsageError(f"--dtype {name} is unknown; use one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -1,7 +1,7 @@
 """Runs the agent of a rollout, and drops and counts unusable samples.
 
-A sample is unusable if the agent does not finish the sample, or if its conversation exceeds the context length. Too
-many unfinished samples stop the run.
+A sample is unusable if the agent does not finish the sample, or if the conversation exceeds the context length. The run
+stops if too many samples are unfinished.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AgentRollouts:
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Run ``n_samples`` tasks per prompt. Returns the usable samples, and statistics."""
+        """Run the agent on ``n_samples`` tasks per prompt, and return the usable samples and statistics."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         log_lines.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(
@@ -69,7 +69,7 @@ class AgentRollouts:
         if not (usable or may_be_empty):
             raise AgentError(
                 f"all {len(collected.samples)} trajectories of this step are longer than the context of {limit} tokens; "
-                "raise --max-context-len if the model allows it, or shorten the agent's conversations"
+                "raise --max-context-len if the model supports longer contexts, or shorten the agent's conversations"
             )
         fill_context_logprobs(self._instance, usable, config.score_micro_bs)
         self._log_batch(usable)
@@ -83,9 +83,9 @@ class AgentRollouts:
         if problem := too_many_failures(len(errors), total, "samples", self._config.agent_max_failures):
             raise AgentError(f"--agent-fn {self._config.agent_fn} failed on {problem}:\n  " + "\n  ".join(shown))
         for text in shown:
-            self._logger.warning("agent sample dropped: %s", text)
+            self._logger.warning("a sample of the agent was dropped: %s", text)
         if len(errors) > len(shown):
-            self._logger.warning("agent samples dropped: %d in total", len(errors))
+            self._logger.warning("%d samples of the agent were dropped in total", len(errors))
 
     def _filter(self, samples: list[AgentSample], limit: int | None) -> list[AgentSample]:
         long = [s for s in samples if s.context_full or (limit is not None and s.longest > limit)]
@@ -112,7 +112,7 @@ class AgentRollouts:
         forks = Counter(reason for sample in usable for reason in sample.forks)
         if forks:
             counts = ", ".join(f"{count} {reason}" for reason, count in forks.most_common())
-            self._logger.info("agentic conversations forked into additional rows: %s", counts)
+            self._logger.info("conversations forked into additional rows, counted by reason: %s", counts)
         return {
             "agent_failed": float(len(collected.errors)),
             "agent_rerun": float(collected.rerun),

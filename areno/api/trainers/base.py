@@ -60,7 +60,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
 
 
 def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
-    """Return fields of an ``OptimizerOptions``. ``prefix`` selects another model's learning-rate and clipping options."""
+    """Return fields of ``OptimizerOptions``. ``prefix`` selects another model's learning rate and gradient clipping."""
     rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
     return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -72,7 +72,7 @@ def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]
 
 
 class DatasetTrainer(TrainingLoop):
-    """Base of the trainers. ``eval_rows`` have the same schema as the training rows."""
+    """Base class of the trainers of ``areno train``. ``eval_rows`` have the same columns as the training rows."""
 
     def __init__(
         self,
@@ -100,17 +100,17 @@ class DatasetTrainer(TrainingLoop):
 
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Yield each batch of an epoch with the position after it, from position ``start`` of ``order`` on."""
+        """Yield the batches of an epoch from position ``start`` of ``order``, each with the position after the batch."""
 
     def row_count(self) -> int:
         """Return the number of rows per epoch."""
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics of held-out rows, one of them named by ``best_metric``. A signal may interrupt an evaluation."""
+        """Return metrics of held-out rows, including the metric ``best_metric``. A signal may interrupt this method."""
         raise UsageError(
-            f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; remove the "
-            "option, or implement evaluate(rows) in the trainer"
+            f"--eval-dataset-path {self.config.eval_dataset_path}: the trainer {type(self).__name__} has no evaluation; "
+            "remove the option, or implement evaluate(rows) in the trainer"
         )
 
     @property
@@ -124,7 +124,7 @@ class DatasetTrainer(TrainingLoop):
         return tightest(self.config.max_context_len, self.instance.model_context_len())
 
     def fit(self) -> RunState:
-        """Train until the end or a stop signal; see :meth:`TrainingLoop.fit`."""
+        """Train until the run ends or a signal stops the run; see :meth:`TrainingLoop.fit`."""
         if self.eval_rows is not None and type(self).evaluate is DatasetTrainer.evaluate:
             self.evaluate(self.eval_rows)  # raises now instead of after the first steps
         try:
@@ -141,7 +141,7 @@ class DatasetTrainer(TrainingLoop):
         return min(total, self.config.max_steps) if self.config.max_steps else total
 
     def data_size(self) -> dict[str, int]:
-        """Return the sizes of the data sets; {} for a replay, which has no data set."""
+        """Return the sizes of the datasets; {} for a replay, which has no dataset."""
         return data_size(self.dataset, self.eval_rows, self._steps_per_epoch()) if len(self.dataset) else {}
 
     def _steps_per_epoch(self) -> int:
@@ -165,11 +165,11 @@ class DatasetTrainer(TrainingLoop):
             state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps. A subclass may start work for later steps early."""
+        """Return an iterator over the planned steps. A subclass may start work on later steps in advance."""
         return planned
 
     def _planned(self) -> Iterator[PlannedStep]:
-        """Yield all steps from ``state`` on, without changing the run's state."""
+        """Yield all remaining steps of the run, without changing the run's state."""
         config, state = self.config, self.state
         number, epoch_step, position, most = state.step, state.epoch_step, state.position, config.max_steps
         for epoch in range(state.epoch, config.epochs):
@@ -184,7 +184,7 @@ class DatasetTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train on rows with the run's loss and batch sizes. Only a second signal interrupts the update."""
+        """Train on rows with the run's loss and batch sizes. The first stop signal does not interrupt the update."""
         self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)

@@ -1,7 +1,8 @@
 """Policy-gradient training with one model: GSPO, GRPO and similar losses.
 
-Advantages are computed from the rewards of a group, without a value model. A step: samples -> rewards -> rows ->
-advantages -> optimizer steps. With a KL term or a KL reward, rows also get the log-probs of a frozen reference.
+Advantages are computed from the rewards of a group (the samples of a prompt), without a value model. The stages of a
+step: samples -> rewards -> rows -> advantages -> optimizer steps. If a KL term or a KL reward is used, rows also get the
+log-probs of a frozen reference.
 """
 
 import logging
@@ -30,11 +31,11 @@ class PolicyOnlyTrainer(RolloutTrainer):
     logger = logger
 
     def roles(self) -> list[ModelRole]:
-        """Return the reference, if there is a KL term or a KL reward."""
+        """Return the reference model if the run uses a KL term or a KL reward."""
         return [self.reference_role()] if self.config.takes_reference(ppo=False) else []
 
     def shaping(self) -> RewardShaping:
-        """Return the settings for the estimator of ``--advantage``."""
+        """Return the settings that compute advantages with the estimator of ``--advantage``."""
         estimate = _estimator(self.config.advantage)
 
         def norm(rewards: Tensor, groups: Sequence[int]) -> Tensor:
@@ -43,7 +44,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.reward_options)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
-        """Assign every response token to its sample or, with ``--turn-discount``, to its turn."""
+        """Return the rewards of samples or, with ``--turn-discount``, of turns, and assign each token to one of them."""
         discount = self.config.turn_discount
         if discount is None:
             owners = [[i] * len(row.tokens) for i, sample_rows in enumerate(rows) for row in sample_rows]
@@ -84,7 +85,7 @@ def _estimator(name: str) -> AdvantageFn:
             values = [float(value) for value in function(list(rewards), list(groups))]
         except Exception as error:
             cause = f"{type(error).__name__}: {error}{user_frame(error, path)}"
-            raise UsageError(f"--advantage {name}: {cause}; return a list with one number per reward") from error
+            raise UsageError(f"--advantage {name} failed: {cause}; return a list with one number per reward") from error
         if len(values) != len(rewards):
             raise UsageError(
                 f"--advantage {name} returned {len(values)} numbers for {len(rewards)} rewards; "

@@ -1,8 +1,8 @@
-"""PPO: a policy and a critic (Schulman et al. 2017, arXiv:1707.06347).
+"""PPO: training of a policy and a critic (Schulman et al. 2017, arXiv:1707.06347).
 
-The critic's values turn one reward per response into one advantage per token (GAE). A step: samples -> rewards -> reference
-log-probs and values -> advantages and returns -> critic -> policy. The rollout records the old log-probs, so they are
-not recomputed.
+With the critic's values, one reward per response becomes one advantage per token (GAE). The stages of a step: samples ->
+rewards -> reference log-probs and values -> advantages and returns -> update of the critic -> update of the policy. The
+old log-probs are not recomputed, because the rollout records them.
 """
 
 import logging
@@ -35,7 +35,7 @@ class PPODatasetTrainer(RolloutTrainer):
     role: ClassVar[log_lines.Role] = "actor"
 
     def roles(self) -> list[ModelRole]:
-        """Return the critic. With a KL term or a KL reward, also return the reference."""
+        """Return the critic and, if the run uses a KL term or a KL reward, the reference."""
         return [*([self.reference_role()] if self.config.takes_reference(ppo=True) else []), self._critic_role()]
 
     def _critic_role(self) -> ModelRole:
@@ -61,7 +61,7 @@ class PPODatasetTrainer(RolloutTrainer):
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Return statistics over the trained tokens. Explained variance is omitted if all returns are equal."""
+        """Return statistics over the trained tokens. The explained variance is omitted if all returns are equal."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         populations = {

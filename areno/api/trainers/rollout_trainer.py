@@ -1,10 +1,10 @@
-"""Base of the trainers with rollouts: prompts, rollout, rewards, optimizer steps, and evaluation.
+"""Base class of the trainers with rollouts: prompts, rollout, rewards, optimizer steps, and evaluation.
 
-A step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses supply the
-settings of the last two stages.
+The stages of a step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses
+supply the settings of the last two stages.
 
-Before the first optimizer step, a stop signal may interrupt a step, because the work so far can be repeated. Later,
-only a second signal interrupts the update. If an error interrupts an update, the step is not saved.
+Until the first optimizer step of a training step, a stop signal may interrupt the step, because the work so far can be
+repeated. From then on, only a second signal interrupts the update. A step that an error interrupts is not saved.
 """
 
 import math
@@ -65,7 +65,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, TokenRecord, Train
 
 
 class RolloutTrainer(DatasetTrainer):
-    """Base of the trainers with rollouts. ``role`` is the name of the sampling model in log lines."""
+    """Base class of the trainers with rollouts. ``role`` is the name of the sampling model in log lines."""
 
     role: ClassVar[log_lines.Role] = "policy"
     best_metric = "rewards_mean"
@@ -74,7 +74,7 @@ class RolloutTrainer(DatasetTrainer):
     _on_scored: OnScored | None = None
 
     def roles(self) -> list[ModelRole]:
-        """Return the models that the algorithm needs besides the policy and a reward model."""
+        """Return the models that the algorithm needs in addition to the policy and a reward model."""
         return []
 
     @abstractmethod
@@ -82,7 +82,7 @@ class RolloutTrainer(DatasetTrainer):
         """Return the settings that turn rewards into advantages."""
 
     def learners(self) -> list[Learner]:
-        """Return the models to train, in order."""
+        """Return one learner per model to train, in training order."""
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
@@ -117,7 +117,7 @@ class RolloutTrainer(DatasetTrainer):
         self.load_roles([*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])])
 
     def load_roles(self, roles: Sequence[ModelRole]) -> None:
-        """Load models besides the policy."""
+        """Load models in addition to the policy."""
         for role in roles:
             log_lines.role_init_start(self.logger, role.name, role.trainable, role.path)
             self.backend.ensure_roles({role.name: role}, self.resumed_from)
@@ -176,11 +176,11 @@ class RolloutTrainer(DatasetTrainer):
         return self._unused_samples if source is None else source.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Load the samples of a checkpoint that have not been used for training yet."""
+        """Load the samples in a checkpoint that have not been used for training yet."""
         self._unused_samples = rollout_state(checkpoint)
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """With ``--rollout async``, start the rollouts of later batches early."""
+        """Return an iterator over the planned steps. With ``--rollout async``, rollouts of later steps start in advance."""
         return self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
@@ -203,7 +203,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def _prompt_context(self) -> int | None:
-        """Context limit of prompts. With an agent the result is None, because its prompts are not known in advance."""
+        """Context limit for prompts. None with an agent, whose prompts are not known in advance."""
         return self.context_limit if self._agents is None else None
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
@@ -339,7 +339,7 @@ class RolloutTrainer(DatasetTrainer):
         return rewarded
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score samples. A reward function reads ``records``, a reward model ``token_rows``; workflows set their rewards."""
+        """Return the rewards of samples. A reward function scores ``records``; a reward model scores ``token_rows``."""
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         if self._runner is None:
@@ -348,7 +348,7 @@ class RolloutTrainer(DatasetTrainer):
         outcomes = self._runner.run(records)
         for record, outcome in zip(records, outcomes, strict=True):
             if outcome.error is not None:
-                self.logger.warning("sample dropped: %s; %s", outcome.error, describe_record(record))
+                self.logger.warning("a sample was dropped: %s; %s", outcome.error, describe_record(record))
         return outcomes
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
@@ -374,7 +374,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def measure(self) -> dict[str, float]:
-        """Evaluate, and record the first answer to each of the first held-out prompts."""
+        """Evaluate the policy, and write the first answer to each of the first held-out prompts to the run directory."""
         samples = EvalSamples()
         self._on_scored = samples.add
         try:
@@ -401,14 +401,14 @@ class RolloutTrainer(DatasetTrainer):
         return answers
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
-        """Return the rows of a sample, without advantages. Only an agent's sample may have several rows."""
+        """Return the training rows of a sample, without advantages. Only an agent's sample may have several rows."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows
         ]
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Return the samples' rows with all inputs of the loss, and statistics. Sets the ``advantage`` of each sample."""
+        """Return the samples' rows with all loss inputs, and statistics. Sets the ``advantage`` of each sample."""
         self._seconds.clear()
         groups = [self.train_rows(sample) for sample in samples]
         prepared = self.objective.prepare([row for group in groups for row in group], self.credits(samples, groups))
@@ -449,7 +449,7 @@ class RolloutTrainer(DatasetTrainer):
         if config.update_minibatches > prompts and not self._warned_minibatches:
             self._warned_minibatches = True
             self.logger.info(
-                "--update-minibatches %d is more than the %d prompts of step %d: using one minibatch per prompt",
+                "--update-minibatches %d is more than the %d prompts of step %d, so each prompt becomes one minibatch",
                 *(config.update_minibatches, prompts, self.state.step),
             )
         return self.update_statistics(self.objective.updates(rows, self.state.step))

@@ -1,4 +1,4 @@
-"""The samples of a step: failures, rows of a workflow as samples, and the training rows of each sample."""
+"""Limits the failures of a step, converts rows of workflows to samples, and groups training rows by sample."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from areno.rollouts.trajectory import reward_of, trajectory_row
 from areno.types import PromptItem, RolloutSequence, TrainSequence
 
 REWARD = "reward"
-"""Metadata key of the reward in a workflow's record."""
+"""Key of the reward in the metadata of a workflow's record."""
 
 
 def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
-    """Describe the failures of a step that must stop the run. If the run can go on, return an empty string.
+    """Describe the failures of a step if the run must stop; otherwise, return an empty string.
 
-    The run must stop if all samples or prompts failed, or more than the fraction ``most`` of them.
+    The run must stop if all samples or prompts failed, or if more than the fraction ``most`` failed.
     """
     if failed and failed == total:
         return f"all {total} {unit} of this step"
@@ -28,7 +28,7 @@ def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
 
 
 def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:
-    """Group training rows by sample. Returns None if a user's trainer made a different number of rows."""
+    """Group training rows by sample. Returns None if a user's trainer returned a different number of rows."""
     if sum(len(sample.rows) for sample in samples) != len(rows):
         return None
     remaining = iter(rows)

@@ -1,8 +1,8 @@
 """Generates samples (completions or workflow episodes) in this process or in rollout processes.
 
-By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this
-process trains. Their samples may be up to ``--max-staleness`` versions old (:mod:`areno.rollouts.batches_ahead`). With
-``--workflow`` the episodes of a user's class run on the same engines.
+By default, a batch is generated when its step starts. With ``--rollout async``, separate processes generate while this
+process trains. The weights that generate a sample may be up to ``--max-staleness`` versions old (see
+:mod:`areno.rollouts.batches_ahead`). With ``--workflow``, the episodes of a user's class run on the same engines.
 """
 
 import logging
@@ -37,7 +37,7 @@ from areno.training.loop import PlannedStep
 from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams
 
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
-"""Per product, the configuration class with the default server arguments."""
+"""Configuration class with the default server arguments of each server product."""
 
 _NO_LIMIT = 2**31
 
@@ -64,7 +64,7 @@ class SampleSource:
             raise
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return the steps. With asynchronous rollouts, the batches of later steps start early."""
+        """Return an iterator over the planned steps. Asynchronous rollouts of later steps start in advance."""
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
@@ -88,7 +88,7 @@ class SampleSource:
         return samples, stats
 
     def deliver(self, version: int) -> dict[str, float]:
-        """Send new weights to the rollout processes, and return timings."""
+        """Send new weights to the rollout processes, and return the durations; {} if there are no rollout processes."""
         if self._fleet is None:
             return {}
         report = self._fleet.update_weights(self._engine, version)
@@ -100,7 +100,7 @@ class SampleSource:
     def complete(self, step: int) -> dict[str, float]:
         """Drop the samples of a trained step, and send the new weights to the rollout processes, if any.
 
-        Returns the timings of :meth:`deliver`.
+        Returns the durations of :meth:`deliver`.
         """
         self._ahead.complete(step)
         return self.deliver(step + 1)
@@ -157,7 +157,7 @@ class SampleSource:
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """Return the samples of each prompt; None for a prompt with an episode that raised.
+        """Return the samples of each prompt; None for a prompt if one of its episodes raised an error.
 
         Raises AgentError if too many prompts failed.
         """
@@ -169,7 +169,9 @@ class SampleSource:
             except Exception as error:  # a user's workflow may raise anything
                 groups.append(None)
                 errors.append(error)
-                self._logger.warning("prompt dropped: its workflow raised %s: %s", type(error).__name__, error)
+                self._logger.warning(
+                    "a prompt was dropped, because its workflow raised %s: %s", type(error).__name__, error
+                )
         if problem := too_many_failures(len(errors), len(futures), "prompts", self._config.agent_max_failures):
             raise AgentError(
                 f"--workflow {self._config.workflow} failed on {problem}; first error: {type(errors[0]).__name__}: {errors[0]}"
@@ -206,7 +208,7 @@ class SampleSource:
         return state or None
 
     def load_state(self, state: Any) -> None:
-        """Restore the samples of :meth:`export_state`. Unfinished samples are restarted."""
+        """Restore the samples of :meth:`export_state`. Unfinished samples are generated again."""
         if state and self._config.workflow is None:
             state = {
                 step: {index: RolloutResult([RolloutSequence(**s) for s in saved]) for index, saved in parts.items()}
@@ -281,7 +283,7 @@ def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
 
 
 def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:
-    """Create the workflow of ``--workflow``. Passes ``gconfig`` and ``tokenizer`` if the class accepts them."""
+    """Create the workflow of ``--workflow``. The class gets ``gconfig`` and ``tokenizer`` if it has these parameters."""
     workflow = named_object(str(config.workflow), option="--workflow")
     gconfig = GenerationHyperparameters(
         n_samples=config.n_samples,

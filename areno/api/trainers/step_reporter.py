@@ -53,13 +53,13 @@ class StepReporter(Reporter):
         self._record(at.global_step, scalars | outcome.memory)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Log the metrics and write them under ``eval/``."""
+        """Log the metrics of an evaluation, and write the metrics under ``eval/``."""
         if not again:
             log_lines.evaluation(self.logger, state.epoch, state.step, metrics)
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
-        """Delete the records of later steps."""
+        """Delete the records of steps that ``state`` has not completed."""
         self.run_dir.truncate_after(state.step - 1)
 
     @contextmanager
@@ -77,14 +77,17 @@ class StepReporter(Reporter):
             sink.close()
 
     def _record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars, named by full tag, to all sinks. For an evaluation, ``step`` is the number of completed steps."""
+        """Write scalars, by full name, to all destinations. For an evaluation, ``step`` is the number of completed steps."""
         sinks = self._opened(step)
         self.run_dir.append_metrics(step, scalars)
         for sink in sinks:
             sink.log(step, scalars)
 
     def _opened(self, step: int) -> Sequence[EventWriter | ServiceGroup]:
-        """Return the sinks of scalars, which the first call opens. A resumed run replaces its events from ``step`` on."""
+        """Return the TensorBoard writer and the tracking services. The first call opens both of them.
+
+        A resumed run replaces its TensorBoard events of ``step`` and later steps.
+        """
         if not self._sinks:
             config = self._config
             name = RunName(config.track_project, self.run_dir.path.name, without_secrets(asdict(config)))

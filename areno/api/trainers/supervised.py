@@ -1,4 +1,4 @@
-"""SFT, DPO and reward models in ``areno train``. Rows are tokenized once, before the first step."""
+"""Trainers of ``areno train`` for SFT, DPO and reward models. Rows are tokenized once, before the first step."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ _LARGEST_EXPONENT = 700.0
 
 
 class SupervisedTrainer(DatasetTrainer):
-    """Trains on the examples of an objective: rows or pairs. A pair counts as two rows in ``--mini-bs``."""
+    """Trains on examples, which are rows or pairs. A pair counts as two rows in ``--mini-bs``."""
 
     objective: ClassVar[Objective]
     held_out: Examples | None
@@ -58,7 +58,7 @@ class SupervisedTrainer(DatasetTrainer):
         return len(self.examples)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[list[TrainSequence], int]]:
-        """Yield the sequences of each batch in the epoch's order."""
+        """Yield the sequences of each batch in the epoch's order, with the position after the batch."""
         for first in range(start, len(order), self.config.batch_size):
             indices = order[first : first + self.config.batch_size]
             yield sequences(self.examples[index] for index in indices), first + len(indices)
@@ -78,7 +78,7 @@ class SupervisedTrainer(DatasetTrainer):
         """Return loss and statistics of the held-out examples that :meth:`prepare` has tokenized."""
         if rows is not self.eval_rows:
             raise EngineError(
-                "evaluate() only accepts the run's held-out rows (eval_rows), which were prepared beforehand"
+                "evaluate() accepts only the held-out rows of the run, which prepare() has tokenized; pass eval_rows"
             )
         return self._measured(self.loss_fn, self.config.score_micro_bs)
 
@@ -100,14 +100,14 @@ class SFTDatasetTrainer(SupervisedTrainer):
         assert self.held_out is not None
         metrics = self._measured(SFT.loss_fn, self.config.mini_bs)
         if not metrics["target_tokens"]:
-            raise DataError(f"{self.config.eval_dataset_path}: no held-out row has a token to predict")
+            raise DataError(f"{self.config.eval_dataset_path}: no held-out row has a token to predict; add responses")
         metrics["perplexity"] = math.inf if metrics["loss"] > _LARGEST_EXPONENT else math.exp(metrics["loss"])
         counts = {"num_sequences": len(self.held_out), "skipped_long_or_empty": len(rows) - len(self.held_out)}
         return {**metrics, **counts}
 
 
 class DPODatasetTrainer(SupervisedTrainer):
-    """Trains on preference pairs with a reference. The reference's log-probs are computed once."""
+    """Trains on preference pairs with a reference model, whose log-probs are computed once."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.DPODatasetTrainer")
     objective = DPO
@@ -134,7 +134,7 @@ class DPODatasetTrainer(SupervisedTrainer):
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """Trains a sequence classifier with one output to score the chosen answer higher."""
+    """Trains a sequence classifier with one output to score the chosen answer of a pair above the rejected answer."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.RewardModelTrainer")
     objective = REWARD_MODEL

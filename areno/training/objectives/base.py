@@ -45,8 +45,8 @@ class Examples(Sequence[Example]):
     Args:
         rows: the sequences of all examples, without ``ref_logprobs``.
         size: number of sequences per example.
-        ref_logprobs: reference log-probs [trained tokens] of all rows in order, or None. A row's log-probs become a list
-            only when the row is accessed, which saves memory.
+        ref_logprobs: reference log-probs of the trained tokens of all rows, in order; None without a reference. To save
+            memory, a row's log-probs become a list only when the row is accessed.
     """
 
     def __init__(self, rows: Sequence[TrainSequence], size: int, ref_logprobs: Tensor | None = None) -> None:
@@ -100,16 +100,16 @@ class Objective:
 
     @property
     def unit(self) -> str:
-        """The name for examples in log lines."""
+        """Name of the examples in log lines, ``rows`` or ``pairs``."""
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
-        """Return the loss with the statistics of experiments. ``options`` are passed to the loss."""
+        """Return the loss with the statistics of ``areno run``. ``options`` are passed to the loss."""
         return with_names(self.loss_fn, self.names, **options)
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Return the problem of the first row of ``source``, or an empty string. ``loader`` is the name of the loader option."""
+    """Describe the problem of the first row of ``source``; empty if there is none. ``loader`` names the loader option."""
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

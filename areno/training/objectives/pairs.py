@@ -40,8 +40,8 @@ def build_preference_rows(
     end with EOS. Conversations are rendered by the chat template. The common token prefix of the two conversations is context,
     and the remaining tokens are trained on.
 
-    A pair is dropped if it has an empty answer, two equal answers, or a sequence that exceeds the limit. The limit is the
-    prompt limit plus the answer limit. A lower context limit replaces this sum.
+    A pair is dropped if it has an empty answer, two equal answers, or a sequence that exceeds the limit. The limit is the sum
+    of the prompt limit and the answer limit, or the context limit if this limit is lower.
 
     Raises:
         DataError: a row is malformed, or all rows were dropped.
@@ -76,7 +76,7 @@ def _conversations(
     """Return the (context, answer) tokens of the chosen and of the rejected conversation."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
-            f"{named_row(source, index)}`chosen` and `rejected` must both be texts or both lists of messages, got "
+            f"{named_row(source, index)}`chosen` and `rejected` must be two texts or two lists of messages, got "
             f"{type(chosen).__name__} and {type(rejected).__name__}"
         )
     chats = [
@@ -97,7 +97,7 @@ def _full_conversation(row: Mapping[str, Any], messages: Messages, key: str, sou
     if row.get("prompt") is None:
         raise DataError(
             f"{named_row(source, index)}`{key}` begins with an assistant message, but the row has no `prompt`; "
-            "give the complete conversation, or a prompt"
+            "add a prompt, or give the complete conversation"
         )
     prompt = text_or_messages(row, "prompt", source, index)
     return [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *messages]
@@ -109,7 +109,7 @@ def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) ->
     if not tokenizer.chat_template:
         raise DataError(
             f"{named_row(source, index)}`chosen` and `rejected` are lists of messages, but the tokenizer has no chat "
-            "template; give texts, or a model with a template"
+            "template; use texts, or a model with a chat template"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -145,7 +145,10 @@ def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
         return "every pair has an empty answer"
     lengths = [[len(context) + len(answer) for context, answer in tokens] for tokens in candidates]
     chosen, rejected = min(lengths, key=max)
-    return f"the shortest pair has {chosen} chosen and {rejected} rejected tokens; pairs with equal answers are also dropped"
+    return (
+        f"in the shortest pair, the chosen sequence has {chosen} tokens and the rejected sequence has {rejected} tokens; pairs "
+        "with equal answers are also dropped"
+    )
 
 
 PAIR_STATISTICS = ("pair_accuracy", "pair_reward_margin", "pair_chosen_reward", "pair_rejected_reward")

@@ -9,7 +9,7 @@ from areno.engine.rollout.counter_rng import derive_seed, epoch_order
 from areno.types import TrainSequence
 
 Order = Literal["prompts", "rows"]
-"""Order of minibatches.
+"""Order of the rows in a pass.
 
 ``prompts``: each pass shuffles the prompts and keeps the rows of a prompt together. ``rows``: the first pass keeps the order
 of the rows, and later passes shuffle the rows.
@@ -71,9 +71,9 @@ def _split(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def merge_stats(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the statistics of a step's minibatches.
 
-    Times (``*_time_s``) are summed. The gap between rollout and training (``logp_*``) is from the first minibatch, before the
-    policy changes. The learning rate (``lr``) is from the last minibatch. ``*/min`` and ``*/max`` are the minimum and the
-    maximum over the minibatches. All other statistics are the mean over the minibatches that report them.
+    Times (``*_time_s``) are summed. The difference between the log-probs of rollout and training (``logp_*``) is from the first
+    minibatch, before the policy changes. The learning rate (``lr``) is from the last minibatch. ``*/min`` and ``*/max`` are the
+    minimum and the maximum over the minibatches. Every other statistic is the mean over the minibatches that report it.
     """
     merged = {}
     for name in dict.fromkeys(chain.from_iterable(calls)):

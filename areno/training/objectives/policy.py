@@ -35,12 +35,12 @@ from areno.types import TrainSequence
 TokenRows = Sequence[Sequence[int]]
 Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
-"""Returns a context manager for a stage. The arguments are the stage, the role and the number of rows."""
+"""Function that returns a context manager for a stage. The arguments are the stage, the role and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """Settings for preparing rows for the optimizer steps."""
+    """Settings of :meth:`PolicyObjective.prepare`."""
 
     shaping: RewardShaping  # how rewards become advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows per scoring pass, given the role and the rows
@@ -60,8 +60,8 @@ class Prepared:
     Attributes:
         populations: the result of :func:`~areno.loss_fns.shaping.shape_advantages`, without ``gae_advantages``. With
             ``credits``, the result of :func:`~areno.loss_fns.shaping.credit_advantages`.
-        divergences: means over the trained tokens of KL estimates between the sampling policy and the policy before the
-            update.
+        divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
+            over the trained tokens.
     """
 
     rows: list[TrainSequence]  # the rows to train on
@@ -72,7 +72,7 @@ class Prepared:
 
 
 class PolicyObjective:
-    """Prepares rows, and trains the learners in order. ``around`` creates a context manager for each stage."""
+    """Prepares rows, and trains the models of the learners. ``around`` creates a context manager for each stage."""
 
     def __init__(
         self,
@@ -101,11 +101,12 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows, and set advantages and returns. With a critic, also set values. A repeated call needs fresh rows.
+        """Score rows, and set advantages and returns. With a critic, also set values. Do not prepare a row twice.
 
         Args:
-            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``. They are changed in place.
-            credits: rewards of segments, which replace the rows' rewards. No returns are set. Not supported with a critic.
+            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``, which are changed in place.
+            credits: rewards of segments, such as turns, which replace the rows' rewards. If set, no returns are set. Not
+                supported with a critic.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]
@@ -160,7 +161,7 @@ class PolicyObjective:
         """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            Each learner's role and the statistics of its optimizer steps. A role that is not trained yet has None.
+            Each learner's role and the statistics of its optimizer steps; None for a role that is not trained yet.
         """
         for learner in self.learners:
             if step < learner.first_step:

@@ -1,13 +1,13 @@
 """Log-probs of a frozen reference, computed once before the first step and cached on disk.
 
-The reference is in memory only during scoring. If its log-probs are cached, the reference is not loaded. If the reference
-equals the initial policy, the policy computes the log-probs instead. A policy without an adapter does this before its first
-step, so a resumed run loads the reference. A policy with an adapter disables the adapter for scoring.
+The reference is in memory only during scoring. If its log-probs are cached, the reference is not loaded. If the reference is
+the initial policy, no second model is needed: a policy with an adapter computes the log-probs with the adapter disabled, and
+a policy without an adapter computes the log-probs before its first step. A resumed run without an adapter loads the reference.
 
 A cache file's name is a hash of all inputs: the token rows, the loss masks, the files of the reference checkpoint, the
-compute dtype, the quantization, and the seed of random weights. If an input changes, the old file is not read. The files may be
-deleted at any time. They are in ``ref_logprobs`` below the cache folder, by default ``~/.cache/areno`` (see
-:mod:`areno.cache_folder`).
+compute dtype, the quantization, and the seed of random weights. If an input changes, the old file is not read. The files are
+in ``ref_logprobs`` in the cache folder (by default ``~/.cache/areno``, see :mod:`areno.cache_folder`), and may be deleted at
+any time.
 """
 
 import functools
@@ -91,7 +91,7 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """Yield the role that scores. This role is the policy if it has no adapter and still equals the reference."""
+        """Yield the role that scores: the policy if it has no adapter and is equal to the reference, otherwise ``ref``."""
         if self.path == self.actor_path and self.models.config.adapter is None and not self.trained:
             yield ACTOR
             return
@@ -126,9 +126,9 @@ class Reference:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """Return a SHA-256 of a checkpoint's model files. For an adapter, the base model is included.
+    """Return the SHA-256 hash of a checkpoint's model files. For an adapter, the base model is included.
 
-    For a hub id, the hash is that of the id and its cached commit.
+    For a hub id, the hash covers the id and the cached commit.
     """
     folder, base = Path(checkpoint).expanduser(), base_of(checkpoint)
     digest = hashlib.sha256()
@@ -157,7 +157,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Return cached log-probs, fp32 [tokens], or None without a file. A damaged file causes a warning and None."""
+    """Return cached log-probs, fp32 [tokens]; None if there is no file, or if the file is damaged (with a warning)."""
     path = _file(key)
     if not path.is_file():
         return None
@@ -169,7 +169,7 @@ def load_logprobs(key: str, tokens: int) -> Tensor | None:
         reason = "its checksum does not match"
     except (SafetensorError, OSError) as error:
         reason = str(error)
-    _log.warning("%s is damaged (%s); log-probs are recomputed", path, reason)
+    _log.warning("the cache file %s is damaged (%s), so the reference log-probs are recomputed", path, reason)
     return None
 
 
