@@ -258,7 +258,7 @@ def test_a_step_to_resume_from_must_have_a_checkpoint(workspace, step):
     if step == "3":
         assert resume("--resume", str(run), "--resume-step", step).resume_step == 3
         return
-    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; it has 3"):
+    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of this step; choose one of 3"):
         resume("--resume", str(run), "--resume-step", step)
 
 

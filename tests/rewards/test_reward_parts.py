@@ -105,7 +105,7 @@ def test_weights_are_read_from_text():
     "text", ["", "format", "format=", "=1", "a=nan", "a=inf", "a=-1", "a=1,a=2", "1a=1", "a=1,,b=2"]
 )
 def test_invalid_weights_are_refused(text):
-    with pytest.raises(UsageError, match=r"not a valid weight: .* as in format=0\.2,answer=1"):
+    with pytest.raises(UsageError, match=r"not a valid weight; .* as in format=0\.2,answer=1"):
         part_weights(text)
 
 
