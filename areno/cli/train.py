@@ -41,5 +41,5 @@ def _dry_run(options: TrainOptions) -> int:
     print("\nMemory\n------")
     print("not estimated with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
     if options.uses_replicas:
-        print("(trainer process only; each rollout process has its own model and cache)")
+        print("(for the trainer process only; each rollout process has its own model and cache)")
     return 0

@@ -1,5 +1,4 @@
-"""The registry of advantage estimators. Built-in estimators are imported lazily, so that listing their names does not import
-torch.
+"""The registry of advantage estimators. Built-in estimators are imported lazily: listing their names does not import torch.
 
 An estimator is a function ``(rewards, groups) -> advantages``. Both arguments have one item per sample of a step: ``rewards``
 contains the sample's reward, and ``groups`` the index of the sample's prompt.

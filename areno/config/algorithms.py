@@ -27,9 +27,7 @@ LossFn = Callable[..., Any]
 
 
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
-"""Trainer of policy-gradient algorithms without a critic. The trainer computes advantages from the rewards of several
-samples.
-"""
+"""Trainer of policy-gradient algorithms without a critic. Advantages are computed from the rewards of several samples."""
 
 PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
 """Trainer for preference losses without a reference model, such as SimPO."""
@@ -217,9 +215,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Return the algorithm called ``name`` (in any case), or the algorithm in ``file.py:NAME``. Raises UsageError if none
-    exists.
-    """
+    """Return the algorithm called ``name`` (in any case), or ``file.py:NAME``. Raises UsageError if neither exists."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():

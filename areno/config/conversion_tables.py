@@ -153,7 +153,7 @@ def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]
 
 
 _ALWAYS = "always on"
-_FRACTION = "areno takes a number of steps, but no fraction of all steps"
+_FRACTION = "areno takes a number of steps, not a fraction of all steps"
 _FILES = "areno reads one file, or all files of one folder"
 _BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens sets another size"
 _PREPARED = "areno reads the key prompt; convert rows with another key by a function (--dataset-loader-fn)"

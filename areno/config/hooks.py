@@ -137,7 +137,7 @@ def user_frame(error: BaseException, path: Path) -> str:
 def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
     """Load the callable of a hook, and check that the callable accepts the hook's arguments.
 
-    ``spec`` is ``file.py`` or ``file.py:function``. Raises UsageError: the callable cannot be loaded, or a check fails.
+    ``spec`` is ``file.py`` or ``file.py:function``. Raises UsageError if the callable cannot be loaded, or a check fails.
     """
     if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
@@ -193,9 +193,7 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 
 def named_object(spec: str, *, option: str) -> Any:
-    """Import the object ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``. Error messages start with
-    ``option``.
-    """
+    """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``. Error messages start with ``option``."""
     if is_file_spec(spec):
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():
@@ -224,7 +222,7 @@ def named_object(spec: str, *, option: str) -> Any:
 def named_function(function: Callable[..., Any] | str, *, option: str) -> Callable[..., Any]:
     """Return a function, which is given as an object or by its name.
 
-    Raises UsageError: the name cannot be imported, or the object is not callable.
+    Raises UsageError if the name cannot be imported, or the object is not callable.
     """
     resolved = named_object(function, option=option) if isinstance(function, str) else function
     if not callable(resolved):

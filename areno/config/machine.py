@@ -41,9 +41,7 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
 
 def _divisible(model: str, tp_size: int) -> bool:
-    """Whether tensor parallelism with ``tp_size`` ranks supports a model. Also true if the model's configuration cannot be
-    read.
-    """
+    """Whether a model supports tensor parallelism with ``tp_size`` ranks. True if the model's configuration cannot be read."""
     config = _model_config(model)
     return not config or (not heads_problem(config, tp_size, "") and _has_tensor_plan(str(config.get("model_type"))))
 

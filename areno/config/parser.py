@@ -19,9 +19,7 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""Options that have another name in another command. If a user gives the wrong name, the error message suggests the right
-name.
-"""
+"""Options that have another name in another command; an error message suggests the right name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +275,7 @@ def _add_arguments(parser: argparse._ActionsContainer, entries: Sequence[Option]
 
 
 class _OnOff(argparse.Action):
-    """Stores [True] for the plain flag and [False] for its ``--no-`` form. If a command line has both forms, the last form
-    counts.
-    """
+    """Stores [True] for the plain flag and [False] for its ``--no-`` form. If both forms are given, the last form counts."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, [option_string == flag_of(self.dest)])

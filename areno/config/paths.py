@@ -95,7 +95,7 @@ def is_adapter(path: str | Path) -> bool:
 def adapter_config(folder: str | Path) -> dict[str, Any]:
     """Read the ``adapter_config.json`` of an adapter folder.
 
-    Raises UsageError: the file is invalid, or specifies no base model.
+    Raises UsageError if the file is invalid, or specifies no base model.
     """
     path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:

@@ -21,8 +21,8 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``. ``name`` is the name of the setting that
-    contains the data.
+    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``. ``name`` is the setting that contains the
+    data.
     """
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}

@@ -52,9 +52,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Return why a data reference has no rows of a split; empty if the reference may have rows of this split. No rows are
-    read.
-    """
+    """Return why a data reference has no rows of a split; empty if the reference may have such rows. No rows are read."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):

@@ -282,9 +282,9 @@ def test_files_and_arguments_are_read_alike_and_the_last_wins(tmp_path, capsys):
     ("words", "message"),
     [
         (["trl"], "give a YAML file, or settings"),
-        (["trl", "grpo"], "grpo: give a YAML file, --name value, or name=value"),
+        (["trl", "grpo"], "grpo is neither a YAML file nor a setting"),
         (["trl", "nowhere.yaml"], "nowhere.yaml cannot be read"),
-        (["--devices", "0", "trl", "--seed", "1"], "--devices 0: use at least 1"),
+        (["--devices", "0", "trl", "--seed", "1"], "--devices must be at least 1, got 0"),
     ],
 )
 def test_invalid_input_is_refused(words, message, capsys):
