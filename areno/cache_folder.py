@@ -1,8 +1,8 @@
 """The cache folder, and scratch folders of a process.
 
 The cache is in ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. Scratch folders are temporary folders
-locked by the process that created them. If this process is killed, the next process that creates a scratch folder deletes its
-folders.
+locked by the process that created them. If this process is killed, the next process that creates a scratch folder deletes the
+folders of the killed process.
 """
 
 import fcntl

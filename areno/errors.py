@@ -41,7 +41,7 @@ class CheckpointError(ArenoError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint differ from what was written."""
+    """The files of a checkpoint differ from the files that were written."""
 
 
 class EngineError(ArenoError, RuntimeError):

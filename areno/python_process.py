@@ -15,5 +15,5 @@ def python_command(python: str = sys.executable) -> list[str]:
 
 
 def search_path() -> dict[str, str]:
-    """Return the environment variable ``PYTHONPATH`` for the module search path of this process."""
+    """Return the environment variable ``PYTHONPATH``, set to the module search path of this process."""
     return {"PYTHONPATH": os.pathsep.join(sys.path)}

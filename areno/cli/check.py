@@ -105,10 +105,10 @@ def _required(report: dict[str, Any]) -> Iterator[Check]:
         if version is None:
             yield Check("FAIL", title, "not installed", install)
         elif not at_least(version, minimum):
-            yield Check("FAIL", title, f"{version} is too old", install)
+            yield Check("FAIL", title, f"version {version} is too old", install)
         elif not package["imported"]:
             repair = install.replace("--upgrade", "--force-reinstall")
-            yield Check("FAIL", title, f"{version} cannot be imported: {package['error']}", repair)
+            yield Check("FAIL", title, f"version {version} cannot be imported: {package['error']}", repair)
         else:
             yield Check("OK", title, version)
 

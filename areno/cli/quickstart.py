@@ -1,4 +1,4 @@
-"""``areno quickstart``: trains a tiny model from scratch or, with ``--real``, a pretrained one."""
+"""``areno quickstart``: trains a tiny model from scratch or, with ``--real``, a pretrained model."""
 
 from collections.abc import Sequence
 

@@ -41,7 +41,7 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that a trainer reads with any loss, by trainer."""
+"""Options that each trainer reads regardless of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class AlgorithmSpec:
 
     @property
     def _trainers(self) -> set[str]:
-        """The trainer as ``module:attribute``. If the trainer is a class, the set also contains the trainer's base classes."""
+        """Names (``module:attribute``) of the trainer and, if the trainer is a class, of its base classes."""
         if isinstance(self.trainer, str):
             return {self.trainer}
         return {f"{base.__module__}:{base.__qualname__}" for base in self.trainer.__mro__}
@@ -110,7 +110,7 @@ class AlgorithmSpec:
         return not entry.info.algorithms or self.name in entry.info.algorithms or entry.name in names
 
     def own_options(self) -> tuple[Option, ...]:
-        """Return the options that the algorithm declares, with its presets as defaults."""
+        """Return the options that the algorithm declares, with the algorithm's presets as defaults."""
         if self.options is None:
             return ()
         declared = [replace(e, default=self.presets.get(e.name, e.default)) for e in options_of(self.options)]
@@ -163,7 +163,7 @@ class AlgorithmSpec:
 
     @property
     def default_loss_name(self) -> str:
-        """Name of the default loss or of its factory; imports neither."""
+        """Name of the default loss or of its factory, determined without an import."""
         source = self.default_loss or self.loss_fn_factory
         if isinstance(source, str):
             return source.rpartition(":")[2]
@@ -215,7 +215,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Return the algorithm called ``name`` (in any case), or ``file.py:NAME``. Raises UsageError if neither exists."""
+    """Return the algorithm ``name``, a name in any case or ``file.py:NAME``. Raises UsageError if none exists."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():
@@ -227,8 +227,8 @@ def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
         return _from_entry_point(published[name.lower()], option)
     known = sorted({*list_algorithms(), *published})
     raise UsageError(
-        f"{option} {name!r} is unknown{nearest(name.lower(), known)}; registered: {', '.join(known)}; "
-        "or pass your own algorithm as file.py:NAME"
+        f"{option} {name!r} is unknown{nearest(name.lower(), known)}; choose an algorithm (registered: "
+        f"{', '.join(known)}), or pass your own as file.py:NAME"
     )
 
 

@@ -156,7 +156,7 @@ _ALWAYS = "always on"
 _FRACTION = "areno takes a number of steps, not a fraction of all steps"
 _FILES = "areno reads one file, or all files of one folder"
 _BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens sets another size"
-_PREPARED = "areno reads the key prompt; convert rows with another key by a function (--dataset-loader-fn)"
+_PREPARED = "areno reads the key prompt; if your rows have another key, convert the rows with --dataset-loader-fn"
 
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 _TRACKERS = (*SERVICES, "tensorboard", "console", "none")

@@ -81,7 +81,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield from _reference(options, spec)
         yield from _rewards(options)
         if options.rollout == "sync":
-            yield "max_staleness", "has no effect with --rollout sync; set --rollout async too"
+            yield "max_staleness", "has no effect without --rollout async; set --rollout async too"
         if not options.uses_replicas:
             yield "rollout_replicas", "has no effect without rollout processes; set --rollout async too"
         servers = ("rollout_url", "rollout_server_command", "rollout_server_args")
@@ -146,7 +146,10 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
             yield name, "has no effect without tuning; set --tune-params too"
     elif options.resume is not None:
         for name in ("tune_params", "mem_frac", "tune_max_samples"):
-            yield name, "has no effect with --resume, because a resumed run keeps its sizes; remove the option"
+            yield (
+                name,
+                "has no effect with --resume, because a resumed run keeps the sizes of the old run; remove the option",
+            )
     elif options.explicit.issuperset(TUNED_OPTIONS):
         flags = listed([flag_of(name) for name in TUNED_OPTIONS])
         yield "tune_params", f"has nothing to choose, because {flags} are all set; remove one of them"

@@ -25,7 +25,7 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     Otherwise, ``--world-size`` is the number of visible GPUs that rollout processes do not need, rounded down to a multiple
     of ``--tp-size``. With eight ranks, ``--tp-size`` is normally 4. The size is 1 with ``--fsdp`` or ``--load-in-4bit``, or
     if too few GPUs remain for rollout processes. The size is also 1 if the model's ``config.json`` or the installed
-    transformers does not support 4.
+    transformers does not support a size of 4.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -123,7 +123,7 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
 
 
 def tensor_parallel_problem(fsdp: bool = False) -> str:
-    """Return why the installed transformers does not support tensor parallelism; empty if transformers does.
+    """Return why the installed transformers does not support tensor parallelism; empty if it is supported.
 
     If ``fsdp`` is true, the result is about tensor parallelism together with FSDP.
     """

@@ -18,7 +18,7 @@ from areno.gpus import visible_gpus
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """The checked options of a run, and the user's dataset loader; None without a user's loader."""
+    """The checked options of a run, and the user's dataset loader. ``loader_fn`` is None without a user's loader."""
 
     options: TrainOptions
     loader_fn: Callable[..., Any] | None
@@ -76,8 +76,8 @@ def check_workflow(reference: str) -> None:
             signature.bind(**{name: None for name in ("gconfig", "tokenizer") if name in signature.parameters})
         except TypeError as error:
             raise UsageError(
-                f"--workflow {reference}: areno passes only gconfig and tokenizer to the class, but {error}; give "
-                "the other parameters default values"
+                f"--workflow {reference}: areno constructs the class with only gconfig and tokenizer, which fails: "
+                f"{error}; give other parameters default values"
             ) from error
     if hasattr(workflow, "arun_episode"):
         return

@@ -98,7 +98,7 @@ class StoredRun:
         return cls(path, replace(build_options(values, spec, explicit), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return the old and the new value of each option that affects results and differs from ``options``, by name.
+        """Return the old and the new value of each option that affects results and has another value in ``options``, by name.
 
         If ``names`` is set, only the options in ``names`` are compared.
         """
@@ -141,8 +141,8 @@ def _newest_run(options: TrainOptions) -> StoredRun:
             return run
     name, (old, new) = next(iter(runs[0].differences(options, compared).items()))
     raise UsageError(
-        f"--resume found no run with the same configuration in {root}/ ({len(runs)} checked; {runs[0].path} has "
-        f"{flag_of(name)} {old} instead of {new}); pass --resume PATH, or omit --resume to start a new run"
+        f"--resume found no run with the same configuration in {root}/ (checked runs: {len(runs)}; {runs[0].path} "
+        f"has {flag_of(name)} {old} instead of {new}); pass --resume PATH, or omit --resume to start a new run"
     )
 
 

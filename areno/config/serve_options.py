@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``. Options that ``areno train`` also has mean the same in these commands."""
+"""Options of ``areno serve`` and ``areno chat``. An option of ``areno train`` has the same meaning in these commands."""
 
 import ipaddress
 import os

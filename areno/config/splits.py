@@ -30,8 +30,8 @@ def split_files(folder: Path, split: str, option: str) -> list[Path]:
         members = unnamed
     if not members:
         splits = sorted({_split_named_by(file) or TRAIN for file in files})
-        has = f"it has only {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
-        raise UsageError(f"{option} {folder} has no files of the split {split}: {has}; pass a single file instead")
+        has = f"it has files of {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
+        raise UsageError(f"{option} {folder} has no files of the split {split}; {has}; pass a single file instead")
     formats = sorted({file.suffix.lower() for file in members})
     if len(formats) > 1:
         raise UsageError(

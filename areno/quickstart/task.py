@@ -71,7 +71,7 @@ def problem_count() -> int:
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
     """Draw ``count`` distinct sums: held-out sums if ``held_out`` is true, otherwise training sums.
 
-    The wording of each sum is drawn with the probabilities ``weights``, up to a factor.
+    The wording of each sum is drawn with the relative frequencies ``weights``.
     """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]
@@ -97,7 +97,7 @@ def worked_answer(a: int, b: int) -> str:
 
 
 def is_right(problem: Problem, completion: str) -> bool:
-    """Whether a completion ends in the correct answer, as in the reward file."""
+    """Whether a completion ends in the correct answer, by the rule of the reward file."""
     return completion.strip().endswith(f"Answer: {problem.a + problem.b}")
 
 

@@ -62,7 +62,7 @@ class RewardRunner:
         on_error: what happens if a record fails: ``stop`` raises an error, and ``drop`` returns an outcome without a value.
         retries: maximum number of retries of a record whose worker died, or did not start to score the record in time.
         memory_gb: memory limit of each worker process of a reward file in GiB (``RLIMIT_DATA``); None: unlimited.
-        parts: weights of reward parts. All runners of one function share this object. None: the weight of each part is 1.
+        parts: weights of reward parts, shared by all runners of one function; None: the weight of each part is 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
@@ -309,8 +309,8 @@ class _RewardBatch:
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
         """Return the next records for an idle worker.
 
-        A record that must run alone is returned first. Otherwise, an event loop gets an equal share of the records, and a plain
-        function gets a few records.
+        If a record must run alone, only this record is returned. Otherwise, an event loop gets an equal share of the records,
+        and a plain function gets a few records.
         """
         if self.alone:
             return [self.alone.popleft()]

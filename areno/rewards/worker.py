@@ -1,8 +1,8 @@
 """The loop of a reward worker. The worker receives records, runs the user's function, and reports rewards or errors.
 
-For a reward file, the loop runs in a separate process (:func:`main`). For a callable, it runs in a thread. In a process, the
-function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON, because a pickle from
-untrusted code could execute code in the trainer. This module does not import torch.
+For a reward file, the loop runs in a separate process (:func:`main`). For a callable, the loop runs in a thread. In a
+process, the function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON, because a
+pickle from untrusted code could execute code in the trainer. This module does not import torch.
 """
 
 import asyncio

@@ -100,7 +100,7 @@ TRAIN = [
     ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without --agent-fn; set --agent-fn too"),
     (
         [*GSPO, "--max-staleness", "2"],
-        "--max-staleness 2 has no effect with --rollout sync; set --rollout async",
+        "--max-staleness 2 has no effect without --rollout async; set --rollout async",
     ),
     (
         [*GSPO, "--rollout", "async", "--agent-fn", "reward.py"],
@@ -140,7 +140,7 @@ TRAIN = [
     ([*BASE, "--workflow", "gone.pytools:Even"], "importing gone.pytools raised ModuleNotFoundError"),
     (
         [*BASE, "--workflow", "greedy.py:Greedy"],
-        "areno passes only gconfig and tokenizer to the class, but missing a required argument",
+        "areno constructs the class with only gconfig and tokenizer, which fails: missing a required argument",
     ),
     (
         [*BASE, "--workflow", "reward.py:reward_fn"],

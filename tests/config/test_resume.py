@@ -167,7 +167,9 @@ def test_an_error_says_why_there_is_nothing_to_resume(workspace, argv, expected)
 
 def test_without_a_run_of_the_same_configuration_the_error_shows_a_difference(workspace):
     stored_run(workspace / "runs" / "old", config(), step=1)
-    with pytest.raises(UsageError, match=r"no run with the same configuration in runs/ \(1 checked; runs/old has --lr"):
+    with pytest.raises(
+        UsageError, match=r"no run with the same configuration in runs/ \(checked runs: 1; runs/old has --lr"
+    ):
         resume(*GSPO, "--lr", "5e-6", "--resume")
 
 
