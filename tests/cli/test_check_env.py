@@ -50,7 +50,7 @@ def test_if_all_checks_pass_the_only_next_step_is_a_first_run(altered):
     assert ready.startswith("training on cpu, areno serve and agents") or "cuda" in ready
     assert "rewards for mathematics" in ready
     assert "adapters" not in ready
-    assert after == "Next:\n  1. a first run: areno quickstart"
+    assert after == "Next:\n  1. start a first run: areno quickstart"
 
 
 def test_each_result_is_a_status_line_and_an_indented_detail(report):
@@ -170,7 +170,7 @@ def test_an_apple_gpu_is_listed_with_the_reason_why_it_is_not_used(altered):
     altered["torch"]["mps_available"] = True
     check = by_name(altered)["MPS"]
     assert (check.status, check.remedy) == ("INFO", "")
-    assert "no float64" in check.detail
+    assert "lacks float64" in check.detail
 
 
 def test_gpus_are_listed_with_capability_and_memory(altered):

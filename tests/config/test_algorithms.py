@@ -231,7 +231,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
     ("name", "expected"),
     [
         ("algo.py", "names no algorithm"),
-        ("algo.py:nope", "defines no nope; name an AlgorithmSpec of this file (found: mine, other)"),
+        ("algo.py:nope", r"defines no nope; name an AlgorithmSpec of this file \(found: mine, other\)"),
         ("algo.py:number", "is a int; name an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),

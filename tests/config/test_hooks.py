@@ -130,7 +130,7 @@ def test_a_named_object_comes_from_a_module_or_a_file(tmp_path, monkeypatch, for
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("hook.py:1x", r"'hook\.py:1x': write file\.py:NAME$"),
+        ("hook.py:1x", r"'hook\.py:1x' is malformed; write file\.py:NAME$"),
         ("hook.py", r"'hook\.py' names no object in hook\.py; write hook\.py:Name$"),
         ("json.", r"'json\.' names no object in json; write json:Name$"),
         (

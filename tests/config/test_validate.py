@@ -215,7 +215,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ),
         (
             [*GSPO, "--rollout-backend", "vllm", "--kv-cache-tokens", "9999"],
-            r"--kv-cache-tokens 9999 has no effect on inference servers, .* \(--rollout-server-args\)",
+            r"--kv-cache-tokens 9999 has no effect on inference servers, .* from --rollout-server-args",
         ),
         (
             [*GSPO, "--rollout-backend", "sglang", "--speculate", "4"],
