@@ -153,7 +153,7 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
     devices(monkeypatch, 4)
     prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "2"])
     with pytest.raises(
-        UsageError, match=r"training needs 2 GPUs \(--world-size\) .* rollout needs 3 more, but .* has 4 GPUs;"
+        UsageError, match=r"training needs 2 GPUs \(--world-size\), .* rollout needs 3 more, but .* has 4 GPUs;"
     ):
         prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "3"])
 
