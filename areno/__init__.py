@@ -1,7 +1,7 @@
 """areno: reinforcement-learning post-training for language models, from a laptop CPU up.
 
 The public API can be imported from ``areno`` or ``areno.api``. Imports are lazy: ``import areno`` does not import torch.
-Map of the packages: docs/architecture.md.
+docs/architecture.md describes the packages.
 """
 
 import importlib

@@ -1,7 +1,8 @@
 """The cache folder, and scratch folders of a process.
 
 The cache is in ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. Scratch folders are temporary folders
-locked by the process that created them. If that process is killed, a later process that creates a scratch folder deletes them.
+locked by the process that created them. If this process is killed, the next process that creates a scratch folder deletes the
+folders of the killed process.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ _SCRATCH, _OWNED = "areno-scratch-", ".owned"
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for one kind of cached file. Users may delete it at any time. Reads the environment at each call."""
+    """Return the folder for one kind of cached file, according to the environment. Users may delete the folder at any time."""
     if configured := os.environ.get("ARENO_CACHE_DIR"):
         root = Path(configured).expanduser()
     else:
@@ -30,10 +31,9 @@ def cache_folder(kind: str) -> Path:
 
 
 def planted_problem(path: Path) -> str:
-    """Describe why a cached file cannot be trusted. For a trusted file, return "".
+    """Return why a cached file of machine code cannot be trusted; empty if the file can be trusted.
 
-    The file contains machine code. The file and each cache folder above it must belong to this user or root, and must
-    not be world-writable.
+    The file and each cache folder above it must belong to this user or root. None of them may be world-writable.
     """
     root = cache_folder("")
     for entry in (path, *(folder for folder in path.parents if folder.is_relative_to(root))):
@@ -43,15 +43,15 @@ def planted_problem(path: Path) -> str:
                 f"{entry} is owned by user {status.st_uid}; delete it, or set ARENO_CACHE_DIR to a folder of your own"
             )
         if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
-            return f"{entry} is world-writable; delete it and chmod o-w {root}"
+            return f"{entry} is world-writable; delete it, and run chmod o-w {root}"
     return ""
 
 
 @contextmanager
 def building_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target`` in which to build it.
+    """Yield a temporary folder, next to ``target``, in which ``target`` is built.
 
-    Folders that are over a day old are deleted first, because their builds were killed.
+    Temporary folders of earlier builds that are over a day old are deleted first, because these builds were killed.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):

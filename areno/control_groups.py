@@ -16,7 +16,7 @@ class ControlGroup:
     version: int
 
     def read(self, name: str) -> str:
-        """Return the content of a file. Raises OSError or UnicodeDecodeError if it cannot be read."""
+        """Return the content of a file. Raises OSError or UnicodeDecodeError if the file cannot be read."""
         return (self.folder / name).read_text(encoding="ascii")
 
 

@@ -13,7 +13,7 @@ from areno.control_groups import GROUPS, MEMBERSHIP, groups_of
 def usable_cores() -> int:
     """Return the number of cores that this process may use.
 
-    This is the number of cores in the process's affinity mask, but at most the container's CPU limit (rounded up).
+    The result is the number of cores in the process's affinity mask, but at most the container's CPU limit (rounded up).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroup_limit()
@@ -21,7 +21,7 @@ def usable_cores() -> int:
 
 
 def openmp_threads() -> int | None:
-    """Return the first number in ``OMP_NUM_THREADS``, for the outermost level; None if the variable is unset or invalid."""
+    """Return the first number in ``OMP_NUM_THREADS`` (the outermost level); None if the variable is unset or invalid."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
@@ -56,16 +56,16 @@ class CpuTimes:
 
 
 def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:
-    """Return the mean number of cores that other programs kept busy between two readings."""
+    """Return the mean number of cores that other programs kept busy between ``before`` and ``after``."""
     busy, own = after.busy - before.busy, after.own - before.own
     return max(busy - own, 0.0) / max(after.wall - before.wall, 1e-9)
 
 
 def read_cpu_times(root_pid: int) -> CpuTimes | None:
-    """Read the current times; None if the system does not report them.
+    """Read the current times; None if the system does not report the times.
 
     Args:
-        root_pid: process that started this run. The run consists of this process and its descendants.
+        root_pid: id of the process that started this run. The run consists of this process and its descendants.
     """
     import psutil
 

@@ -4,10 +4,10 @@ import re
 import sys
 
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-"""Matches messages of libraries about a failed allocation."""
+"""Pattern of library messages about a failed allocation."""
 MEMORY_HINT = (
     "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
-    "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what uses memory"
+    "experiment, lower actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows the memory use"
 )
 """Advice for an out-of-memory error."""
 
@@ -21,7 +21,7 @@ class UsageError(ArenoError, ValueError):
 
 
 class DataError(UsageError):
-    """The data is invalid; the message about an invalid row names its source and number."""
+    """The data is invalid; the message about an invalid row names the row's source and number."""
 
 
 class UnsupportedModelError(UsageError):
@@ -41,7 +41,7 @@ class CheckpointError(ArenoError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint differ from what was written."""
+    """The files of a checkpoint differ from the files that were written."""
 
 
 class EngineError(ArenoError, RuntimeError):
@@ -53,11 +53,11 @@ class GrammarError(EngineError):
 
 
 def exit_code(error: BaseException) -> int:
-    """Print an error on stderr, and return the program's exit code. If memory ran out, also print advice.
+    """Print an error on stderr, and return the program's exit code. If the process ran out of memory, also print advice.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, and 1 for other errors. A ``SystemExit`` with a number or without
-    a code prints nothing and keeps its code. A ``SystemExit`` with a text is treated like other errors. An example is
-    ``sys.exit("no data")`` in a user's function.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and 1 for other errors. A ``SystemExit`` with a number or without a code
+    prints nothing and keeps its code. A ``SystemExit`` with a text, such as ``sys.exit("stop")`` in a user's function, is
+    treated like other errors.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0

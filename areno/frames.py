@@ -1,7 +1,7 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair, the leading end first sends a random key. Every header then starts with this key. If other code writes
-stray bytes to the socket, they raise an error and are not read as a length. Connections between machines use
+On a socket pair, the leading end first sends a random key. Every header then starts with this key. If other code writes stray
+bytes to the socket, the receiver raises an error instead of reading the bytes as a length. Connections between machines use
 :class:`SignedFormat`.
 """
 
@@ -59,11 +59,11 @@ class KeyedFormat:
 class SignedFormat:
     """Frames whose header and body each carry a MAC. The MAC also covers the direction and the position in the stream.
 
-    Both ends detect messages that an attacker in between has changed, replayed, dropped, inserted or reflected.
+    Each end detects messages that an attacker on the connection has changed, replayed, dropped, inserted or reflected.
 
     Args:
         key: shared key of the connection.
-        dials: whether this end opened the connection. Each direction has a key of its own.
+        dials: whether this end opened the connection. Each direction has its own key, derived from ``key``.
     """
 
     header_bytes, trailer_bytes = _LENGTH.size + _MAC_BYTES, _MAC_BYTES

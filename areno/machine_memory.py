@@ -14,9 +14,9 @@ _UNLIMITED = 2**62
 
 
 def free_bytes() -> int:
-    """Return the bytes that can still be allocated.
+    """Return the number of bytes that can still be allocated.
 
-    This is the number that the kernel reports as available, or the room that control groups leave if it is smaller. If
+    The result is the smaller of the memory that the kernel reports as available and the memory that control groups leave. If
     the kernel does not report a number, half of the physical memory counts as available.
     """
     portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -29,9 +29,9 @@ def total_bytes() -> int:
 
 
 def resident_bytes(root_pid: int, *, peak: bool = False) -> int:
-    """Return the resident bytes of a process and the unshared resident bytes of its descendants. If unknown, return 0.
+    """Return the resident bytes of a process plus the unshared resident bytes of its descendants; 0 if unknown.
 
-    With ``peak``, each process counts with its peak instead of its current value. Only Linux records peaks.
+    If ``peak`` is true, the peak of each process is used instead of its current value. Only Linux records peaks.
     """
     import psutil
 
@@ -65,12 +65,12 @@ def proc_figure(file: str, name: str) -> int:
 
 
 def group_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the lowest memory limit of the process's control groups in bytes. Without a limit, the result is huge."""
+    """Return the lowest memory limit of the process's control groups in bytes; 2**62 without a limit."""
     return min((_limit(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
 
 
 def left_in_groups(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the bytes left under the limits of the process's control groups. Without a limit, the result is huge."""
+    """Return the number of bytes left under the limits of the process's control groups; 2**62 without a limit."""
     return min((_left(group) for group in groups_of("memory", root, membership)), default=_UNLIMITED)
 
 

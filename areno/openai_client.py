@@ -22,11 +22,11 @@ class OpenAIClient:
     """A thread-safe client of one server.
 
     If the environment variable ``OPENAI_API_KEY`` is set, the client sends this key. The client connects at its first
-    request. So it may be created in one process and used in another.
+    request, so a client may be created in one process and used in another process.
 
     Args:
         url: base URL with the API version, such as ``http://HOST:8000/v1``.
-        timeout_s: timeout of one request.
+        timeout_s: timeout of one request in seconds.
         model: model name on the server. None selects the first model that the server lists.
     """
 
@@ -44,7 +44,7 @@ class OpenAIClient:
     def check(self, description: str) -> None:
         """Raise UsageError if the server does not list its models. The message starts with ``description``.
 
-        If the model was named at creation, a server without a list of models is accepted.
+        If ``model`` was set, a server that cannot list models is accepted.
         """
         try:
             listed = self._listed()

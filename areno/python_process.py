@@ -1,4 +1,4 @@
-"""The command and the environment for other Python processes that import the same modules as this one."""
+"""The command and the environment for other Python processes that import the same modules as this process."""
 
 import os
 import sys
@@ -7,13 +7,13 @@ import sys
 def python_command(python: str = sys.executable) -> list[str]:
     """Return a command that starts Python.
 
-    The command has ``-P``, which keeps the working directory off the search path. Otherwise a file there, such as
-    ``datasets.py``, would shadow a package that areno imports. If this process itself imports from the working
-    directory, ``-P`` is omitted.
+    The option ``-P`` removes the working directory from the search path. Otherwise, a file in this directory, such as
+    ``datasets.py``, would shadow a package that areno imports. If this process imports from the working directory, ``-P`` is
+    omitted.
     """
     return [python] if {"", os.getcwd()} & set(sys.path) else [python, "-P"]
 
 
 def search_path() -> dict[str, str]:
-    """Return the environment variable ``PYTHONPATH`` with the module search path of this process."""
+    """Return the environment variable ``PYTHONPATH``, set to the module search path of this process."""
     return {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
-    """Yield a client and the model's name. Without ``--base-url``, a server of ``--model-path`` runs in this process."""
+    """Yield a client and the model's name. Without ``--base-url``, the server runs in this process."""
     if options.base_url:
         client = ChatClient(options.base_url, options.api_key)
         yield client, options.model or client.first_model()
@@ -107,7 +107,7 @@ def _first_messages(file: str) -> list[dict[str, str]]:
     try:
         messages = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--messages {file} cannot be read as JSON: {error}") from error
+        raise UsageError(f"--messages {file} cannot be read as JSON: {error}; correct the file") from error
     valid = isinstance(messages, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         for message in messages
@@ -137,7 +137,7 @@ def _questions() -> Iterator[str]:
         yield from (line.strip() for line in sys.stdin)
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"the input is not text in {sys.stdin.encoding}: {error}; convert it, for example with iconv"
+            f"the input is not text in {sys.stdin.encoding}: {error}; convert the input, for example with iconv"
         ) from error
 
 
@@ -160,7 +160,7 @@ def _chat(conversation: ChatSession) -> None:
         if (notice := conversation.command(question)) is not None:
             console.print(notice, style="dim")
         elif question.startswith("/"):
-            console.print(f"{question.split()[0]} is not a command: {_HELP}", style="dim", markup=False)
+            console.print(f"{question.split()[0]} is not a command; {_HELP}", style="dim", markup=False)
         else:
             _show(console, conversation, question)
 
@@ -173,6 +173,6 @@ def _show(console: Any, conversation: ChatSession, question: str) -> None:
             )
         console.print()
     except KeyboardInterrupt:
-        console.print("\nstopped; the question was discarded", style="dim")
+        console.print("\nthe answer was stopped and the question discarded", style="dim")
     except ArenoError as error:
         console.print(f"\nerror: {error}", style="red", markup=False)

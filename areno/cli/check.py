@@ -32,7 +32,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result; ``remedy`` is empty when there is nothing to do."""
+    """The result of one check; ``remedy`` is empty if there is nothing to do."""
 
     status: Status
     name: str
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def checks(report: dict[str, Any]) -> list[Check]:
-    """Evaluate a report of ``areno env``."""
+    """Return the results of all checks of a report by ``areno env``."""
     parts = (_python, _required, _devices, _mps, _cuda, _optional, _compiler, _folders, _memory)
     return [check for part in parts for check in part(report)]
 
@@ -67,7 +67,7 @@ def format_checks(results: Sequence[Check]) -> str:
     if ready:
         lines += ["", f"Ready: {', '.join(_ready(results))}"]
     steps = [result.remedy for status in ("FAIL", "WARN") for result in results if result.status == status]
-    steps.append("a first run: areno quickstart" if ready else "areno check")
+    steps.append("start a first run: areno quickstart" if ready else "areno check")
     return "\n".join([*lines, "", "Next:", *(f"  {number}. {step}" for number, step in enumerate(steps, start=1))])
 
 
@@ -105,10 +105,10 @@ def _required(report: dict[str, Any]) -> Iterator[Check]:
         if version is None:
             yield Check("FAIL", title, "not installed", install)
         elif not at_least(version, minimum):
-            yield Check("FAIL", title, f"{version} is too old", install)
+            yield Check("FAIL", title, f"version {version} is too old", install)
         elif not package["imported"]:
             repair = install.replace("--upgrade", "--force-reinstall")
-            yield Check("FAIL", title, f"{version} does not import: {package['error']}", repair)
+            yield Check("FAIL", title, f"version {version} cannot be imported: {package['error']}", repair)
         else:
             yield Check("OK", title, version)
 
@@ -150,7 +150,7 @@ def _cuda(report: dict[str, Any]) -> Iterator[Check]:
         remedy = f"Update the NVIDIA driver, or install a PyTorch built for CUDA {newest} or older."
     else:
         detail = f"the driver is installed, but PyTorch (CUDA {build}) sees no GPU"
-        remedy = "Check CUDA_VISIBLE_DEVICES, and that nvidia-smi lists the GPU for this user."
+        remedy = "Check the variable CUDA_VISIBLE_DEVICES, and check that nvidia-smi lists the GPU for this user."
     yield Check("WARN", "CUDA", detail, remedy)
 
 
@@ -176,7 +176,7 @@ def _compiler(report: dict[str, Any]) -> Iterator[Check]:
         path is not None,
         "INFO",
         "C++ compiler (optional)",
-        path or f"{compiler} not found; decoding on a CPU is slower",
+        path or f"{compiler} was not found, so decoding on a CPU is slower",
         "xcode-select --install" if report["platform"]["system"] == "Darwin" else install,
     )
 

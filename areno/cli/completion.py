@@ -48,7 +48,7 @@ _ZSH_HEAD = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 class _Value(NamedTuple):
-    """What an argument takes: words, files, or nothing."""
+    """The values that an argument accepts: words, files, or no value."""
 
     words: tuple[str, ...] = ()
     files: bool = False
@@ -57,14 +57,14 @@ class _Value(NamedTuple):
 
 
 _Command = tuple[dict[str, _Value], _Value]
-"""The options of a command, by flag, and what its positional arguments take."""
+"""The options of a command, by flag, and the values that its positional arguments accept."""
 
 
 def run(argv: list[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno completion",
-        description="Print a completion script. Load it with: source <(areno completion bash); in zsh, after compinit, "
+        description="Print a completion script. Load the script with: source <(areno completion bash); in zsh, after compinit, "
         "source <(areno completion zsh); in fish, areno completion fish | source.",
         allow_abbrev=False,
     )

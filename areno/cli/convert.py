@@ -18,30 +18,34 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno convert",
-        description="Print the areno train command for a configuration of TRL or verl, and the settings that it does not "
-        "include. Experiments of AReaL need no conversion: areno run FILE.yaml.",
+        description="Print the areno train command for a configuration of TRL or verl, and list the settings that "
+        "the command does not include. Experiments of AReaL need no conversion: use areno run FILE.yaml.",
         allow_abbrev=False,
     )
-    parser.add_argument("tool", choices=("trl", "verl"), help="The tool of the configuration.")
+    parser.add_argument("tool", choices=("trl", "verl"), help="The tool that the configuration is written for.")
     parser.add_argument(
         "settings",
         metavar="FILE.yaml | --name value | name=value",
         nargs=argparse.REMAINDER,
-        help="A YAML file, settings as on the tool's command line, or both; later settings win.",
+        help="A YAML file, settings as on the tool's command line, or both; if a setting occurs twice, the last value counts.",
     )
     parser.add_argument(
         "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="What TRL trains (default: grpo)."
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="Number of devices, because TRL counts rows per device (default: 1)."
+        "--devices",
+        type=int,
+        default=1,
+        help="Number of devices of the TRL run, which counts rows per device (default: 1).",
     )
     options = parser.parse_args(argv)
     if options.devices < 1:
-        raise UsageError(f"--devices {options.devices}: use at least 1")
+        raise UsageError(f"--devices must be at least 1, got {options.devices}")
     settings = dict(_settings_of(options.settings))
     if not settings:
         raise UsageError(
-            "areno convert: give a YAML file, or settings such as --learning_rate 1e-6 or data.train_batch_size=64"
+            "areno convert needs settings to convert; give a YAML file, or settings such as --learning_rate 1e-6 or "
+            "data.train_batch_size=64"
         )
     conversion = convert(options.tool, settings, options.kind, options.devices)
     print(conversion.command)
@@ -66,7 +70,9 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             has_value = bool(rest) and not rest[0].startswith("--")
             yield name, _value(rest.pop(0)) if has_value else True
         else:
-            raise UsageError(f"{word}: give a YAML file, --name value, or name=value")
+            raise UsageError(
+                f"{word} is neither a YAML file nor a setting; write a setting as --name value or name=value"
+            )
 
 
 def _value(text: str) -> Any:

@@ -1,6 +1,6 @@
 """``areno env``: reports hardware, packages and environment as text or JSON, for bug reports and ``areno check``.
 
-Each item is probed separately, and failed imports are reported, so the command works even if torch is broken.
+The command works even if torch is broken, because each package is imported separately and failed imports are reported.
 """
 
 import importlib
@@ -49,7 +49,7 @@ OPTIONAL = {
     "peft": "0.17",
     "bitsandbytes": "0.46",
 }
-"""Distributions of the extras and their minimum versions."""
+"""Optional distributions and their minimum versions."""
 
 _MODULES = {
     "huggingface-hub": "huggingface_hub",
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Probe the machine; returns JSON types. Imports torch and every dependency, which takes seconds."""
+    """Return a report about this machine, in JSON types. Importing torch and the other dependencies takes seconds."""
     torch_report, gpus = _torch()
     return {
         "areno": {"version": __version__},
@@ -122,7 +122,7 @@ def dependency(name: str) -> dict[str, Any]:
 
 
 def at_least(version: str | None, minimum: str) -> bool:
-    """Compare the release numbers of two versions: ``2.13.0+cpu`` is at least ``2.11``."""
+    """Whether a version is at least ``minimum``. Only release numbers count: ``2.13.0+cpu`` is at least ``2.13.0``."""
     return version is not None and _numbers(version) >= _numbers(minimum)
 
 
@@ -132,7 +132,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def hf_cache() -> Path:
-    """Return the Hugging Face cache folder, by the rules of huggingface_hub, which may not be installed."""
+    """Return the Hugging Face cache folder, without importing huggingface_hub, which may not be installed."""
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     older_name = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
     return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", older_name))).expanduser()

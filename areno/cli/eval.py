@@ -69,7 +69,7 @@ class EvalProgress:
         self._bar.stop()
 
     def start(self, rows: int) -> None:
-        """Start the clock after the model is loaded. ``rows`` also counts the prompts that will be skipped as too long."""
+        """Start the clock after the model is loaded. ``rows`` is the number of prompts, including prompts that are too long."""
         self._total, self._started = rows, time.monotonic()
         self._bar.update(self._task, total=rows)
         self._bar.start()
@@ -77,7 +77,7 @@ class EvalProgress:
             route_console(lambda line: self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True))
 
     def scored(self, records: list[RewardRecord], rewards: list[float | None]) -> None:
-        """Add answers with their rewards; a reward that failed is None."""
+        """Add answers with their rewards; the reward is None if the reward function failed."""
         if self._answers is not None:
             self._answers.append(records, rewards)
         valid = [reward for reward in rewards if reward is not None]
@@ -99,7 +99,7 @@ class AnswerFile:
         self._write("ab", b"")  # an error is reported before the evaluation
 
     def append(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
-        """Append answers; a reward that failed is None."""
+        """Append answers with their rewards; the reward is None if the reward function failed."""
         lines = "".join(_line(record, reward) for record, reward in zip(records, rewards, strict=True))
         self._write(self._mode, lines.encode(errors="backslashreplace"))
         self._mode = "ab"

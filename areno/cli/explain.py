@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list(width: int, data: RunData | None) -> Iterator[str]:
-    """List the metrics by section: all metrics, or with ``data`` those that the run recorded."""
+    """List metrics by section: the metrics that the run ``data`` recorded; all metrics if ``data`` is None."""
     listed = explanations() if data is None else _recorded(data)
     for (front_end, section), members in groupby(listed, lambda one: (one.front_end, one.section)):
         rows = list(members)
@@ -67,11 +67,11 @@ def _explain(query: str, width: int, data: RunData | None) -> Iterator[str]:
     candidates = explain(query)
     names = {} if data is None else {one: name for one in candidates if (name := _name_in(data, one, query))}
     if data is not None and not candidates and query in data.metrics:
-        yield from (query, "  not documented: reported by your own code", "")
+        yield from (query, "  areno does not document this metric, which your own code reports", "")
         yield from _course(data, query, None)
         return
     if not candidates:
-        raise UsageError(f"{query!r} is not a metric{nearest(query, known_names())}; areno explain lists all")
+        raise UsageError(f"{query!r} is not a metric{nearest(query, known_names())}; areno explain lists all metrics")
     shown = next(iter(names), candidates[0])
     yield from _describe(shown, width)
     others = [f"{one.name} ({one.front_end})" for one in candidates if one is not shown]
@@ -95,13 +95,13 @@ def _describe(one: Explanation, width: int) -> Iterator[str]:
 
 
 def _field(label: str, text: str, width: int) -> list[str]:
-    """Return the lines of a label and a wrapped text; [] for an empty text."""
+    """Return the lines of a wrapped text with a label; [] for an empty text."""
     body = textwrap.wrap(text, max(width - _LABEL_WIDTH, 20), break_long_words=False, break_on_hyphens=False)
     return [f"  {label if i == 0 else '':<{_LABEL_WIDTH - 2}}{line}" for i, line in enumerate(body)]
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """Return the first recorded name of these: the query itself (such as NAME/max), the metric, and its mean."""
+    """Return the first recorded name of these: the query (such as NAME/max), the metric, and the metric's mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

@@ -1,6 +1,6 @@
 """``areno inspect``: lists the samples of a run, or shows one sample by turns and tokens.
 
-The command reads only the run directory, and needs no model or tokenizer. It also works on a run in progress and on a run from
+The command reads only the run directory, and needs neither model nor tokenizer. The run may be in progress, or come from
 another machine.
 """
 
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
-    parser.add_argument("--sample", metavar="ID", help="Sample to show, as listed: STEP/PROMPT/SAMPLE.")
+    parser.add_argument("--sample", metavar="ID", help="Sample to show, as STEP/PROMPT/SAMPLE in the list.")
     parser.add_argument("--step", type=int, metavar="N", help="List the samples of this step only.")
     parser.add_argument(
         "--limit", type=int, metavar="N", default=_NEWEST, help="Number of samples to list (default: %(default)s)."
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.limit < 1:
-        raise UsageError(f"--limit {arguments.limit}: use at least 1")
+        raise UsageError(f"--limit must be at least 1, got {arguments.limit}")
     data = RunData(arguments.run)
     entries = data.entries
     if not len(entries):
@@ -74,9 +74,9 @@ def _find(entries: Entries, name: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {name}: no such sample; the run has {sample_id(entries[0])} to {sample_id(entries[-1])}, but "
-        "only the best, worst and first sample of each step's first prompts are recorded; omit --sample to list the "
-        "recorded samples"
+        f"--sample {name}: this sample is not recorded; the run records only the best, worst and first sample of "
+        f"each step's first prompts, from {sample_id(entries[0])} to {sample_id(entries[-1])}; omit --sample to "
+        "list the recorded samples"
     )
 
 

@@ -6,7 +6,7 @@ USAGE = """\
 usage: areno launch FILE.yaml [key=value ...]
 
 Prints what 'areno run' with the same arguments would start on a cluster, without starting it. With
-scheduler.type=slurm, this is the batch script; with scheduler.type=ray, the resources to reserve.
+scheduler.type=slurm, the output is the batch script; with scheduler.type=ray, the resources to reserve.
 """
 
 

@@ -1,7 +1,7 @@
-"""``areno``: dispatches to a command, and turns typed errors into messages and exit codes.
+"""``areno``: runs a command, and reports its errors as messages and exit codes.
 
-Exit code 1 is a failure, 2 a usage error, 130 an interrupt. Only the module of the command is imported, to keep ``--help``
-fast.
+Exit code 1 means a failure, 2 a usage error, and 130 an interrupt. Only the module of the command is imported, so that
+``--help`` is fast.
 """
 
 import importlib
@@ -38,8 +38,8 @@ COMMANDS = {
 }
 """Command names and their one-line help.
 
-``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code. If it raises an `ArenoError`, ``main``
-reports the error.
+``areno.cli.<name>.run`` takes the arguments after the name and returns the exit code. If ``run`` raises an `ArenoError`,
+``main`` reports the error.
 """
 
 
@@ -79,7 +79,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """Return the command to call. If the arguments resume a run, this is the command that wrote the run."""
+    """Return the name of the command to call. If the arguments resume a run, return the command that wrote the run."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume

@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
         type=int,
         metavar="STEPS",
         default=1,
-        help="Draw the moving mean over this many values; for a single run, with a band from their minimum to their maximum.",
+        help="Draw the moving mean over this many values; for a single run, with a band from the minimum to the "
+        "maximum of these values.",
     )
     parser.add_argument(
         "--mean-over",
@@ -55,7 +56,9 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--height", metavar="SIZE", default="360px", help="Height of a chart (default: %(default)s).")
     parser.add_argument(
-        "--samples", action="store_true", help="Write the recorded samples instead, to a .csv or .parquet file."
+        "--samples",
+        action="store_true",
+        help="Write the recorded samples instead of metrics, to a .csv or .parquet file.",
     )
     arguments = parser.parse_args(argv)
     out = Path(arguments.out)
@@ -83,10 +86,11 @@ def run(argv: Sequence[str]) -> int:
 def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     if suffix not in _SUFFIXES:
         raise UsageError(
-            f"--out {arguments.out}: use a name that ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+            f"--out {arguments.out} has an unsupported format; use a name that ends in {', '.join(_SUFFIXES[:-1])} "
+            f"or {_SUFFIXES[-1]}"
         )
     if arguments.smooth < 1:
-        raise UsageError(f"--smooth {arguments.smooth}: use at least 1")
+        raise UsageError(f"--smooth must be at least 1, got {arguments.smooth}")
     if arguments.samples and (suffix == ".svg" or arguments.metric):
         raise UsageError("--samples writes a .csv or .parquet file; pass such a name to --out, and omit --metric")
     drawn = [
@@ -94,7 +98,8 @@ def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     ]
     if suffix != ".svg" and drawn:
         raise UsageError(
-            f"--out {arguments.out}: use {', '.join(drawn)} with .svg files only; {suffix} files get the recorded values"
+            f"--out {arguments.out}: a {suffix} file contains the recorded values; use {', '.join(drawn)} only with "
+            "an .svg file"
         )
 
 
@@ -112,12 +117,12 @@ def _groups(arguments: Namespace) -> dict[str, list[RunData]]:
         name, equals, paths = word.partition("=")
         runs = [RunData(path) for path in paths.split(",") if path]
         if not (name and equals and runs):
-            raise UsageError(f"--mean-over {word}: write NAME=RUN,RUN,...")
+            raise UsageError(f"--mean-over {word} is malformed; write NAME=RUN,RUN,...")
         if name in groups:
-            raise UsageError(f"--mean-over {word}: another curve has the name {name}; use another name")
+            raise UsageError(f"--mean-over {word}: another curve also has the name {name}; use a different name")
         groups[name] = runs
     if not groups:
-        raise UsageError("give the directory of at least one run, or --mean-over NAME=RUN,RUN,...")
+        raise UsageError("areno plot needs at least one run; give its directory, or --mean-over NAME=RUN,RUN,...")
     return groups
 
 
@@ -133,7 +138,9 @@ def _layout(arguments: Namespace, charts: int) -> tuple[PlotLayout, tuple[str, s
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(px|in|)", text)
         pixels = round(float(match[1]) * _PIXELS[match[2]]) if match else 0
         if not match or not 100 <= pixels <= 10_000:
-            raise UsageError(f"--{option} {text}: use 100 to 10000 px or the same in inches, such as 640, 640px or 6in")
+            raise UsageError(
+                f"--{option} {text} is not a size of 100 to 10000 pixels; use a size such as 640, 640px or 6in"
+            )
         sizes.append((pixels, float(match[1]), match[2]))
     (width, shown_width, unit), (height, shown_height, height_unit) = sizes
     layout = PlotLayout(arguments.x, arguments.smooth, arguments.title, width, height)

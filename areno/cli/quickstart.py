@@ -1,4 +1,4 @@
-"""``areno quickstart``: trains a tiny model from scratch or, with ``--real``, a pretrained one."""
+"""``areno quickstart``: trains a tiny model from scratch or, with ``--real``, a pretrained model."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     for option in ("ckpt", "steps"):
         if getattr(arguments, option) is not None:
-            raise UsageError(f"--{option} needs areno quickstart --real; add --real, or omit --{option}")
+            raise UsageError(f"--{option} applies only to areno quickstart --real; add --real, or omit --{option}")
     from areno.quickstart.from_scratch import quickstart
 
     quickstart(arguments.seed, arguments.run_dir)

@@ -21,10 +21,11 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno replay",
         usage=_USAGE,
-        description="Train again on the rows recorded in a step of a run, with the run's configuration and any changes to the "
-        "loss, the advantages or the optimizer, such as --lr 1e-6; compare the statistics with those of the run. Uses the "
-        "rows of --save-rollouts if available, otherwise the recorded samples, and starts from the newest checkpoint "
-        "before the step, else from the initial model. Nothing is generated, and nothing is written to the run directory.",
+        description="Train again on the rows that a run recorded in a step, and compare the statistics with those "
+        "of the run. You can change options of the loss, the advantages or the optimizer, such as --lr 1e-6. The replay "
+        "uses the rows of --save-rollouts if available, otherwise the recorded samples. The replay starts from the newest "
+        "checkpoint before the step, or else from the initial model. Nothing is generated, and "
+        "nothing is written to the run directory.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
@@ -40,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
         )
     for name, least in (("step", 0), ("updates", 1)):
         if getattr(arguments, name) < least:
-            raise UsageError(f"--{name} {getattr(arguments, name)}: use at least {least}")
+            raise UsageError(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
     if arguments.out and Path(arguments.out).expanduser().exists():
-        raise UsageError(f"--out {arguments.out} exists; choose a new directory")
+        raise UsageError(f"--out {arguments.out} already exists; choose a new directory")
     with tempfile.TemporaryDirectory(prefix="areno-replay-") as scratch:
         out = Path(arguments.out).expanduser() if arguments.out else Path(scratch) / "replay"
         kind = _of_experiment if is_experiment(path, "areno replay") else _of_run

@@ -23,7 +23,11 @@ def run(argv: Sequence[str]) -> int:
         "--add", metavar="URL", action="append", default=[], help="Add an inference server as a replica; repeatable."
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=900.0, help="Maximum time to wait (default: %(default)g)."
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=900.0,
+        help="Maximum time to wait, in seconds (default: %(default)g).",
     )
     arguments = parser.parse_args(argv)
     from areno.rollouts.fleet.control import replicas_of, request
@@ -32,9 +36,11 @@ def run(argv: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a run directory; pass the folder that contains config.yaml (runs/<name>)")
     if arguments.replicas is not None and arguments.add:
-        raise UsageError("--add URL: omit the number of replicas; each URL adds one replica")
+        raise UsageError(
+            "--add cannot be combined with a number of replicas; omit the number, because each URL adds one replica"
+        )
     if arguments.replicas is not None and arguments.replicas < 1:
-        raise UsageError(f"{arguments.replicas} replicas: use at least 1")
+        raise UsageError(f"the number of replicas must be at least 1, got {arguments.replicas}")
     if arguments.replicas is None and not arguments.add:
         print(f"replicas: {replicas_of(folder)}")
         return 0

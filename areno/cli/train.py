@@ -1,7 +1,7 @@
 """``areno train``: prepares the run, prints its summary, and trains.
 
 The flags are fields of dataclasses in ``run_options.py``, ``rollout_options.py`` and ``train_options.py`` of
-``areno/config``. Some algorithms in ``areno/algorithms`` add their own flags. The run itself is in
+``areno/config``. Some algorithms in ``areno/algorithms`` add their own flags. The training run is implemented in
 :mod:`areno.api.run_training`.
 """
 
@@ -41,5 +41,5 @@ def _dry_run(options: TrainOptions) -> int:
     print("\nMemory\n------")
     print("not estimated with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
     if options.uses_replicas:
-        print("(trainer process only; each rollout process has its own model and cache)")
+        print("(for the trainer process only; each rollout process has its own model and cache)")
     return 0

@@ -16,8 +16,8 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno view",
         description="Show runs in the browser, even while they train: curves, samples token by token, conversations with "
-        "tools, configurations side by side, and logs. The viewer changes no files, and serves them to this machine only, "
-        "unless you set --host.",
+        "tools, configurations side by side, and logs. The viewer changes no files. Unless you set --host, only "
+        "this machine can open the page.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="Folder with runs. Default: runs.")

@@ -1,11 +1,11 @@
-"""Options, algorithm specs, validation and YAML. The package does not import torch.
+"""Options, algorithm specs, validation of options, and YAML files. The package does not import torch.
 
 Options of ``areno train``:
 
 - ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: all of these options.
 - ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
-- ``prepare``: turns arguments into a checked run; ``validate``: checks of options; ``resume``: ``--resume``.
+- ``prepare``: parses and checks the arguments of a run; ``validate``: checks of options; ``resume``: ``--resume``.
 - ``summary``: the printed summary.
 
 Options of other commands:

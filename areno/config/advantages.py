@@ -1,8 +1,7 @@
-"""The registry of advantage estimators. Built-in estimators are imported lazily, so that listing their names does not
-import torch.
+"""The registry of advantage estimators. Built-in estimators are imported lazily: listing their names does not import torch.
 
-An estimator is a function ``(rewards, groups) -> advantages``. Its arguments cover all samples of a step: ``rewards``
-contains the reward of each sample, and ``groups`` the index of its prompt.
+An estimator is a function ``(rewards, groups) -> advantages``. Both arguments have one item per sample of a step: ``rewards``
+contains the sample's reward, and ``groups`` the index of the sample's prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +19,19 @@ _REGISTRY: dict[str, AdvantageFn | str] = {
 
 
 def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> None:
-    """Register an estimator for ``--advantage``. Raises ValueError if the name is taken, unless ``replace`` is true."""
+    """Register an estimator for ``--advantage``. If the name is taken and ``replace`` is false, raise ValueError."""
     if name in _REGISTRY and not replace:
         raise ValueError(f"advantage {name!r} is already registered; choose another name, or pass replace=True")
     _REGISTRY[name] = fn
 
 
 def get_advantage(name: str) -> AdvantageFn:
-    """Return the estimator called ``name``. Raises ValueError if there is no such estimator."""
+    """Return the estimator called ``name``. Raises ValueError if the name is not registered."""
     if name not in _REGISTRY:
         raise ValueError(f"advantage {name!r} is unknown; choose one of: {', '.join(list_advantages())}")
     return resolve_reference(_REGISTRY[name])  # type: ignore[no-any-return]
 
 
 def list_advantages() -> list[str]:
-    """Return the registered names, sorted."""
+    """Return the names of the registered estimators, sorted."""
     return sorted(_REGISTRY)

@@ -1,8 +1,8 @@
-"""The registry of training algorithms. Specs in this file refer to trainers and losses by name, so that a lookup does not
-import torch.
+"""The registry of training algorithms. Specs in this file name their trainers and losses as text, so that looking up a spec
+does not import torch.
 
-Each file in ``areno/algorithms`` defines one more algorithm; these files import torch. ``get_algorithm`` also accepts
-``file.py:NAME`` (an `AlgorithmSpec` in a user's file) and names in the entry-point group ``areno.algorithms``.
+Each file in ``areno/algorithms`` defines another algorithm; these files import torch. ``get_algorithm`` also accepts
+``file.py:NAME`` (an `AlgorithmSpec` in a user's file) and the names of entry points in the group ``areno.algorithms``.
 """
 
 import functools
@@ -41,33 +41,34 @@ _READ_BY_TRAINER = {
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
     ),
 }
-"""Options that a trainer itself reads, regardless of the loss."""
+"""Options that each trainer reads regardless of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
-    A loss with a parameter ``knobs`` receives an instance of ``options``. A loss parameter with the name of an option receives
-    the option's value. This option may be declared in ``options``, listed in ``uses``, or built in for this algorithm. The
-    algorithm's name at the start of a built-in option is ignored: GRPO's ``clip_eps`` receives ``grpo_clip_eps``.
+    If the loss function has a parameter ``knobs``, this parameter receives an instance of ``options``. A loss parameter with
+    the name of an option receives the option's value. The option may be declared in ``options``, listed in ``uses``, or a
+    built-in option of this algorithm. If the name of a built-in option starts with the algorithm's name, the parameter's name
+    omits this prefix: the parameter ``clip_eps`` of GRPO's loss receives ``grpo_clip_eps``.
 
     Attributes:
         name: registry name, lower-case.
         trainer: trainer class, or ``module:attribute`` for a lazy import.
         default_loss: loss function, or ``module:attribute``; None if ``loss_fn_factory`` or the trainer provides the loss.
         requires_rollout: whether the algorithm generates completions and needs a reward.
-        loss_fn_factory: function (or ``module:attribute``) that receives the run's options and returns the loss function. For
-            losses that cannot be configured by parameters alone.
+        loss_fn_factory: function (or ``module:attribute``) that receives the run's options and returns the loss function.
+            Needed only if parameters cannot configure the loss.
         experimental: whether ``list_algorithms(include_experimental=False)`` omits the algorithm.
         options: dataclass of additional options, which become flags. Each field is declared with ``areno.config.option``, or
-            annotated ``Section | None``, where ``Section`` is another dataclass. The options of ``Section`` are added with the
-            field's name as prefix. If none of these options has a value, the field is None.
+            annotated ``Section | None``, where ``Section`` is another dataclass. The options of ``Section`` are added with
+            the field's name as prefix. If none of these options has a value, the field is None.
         uses: names of built-in options of other algorithms that this algorithm also reads, such as ``grpo_clip_eps``.
-        trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
+        trains: kind of the trained model: ``policy``, or ``reward`` (a sequence classifier with one score per sequence).
         min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
-        presets: defaults that replace the defaults of ``options``.
-        renamed: loss parameter -> name of its built-in option, if the names differ.
+        presets: default values by option name, which replace the defaults in ``options``.
+        renamed: maps the name of a loss parameter to the name of its built-in option, if these names differ.
     """
 
     name: str
@@ -85,12 +86,12 @@ class AlgorithmSpec:
 
     @property
     def learns_from_pairs(self) -> bool:
-        """Whether an example is a pair of consecutive rows."""
+        """Whether a training example is a pair of consecutive rows."""
         return not self._trainers.isdisjoint((PAIR_TRAINER, _DPO_TRAINER, _REWARD_TRAINER))
 
     @property
     def _trainers(self) -> set[str]:
-        """The trainer as ``module:attribute``. If the trainer is a class, the set also has its base classes."""
+        """Names (``module:attribute``) of the trainer and, if the trainer is a class, of its base classes."""
         if isinstance(self.trainer, str):
             return {self.trainer}
         return {f"{base.__module__}:{base.__qualname__}" for base in self.trainer.__mro__}
@@ -109,7 +110,7 @@ class AlgorithmSpec:
         return not entry.info.algorithms or self.name in entry.info.algorithms or entry.name in names
 
     def own_options(self) -> tuple[Option, ...]:
-        """Return the options that the algorithm declares, with its presets as defaults."""
+        """Return the options that the algorithm declares, with the algorithm's presets as defaults."""
         if self.options is None:
             return ()
         declared = [replace(e, default=self.presets.get(e.name, e.default)) for e in options_of(self.options)]
@@ -121,7 +122,7 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Instantiate ``options`` with the values of a run; None if the algorithm declares no options.
+        """Return an instance of ``options`` with the values of a run; None if the algorithm declares no options.
 
         Raises ValueError if ``options`` rejects a value.
         """
@@ -151,7 +152,7 @@ class AlgorithmSpec:
         return functools.partial(loss, **bound) if loss is not None and bound else loss
 
     def built_in_knobs(self) -> dict[str, Option]:
-        """Return the built-in options that the default loss receives, by the name of the parameter."""
+        """Return the built-in options that the default loss receives, by parameter name."""
         loss = self.resolve_default_loss()
         names = inspect.signature(loss).parameters if loss is not None else {}
         declared = {entry.name: entry for entry in options_of(TrainOptions)}
@@ -162,7 +163,7 @@ class AlgorithmSpec:
 
     @property
     def default_loss_name(self) -> str:
-        """Name of the default loss or of its factory; imports neither."""
+        """Name of the default loss or of its factory, determined without an import."""
         source = self.default_loss or self.loss_fn_factory
         if isinstance(source, str):
             return source.rpartition(":")[2]
@@ -192,7 +193,7 @@ _REGISTRY: dict[str, AlgorithmSpec] = {}
 def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> AlgorithmSpec:
     """Register an algorithm under its lower-case name, and return the algorithm.
 
-    Raises ValueError if the name is taken, unless ``replace`` is true.
+    If the name is taken and ``replace`` is false, raise ValueError.
     """
     name = spec.name.lower()
     if name in (*_REGISTRY, *_files()) and not replace:
@@ -202,7 +203,7 @@ def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> Algorit
 
 
 def list_algorithms(*, include_experimental: bool = True) -> list[str]:
-    """Return the registered names, sorted."""
+    """Return the names of the registered algorithms, sorted."""
     names = {name for name, spec in _REGISTRY.items() if include_experimental or not spec.experimental}
     return sorted({*names, *_files()})
 
@@ -214,7 +215,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Find an algorithm by name (any case), entry point, or ``file.py:NAME``. Raises UsageError if none matches."""
+    """Return the algorithm ``name``, a name in any case or ``file.py:NAME``. Raises UsageError if none exists."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():
@@ -226,8 +227,8 @@ def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
         return _from_entry_point(published[name.lower()], option)
     known = sorted({*list_algorithms(), *published})
     raise UsageError(
-        f"{option} {name!r} is unknown{nearest(name.lower(), known)}; registered: {', '.join(known)}; "
-        "or pass your own algorithm as file.py:NAME"
+        f"{option} {name!r} is unknown{nearest(name.lower(), known)}; choose an algorithm (registered: "
+        f"{', '.join(known)}), or pass your own as file.py:NAME"
     )
 
 
@@ -235,14 +236,17 @@ def _from_file(text: str, option: str) -> AlgorithmSpec:
     path, name = split_spec(text, option=option, default_name="NAME")
     if ":" not in text[text.rindex(".py") :]:
         raise UsageError(
-            f"{option} {text!r} specifies no object; write {text}:NAME, where NAME is an AlgorithmSpec in that file"
+            f"{option} {text!r} names no algorithm; write {text}:NAME, where NAME is an AlgorithmSpec in this file"
         )
     if not Path(path).is_file():
-        raise UsageError(f"{option} file does not exist: {path}; expected an AlgorithmSpec named {name} in that file")
+        raise UsageError(f"{option} file does not exist: {path}; pass a file that defines the AlgorithmSpec {name}")
     module = import_user_file(path, option=option)
     if not hasattr(module, name):
         specs = [key for key, value in vars(module).items() if isinstance(value, AlgorithmSpec)]
-        raise UsageError(f"{option} {path} defines no {name}; specs in this file: {', '.join(specs) or 'none'}")
+        raise UsageError(
+            f"{option} {path} defines no {name}; name an AlgorithmSpec of this file (found: "
+            f"{', '.join(specs) or 'none'})"
+        )
     return _checked(getattr(module, name), f"{option} {text}")
 
 
@@ -252,14 +256,14 @@ def _from_entry_point(entry: importlib.metadata.EntryPoint, option: str) -> Algo
     except Exception as error:
         raise UsageError(
             f"{option} {entry.name}: loading {entry.value} raised {type(error).__name__}: {error}; "
-            "fix or uninstall the package that provides it"
+            "fix or uninstall the package that provides this algorithm"
         ) from error
     return _checked(spec, f"{option} {entry.name}")
 
 
 def _checked(spec: Any, label: str) -> AlgorithmSpec:
     if not isinstance(spec, AlgorithmSpec):
-        raise UsageError(f"{label} is a {type(spec).__name__}; expected an areno.config.AlgorithmSpec")
+        raise UsageError(f"{label} is a {type(spec).__name__}; name an areno.config.AlgorithmSpec instead")
     return spec
 
 

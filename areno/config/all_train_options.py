@@ -13,7 +13,7 @@ from areno.config.train_options import LoraOptions, UpdateOptions
 from areno.errors import ArenoError
 
 OUTPUT_DIRECTORIES = ("run_dir", "save_path", "metrics_log_dir")
-"""Options that name a directory to write to."""
+"""Names of the options that set an output directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,9 @@ class TrainOptions(
 
     @property
     def run_path(self) -> Path:
-        """The run directory. Raises ArenoError if the directory is not resolved yet."""
+        """The run directory. Raises ArenoError if ``run_dir`` is not set."""
         if self.run_dir is None:
-            raise ArenoError(
-                "run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set run_dir"
-            )
+            raise ArenoError("run_dir is not set; set run_dir, or call areno.config.resume.apply_resume(options) first")
         return Path(self.run_dir)
 
     @property

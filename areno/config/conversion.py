@@ -52,7 +52,7 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
         tool: ``trl`` or ``verl``.
         settings: values by name; verl's names include the section, as in ``data.train_batch_size``.
         kind: kind of TRL training: ``grpo``, ``sft`` or ``dpo``.
-        devices: number of devices for TRL, which counts rows per device.
+        devices: number of devices of the TRL run, whose settings count rows per device.
 
     Raises UsageError if a number cannot be read.
     """

@@ -1,7 +1,7 @@
 """Tables of the settings of TRL and verl, with the equivalent options of ``areno train``.
 
-There is one table for each tool, with the names and meanings of TRL 1.16 and verl 0.9. :mod:`areno.config.conversion` applies
-the tables; ``docs/coming-from.md`` shows them.
+The settings have the names and meanings of TRL 1.16 and verl 0.9. :mod:`areno.config.conversion` applies the tables;
+``docs/coming-from.md`` shows them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Rule:
 
     Attributes:
         option: the equivalent option; empty if no single option is equivalent.
-        note: what to know about a setting or value without an equivalent.
-        value: function that receives the setting's value and all settings, and returns the option's value. True sets a switch.
-            An empty text means that no option is needed. None means that the value has no equivalent.
+        note: explanation for a setting or a value without an equivalent option.
+        value: function that receives the setting's value and all settings, and returns the option's value. True means that
+            the option takes no value. An empty text means that no option is needed. None means that the value has no
+            equivalent.
         together: whether the setting determines options only in combination with other settings.
         known: values that are converted; empty means all.
         many: whether the items of a list are converted one by one.
@@ -50,7 +51,7 @@ def text_of(value: Any) -> str:
 
 
 def is_on(value: Any) -> bool:
-    """Whether a setting that is a switch is on."""
+    """Whether an on/off setting is on."""
     return str(value).lower() in ("true", "1", "yes")
 
 
@@ -144,7 +145,7 @@ def count_of(settings: Settings, name: str, default: int) -> int:
 
 @contextmanager
 def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]:
-    """Turn the error of a conversion into a UsageError that names the setting."""
+    """Replace an error in reading a setting's value with a UsageError that names the setting."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as error:
@@ -152,10 +153,10 @@ def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]
 
 
 _ALWAYS = "always on"
-_FRACTION = "a fraction of all steps has no equivalent"
+_FRACTION = "areno takes a number of steps, not a fraction of all steps"
 _FILES = "areno reads one file, or all files of one folder"
 _BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens sets another size"
-_PREPARED = "areno reads the key prompt; convert rows with other keys with --dataset-loader-fn"
+_PREPARED = "areno reads the key prompt; if your rows have another key, convert the rows with --dataset-loader-fn"
 
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 _TRACKERS = (*SERVICES, "tensorboard", "console", "none")
@@ -163,15 +164,19 @@ _TRACKERS = (*SERVICES, "tensorboard", "console", "none")
 TRL: dict[str, Rule] = {
     "model_name_or_path": Rule("--ckpt"),
     "dataset_name": Rule("--dataset-path"),
-    "dataset_train_split": Rule(note="the last part of a Hub dataset's reference, --dataset-path NAME:CONFIG:SPLIT"),
+    "dataset_train_split": Rule(
+        note="write the split as the last part of a Hub reference: --dataset-path NAME:CONFIG:SPLIT"
+    ),
     "output_dir": Rule("--run-dir"),
     "learning_rate": Rule("--lr"),
     "num_train_epochs": Rule(
-        "--epochs", value=_epochs, note="epochs are whole numbers; --max-steps ends training within an epoch"
+        "--epochs",
+        value=_epochs,
+        note="--epochs takes only whole numbers; to end training within an epoch, use --max-steps",
     ),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
-        together=True, note="included in --batch-size and --mini-bs, which counts both rows of a DPO pair"
+        together=True, note="included in --batch-size and --mini-bs; for DPO, --mini-bs counts both rows of a pair"
     ),
     "gradient_accumulation_steps": Rule(
         together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
@@ -186,8 +191,10 @@ TRL: dict[str, Rule] = {
     "num_iterations": Rule("--update-epochs", value=_above_one),
     "epsilon": Rule(together=True, note="--grpo-clip-eps, or --gspo-clip-eps if importance_sampling_level is sequence"),
     "epsilon_high": Rule("--clip-eps-high"),
-    "delta": Rule(note="no equivalent: delta bounds the ratio, and --grpo-dual-clip bounds the loss"),
-    "importance_sampling_level": Rule(together=True, note="--algo gspo for the value sequence, --algo grpo for token"),
+    "delta": Rule(note="no equivalent: delta bounds the ratio, but --grpo-dual-clip bounds the loss"),
+    "importance_sampling_level": Rule(
+        together=True, note="--algo gspo for the value sequence, --algo grpo for the value token"
+    ),
     "loss_type": Rule(
         together=True,
         note="--grpo-loss-mean sequence (for grpo), token (for dapo and bnpo) or dr_grpo (for dr_grpo); --algo cispo "
@@ -215,7 +222,7 @@ TRL: dict[str, Rule] = {
     "adam_beta1": Rule("--adam-beta1"),
     "adam_beta2": Rule("--adam-beta2"),
     "adam_epsilon": Rule("--adam-eps"),
-    "optim": Rule("--adam-8bit", value=_optimizer, note="only AdamW has an equivalent"),
+    "optim": Rule("--adam-8bit", value=_optimizer, note="areno supports only AdamW"),
     "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if is_on(value) else ""),
     "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
@@ -228,7 +235,7 @@ TRL: dict[str, Rule] = {
     "lora_dropout": Rule(
         "--lora-dropout",
         value=_if_on("use_peft"),
-        note="only for SFT and DPO: rollouts have no dropout, so the importance ratio of GRPO would be noisy",
+        note="supported only for SFT and DPO: rollouts have no dropout, so the importance ratio of GRPO would be noisy",
     ),
     "lora_target_modules": Rule(
         "--lora-target-modules",
@@ -304,13 +311,15 @@ VERL: dict[str, Rule] = {
         together=True, note="--grpo-clip-eps for GRPO, --gspo-clip-eps for GSPO, --clip-eps for PPO"
     ),
     f"{ACTOR}.policy_loss.loss_mode": Rule(
-        together=True, note="--algo gspo for the value gspo; vanilla needs no option", known=("vanilla", "gspo")
+        together=True,
+        note="--algo gspo for the value gspo; the value vanilla needs no option",
+        known=("vanilla", "gspo"),
     ),
     f"{ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
     f"{ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, or --grpo-dual-clip for GRPO"),
     f"{ACTOR}.loss_agg_mode": Rule("--grpo-loss-mean", value=_loss_mean),
     f"{ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; for PPO, --use-kl-loss is on by default"),
-    f"{ACTOR}.kl_loss_coef": Rule(together=True, note="with use_kl_loss: --kl-coef, or --kl-loss-coef for PPO"),
+    f"{ACTOR}.kl_loss_coef": Rule(together=True, note="if use_kl_loss is on: --kl-coef, or --kl-loss-coef for PPO"),
     f"{ACTOR}.kl_loss_type": Rule("--kl-loss-type", value=_kl_type),
     f"{ACTOR}.entropy_coeff": Rule(note="no equivalent: areno reports the entropy, but the loss has no entropy term"),
     f"{ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
@@ -319,18 +328,20 @@ VERL: dict[str, Rule] = {
         note="prompts per optimizer step; --update-minibatches is train_batch_size divided by this value",
     ),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
-        together=True, note="rows per pass on one GPU; --mini-bs counts the rows on all GPUs"
+        together=True, note="number of rows in one pass on one GPU; --mini-bs counts the rows on all GPUs"
     ),
     f"{ACTOR}.ppo_max_token_len_per_gpu": Rule(
         note="in an experiment, actor.mb_spec.max_tokens_per_mb limits the tokens of a pass"
     ),
-    f"{ACTOR}.use_dynamic_bsz": Rule(note="an experiment packs rows up to the limit actor.mb_spec.max_tokens_per_mb"),
+    f"{ACTOR}.use_dynamic_bsz": Rule(
+        note="in an experiment, actor.mb_spec.max_tokens_per_mb limits the tokens of the rows that are packed together"
+    ),
     f"{ACTOR}.strategy": Rule(
-        "--fsdp", value=_strategy, note="for megatron, use an experiment with actor.backend, as in megatron:d2t4"
+        "--fsdp", value=_strategy, note="for megatron, use an experiment with actor.backend, such as megatron:d2t4"
     ),
     f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
-        note="in an experiment, actor.backend fsdp:dNcM divides long rows among ranks"
+        note="in an experiment, actor.backend fsdp:dNcM divides each long row among M ranks"
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),

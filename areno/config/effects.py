@@ -1,5 +1,5 @@
-"""Options that have no effect in a run, and the reasons. Setting such an option explicitly is an error. ``config.yaml`` omits
-these options.
+"""Finds the options that have no effect in a run, and the reasons. Setting an option without effect is an error.
+``config.yaml`` omits options without effect.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
-    """Return each option that this run does not read, with the reason and the remedy."""
+    """Return the reason and the remedy for each option that this run does not read, by option name."""
     reasons = {}
     for entry in options_of(TrainOptions):
         info = entry.info
@@ -50,7 +50,10 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield from ((name, with_other("--lr-decay-style constant")) for name in ("min_lr", "lr_decay_steps"))
     if options.critic_lr_decay_style == "constant":
         for name in ("critic_min_lr", "critic_lr_decay_steps"):
-            yield name, "has no effect without --critic-lr-decay-style linear or cosine; set that option too"
+            yield (
+                name,
+                "has no effect without --critic-lr-decay-style linear or cosine; set --critic-lr-decay-style too",
+            )
     yield from _adapter(options)
     if not options.eval_dataset_path:
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
@@ -58,7 +61,8 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because only the models that it saves are written in the background; "
+            "has no effect without --model-save-interval, because only the models of --model-save-interval are "
+            "written in the background; "
             "set --model-save-interval too",
         )
     if not options.track:
@@ -68,13 +72,16 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
             if not options.workflow:
                 yield name, "has no effect without --agent-fn; set --agent-fn too"
             elif name != "agent_max_failures":
-                yield name, "has no effect with --workflow, because it applies only to --agent-fn; remove the option"
+                yield (
+                    name,
+                    "has no effect with --workflow, because the option applies only to --agent-fn; remove the option",
+                )
     yield from _memory(options)
     if spec.requires_rollout:
         yield from _reference(options, spec)
         yield from _rewards(options)
         if options.rollout == "sync":
-            yield "max_staleness", "has no effect with --rollout sync; set --rollout async too"
+            yield "max_staleness", "has no effect without --rollout async; set --rollout async too"
         if not options.uses_replicas:
             yield "rollout_replicas", "has no effect without rollout processes; set --rollout async too"
         servers = ("rollout_url", "rollout_server_command", "rollout_server_args")
@@ -83,17 +90,18 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         if options.rollout_backend != "areno":
             yield (
                 "return_routed_experts",
-                "has no effect with servers, because areno does not read their expert routing; remove the option",
+                "has no effect with inference servers, because areno does not read their expert routing; remove the option",
             )
             # An evaluation uses the engine of this process.
             for name in ("speculate", "kv_cache_tokens") if not options.eval_dataset_path else ():
                 yield (
                     name,
-                    "has no effect on servers, which have their own options (--rollout-server-args); remove the option",
+                    "has no effect on inference servers, which take their options from --rollout-server-args; "
+                    "remove the option",
                 )
         if options.rollout_url:
             for name in servers[1:]:
-                yield name, "has no effect on servers that are already running; remove the option"
+                yield name, "has no effect on inference servers that are already running; remove the option"
 
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
@@ -109,7 +117,7 @@ def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
     if options.turn_discount is not None:
         yield (
             "reward_normalize_parts",
-            "has no effect with --turn-discount, which needs one scalar per turn; use only one of them",
+            "has no effect with --turn-discount, which needs a single number as the reward of each turn; use only one of them",
         )
 
 
@@ -138,7 +146,10 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
             yield name, "has no effect without tuning; set --tune-params too"
     elif options.resume is not None:
         for name in ("tune_params", "mem_frac", "tune_max_samples"):
-            yield name, "has no effect with --resume, because a resumed run keeps its sizes; remove the option"
+            yield (
+                name,
+                "has no effect with --resume, because a resumed run keeps the sizes of the old run; remove the option",
+            )
     elif options.explicit.issuperset(TUNED_OPTIONS):
         flags = listed([flag_of(name) for name in TUNED_OPTIONS])
         yield "tune_params", f"has nothing to choose, because {flags} are all set; remove one of them"
@@ -172,5 +183,6 @@ def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str
     if not ppo and not options.reward_ckpt and not options.train_tool_results:
         yield (
             "score_micro_bs",
-            "has no effect without a scoring model (--kl-coef, --kl-reward-coef or --reward-ckpt); remove the option",
+            "has no effect without a reference model (--kl-coef, --kl-reward-coef) or a reward model "
+            "(--reward-ckpt); remove the option",
         )

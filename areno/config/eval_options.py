@@ -42,8 +42,8 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration and make the copy valid for all algorithms. ``changes`` replaces metadata or the
-    default of the copy.
+    """Copy an option of another declaration and make the copy valid for all algorithms. ``changes`` contains new metadata or
+    a new default for the copy.
     """
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
@@ -144,7 +144,7 @@ class EvalOptions(CommandOptions):
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
-    """Parse and check the arguments of ``areno eval``. A run directory is replaced by its newest model."""
+    """Parse and check the arguments of ``areno eval``. A run directory in ``--ckpt`` is replaced by the run's newest model."""
     return parse_command(argv, EvalOptions, _EVAL, _with_checkpoints, _problems)
 
 
@@ -185,7 +185,7 @@ def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
         for name in _LOCAL_MODEL_ONLY:
             yield name, "on the model of a server; remove the option"
     else:
-        yield "model", "on a local model; the option selects a model on the server at --ckpt"
+        yield "model", "on a local model, because the option selects a model on a server; remove the option"
     if options.greedy:
         for name in ("temperature", "top_k", "top_p"):
             yield name, "with --greedy; use only one of them"

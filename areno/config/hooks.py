@@ -62,8 +62,8 @@ _FILE = re.compile(r"\.py(?=:|$)")
 
 
 def is_file_spec(spec: str) -> bool:
-    """Whether ``spec`` names a Python file: ``file.py`` or ``file.py:NAME``. A dotted name such as ``package.pytools.NAME``
-    does not.
+    """Whether ``spec`` has the form ``file.py`` or ``file.py:NAME``. False for a dotted name such as
+    ``package.pytools.NAME``.
     """
     return _FILE.search(spec) is not None
 
@@ -76,12 +76,12 @@ def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]
     path = spec[:end] + rest
     if not path or (colon and not name.isidentifier()):
         forms = f"file.py or file.py:{default_name}" if default_name else "file.py:NAME"
-        raise UsageError(f"{option} {spec!r}: write {forms}")
+        raise UsageError(f"{option} {spec!r} is malformed; write {forms}")
     return Path(path).expanduser(), name or default_name
 
 
 def hook_file_problem(spec: str, hook: Hook) -> str:
-    """Return the problem if ``spec`` is malformed or its file does not exist; otherwise empty. The file is not read."""
+    """Return an error message if ``spec`` is malformed or its file does not exist; otherwise empty. The file is not read."""
     try:
         path, name = hook.split(spec)
     except UsageError as error:
@@ -93,8 +93,8 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 def import_user_file(path: Path, *, option: str) -> ModuleType:
     """Import a Python file under a unique module name. An unchanged file is imported only once.
 
-    Raises UsageError: the file cannot be read, is not valid Python, or raises an exception. The message contains the line, if
-    known.
+    Raises UsageError if the file cannot be read, is not valid Python, or raises an exception. If the line is known, the
+    message contains the line.
     """
     path = path.resolve()
     try:
@@ -105,7 +105,7 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
     except (SyntaxError, ValueError) as error:
         line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"{option} {path}{line}: not valid Python: {reason}; fix the file") from error
+        raise UsageError(f"{option} {path}{line} is not valid Python: {reason}; fix the file") from error
     name = f"areno_user_{path.stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -127,8 +127,8 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
 
 
 def user_frame(error: BaseException, path: Path) -> str:
-    """Describe the innermost traceback frame in the folder of ``path``, as `` (at FILE line N: CODE)``; empty without such a
-    frame.
+    """Describe the innermost traceback frame in the folder of ``path``, as `` (at FILE line N: CODE)``; empty if no frame is
+    in this folder.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == path.parent]
     return f" (at {Path(frames[-1].filename).name} line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
@@ -137,7 +137,7 @@ def user_frame(error: BaseException, path: Path) -> str:
 def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
     """Load the callable of a hook, and check that the callable accepts the hook's arguments.
 
-    ``spec`` is ``file.py`` or ``file.py:function``. Raises UsageError: the callable cannot be loaded, or a check fails.
+    ``spec`` is ``file.py`` or ``file.py:function``. Raises UsageError if the callable cannot be loaded, or a check fails.
     """
     if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
@@ -149,7 +149,9 @@ def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
         )
     function = getattr(module, name)
     if not callable(function):
-        raise UsageError(f"{hook.option} {path}: {name} is a {type(function).__name__}; make it a function {expected}")
+        raise UsageError(
+            f"{hook.option} {path}: {name} is a {type(function).__name__}; define a function {expected} instead"
+        )
     try:
         inspect.signature(function).bind(*[None] * hook.positional, **dict.fromkeys(hook.keywords))
     except ValueError:
@@ -191,7 +193,7 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 
 def named_object(spec: str, *, option: str) -> Any:
-    """Import the object ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``. Messages mention ``option``."""
+    """Import ``package.module.Name``, ``package.module:Name`` or ``file.py:Name``. Error messages start with ``option``."""
     if is_file_spec(spec):
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():
@@ -200,7 +202,7 @@ def named_object(spec: str, *, option: str) -> Any:
     else:
         source, _, name = spec.replace(":", ".").rpartition(".")
         if not source:
-            raise UsageError(f"{option} {spec!r}: write package.module.Name or file.py:Name")
+            raise UsageError(f"{option} {spec!r} names no module or file; write package.module.Name or file.py:Name")
         try:
             module = importlib.import_module(source)
         except Exception as error:  # a user's module may fail in any way
@@ -209,19 +211,21 @@ def named_object(spec: str, *, option: str) -> Any:
                 "the module to the Python path"
             ) from error
     if not name:
-        raise UsageError(f"{option} {spec!r}: the name in {source} is missing; write {source}:Name")
+        raise UsageError(f"{option} {spec!r} names no object in {source}; write {source}:Name")
     if not hasattr(module, name):
-        raise UsageError(f"{option} {spec!r}: {source} defines no {name}; write {source}:Name")
+        raise UsageError(
+            f"{option} {spec!r}: {source} defines no {name}; write {source}:Name with a name that is defined"
+        )
     return getattr(module, name)
 
 
 def named_function(function: Callable[..., Any] | str, *, option: str) -> Callable[..., Any]:
-    """Return ``function``, or import the function of this name.
+    """Return a function, which is given as an object or by its name.
 
-    Raises UsageError: the name cannot be imported, or the object is not callable.
+    Raises UsageError if the name cannot be imported, or the object is not callable.
     """
     resolved = named_object(function, option=option) if isinstance(function, str) else function
     if not callable(resolved):
         shown = f" {function!r}" if isinstance(function, str) else ""
-        raise UsageError(f"{option}{shown} is a {type(resolved).__name__}; give a function, or its name")
+        raise UsageError(f"{option}{shown} is a {type(resolved).__name__}; pass a function, or the name of a function")
     return resolved

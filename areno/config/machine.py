@@ -14,17 +14,18 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 """Entries of a model's configuration whose values must be divisible by the tensor-parallel size."""
 
 _NODE, _NODE_TP = 8, 4
-NO_MPS = "Apple GPUs are unsupported: MPS has no float64, which loss sums need; training runs on the CPU"
+NO_MPS = "Apple GPUs are not supported, because MPS lacks float64, in which areno sums losses; training runs on the CPU"
 
 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
-    On a CPU, with ``--device cuda:N`` and in a resumed run, the options are returned unchanged.
+    The options are returned unchanged on a CPU, with ``--device cuda:N``, and in a resumed run.
 
-    Otherwise, training gets all visible GPUs that rollout processes do not need, rounded down to a multiple of ``--tp-size``.
-    With eight ranks, ``--tp-size`` is normally 4. It is 1 with ``--fsdp`` or ``--load-in-4bit``, or if too few GPUs are left
-    for rollout processes. It is also 1 if the model's ``config.json`` or the installed transformers does not support this size.
+    Otherwise, ``--world-size`` is the number of visible GPUs that rollout processes do not need, rounded down to a multiple
+    of ``--tp-size``. With eight ranks, ``--tp-size`` is normally 4. The size is 1 with ``--fsdp`` or ``--load-in-4bit``, or
+    if too few GPUs remain for rollout processes. The size is also 1 if the model's ``config.json`` or the installed
+    transformers does not support a size of 4.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -40,7 +41,7 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
 
 def _divisible(model: str, tp_size: int) -> bool:
-    """Whether tensor parallelism with ``tp_size`` ranks supports a model. True if the model's configuration cannot be read."""
+    """Whether a model supports tensor parallelism with ``tp_size`` ranks. True if the model's configuration cannot be read."""
     config = _model_config(model)
     return not config or (not heads_problem(config, tp_size, "") and _has_tensor_plan(str(config.get("model_type"))))
 
@@ -69,7 +70,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
-    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if they can."""
+    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if the ranks can."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:
@@ -87,15 +88,15 @@ def rollout_ranks(options: TrainOptions) -> int:
 
 
 def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
-    """Return why the GPUs do not suffice for training and rollout; empty if they suffice. Always empty on a CPU."""
+    """Return why the GPUs do not suffice for training and rollout; empty if the GPUs suffice. Always empty on a CPU."""
     ranks, device = rollout_ranks(options), resolved_device(options.device, gpus)
     first = _first_gpu(device)
     if not ranks or not device.startswith("cuda") or first + options.world_size + ranks <= gpus:
         return ""
     return (
-        f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size) from GPU "
-        f"{first} on and rollout needs {ranks} more, but this machine has {gpus}; use fewer GPUs, or remove --rollout and "
-        "--rollout-backend"
+        f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size), "
+        f"starting with GPU {first}, and rollout needs {ranks} more, but this machine has {gpus} GPUs; use fewer "
+        "GPUs, or remove --rollout and --rollout-backend"
     )
 
 
@@ -122,7 +123,7 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
 
 
 def tensor_parallel_problem(fsdp: bool = False) -> str:
-    """Return why the installed transformers does not support tensor parallelism; empty if it does.
+    """Return why the installed transformers does not support tensor parallelism; empty if it is supported.
 
     If ``fsdp`` is true, the result is about tensor parallelism together with FSDP.
     """
@@ -134,19 +135,19 @@ def tensor_parallel_problem(fsdp: bool = False) -> str:
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:
     """Return why some rank would have no GPU; empty if every rank has a GPU. Always empty on a CPU.
 
-    Rank 0 is on ``device`` (resolved), and the other ranks are on the following GPUs. If ``chosen`` is given, it lists the GPU
+    Rank 0 uses the GPU of ``device``, and each other rank uses the next GPU. If ``chosen`` is set, ``chosen`` lists the GPU
     of each rank instead.
     """
     if not device.startswith("cuda"):
         return ""
     if not gpus:
-        return f"--device {device}: PyTorch finds no GPU on this machine; use --device cpu, or run `areno check` for the reason"
+        return f"--device {device}: PyTorch finds no GPU on this machine; use --device cpu, or run `areno check` for details"
     first = _first_gpu(device)
     indices = chosen or range(first, first + ranks)
     if max(indices) < gpus:
         return ""
     remedy = f"use --world-size {gpus - first}" if 0 < gpus - first < ranks else "count GPUs from 0"
     return (
-        f"--world-size {ranks}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and the ranks would use GPU "
+        f"--world-size {ranks}: this machine has {gpus} GPU{'s' * (gpus != 1)}, but the ranks would use GPU "
         f"{', '.join(map(str, indices))}; {remedy}, or use --device cpu"
     )

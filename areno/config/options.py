@@ -1,8 +1,8 @@
 """Declaration of options. Each option is a dataclass field made by ``option(...)``. The option's flag, YAML key and help are
 derived from this field.
 
-The options themselves are in the modules ``*_options.py`` of this package. Algorithms declare their own options. The settings
-of experiments (YAML) are in ``experiment/*_sections.py``. They are made by ``setting(...)`` of
+The modules ``*_options.py`` of this package declare the options. Algorithms declare options of their own. The settings of
+experiments (YAML) are declared in ``experiment/*_sections.py``, with ``setting(...)`` of
 ``experiment/setting_declaration.py``.
 
 The annotation of the field is the option's type: ``int``, ``float``, ``str`` or ``bool``, optionally with ``| None``. A
@@ -40,13 +40,13 @@ class OptionInfo:
     """Metadata of an option besides its name, type and default.
 
     Attributes:
-        stored: whether ``config.yaml`` contains the value. False for options that concern a single invocation, and for the
+        stored: whether ``config.yaml`` contains the value. False for options that apply to one invocation only, and for the
             location of the run.
-        path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of an
-            existing file or folder is stored as an absolute path.
-        inherits: dotted path of another setting. If this setting is unset or empty, it takes the other setting's value, if any.
-        inner: for a section, replacements for the ``inherits`` of its fields, by field name. A field with an empty replacement
-            inherits nothing.
+        path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of
+            an existing file or folder is stored as an absolute path.
+        inherits: dotted path of the setting whose value is used if this setting is unset or empty.
+        inner: for a section, replacements for the ``inherits`` of its fields, by field name. A field with an empty
+            replacement inherits nothing.
         documented: AReaL's documented default, if areno's default differs. This value is accepted even if ``refused`` is set.
     """
 
@@ -91,7 +91,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Command-line spelling, such as ``--mini-bs`` for ``mini_bs``."""
+        """Command-line flag, such as ``--mini-bs`` for ``mini_bs``."""
         return flag_of(self.name)
 
     @property
@@ -103,7 +103,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as shown in help; empty if there is nothing to show."""
+        """The default as shown in help; empty if help shows no default."""
         if self.info.documented_default or self.default is None:
             return self.info.documented_default or self.info.unset
         if self.kind is bool:
@@ -127,14 +127,14 @@ class Option:
         return ""
 
     def number_problem(self, value: float, label: str) -> str:
-        """Return an error message if ``value`` is not finite or is out of bounds, else "". ``label`` names the option."""
+        """Return an error message if ``value`` is not finite or is out of bounds; otherwise "". ``label`` names the option."""
         if not math.isfinite(value):
             return f"{label} {value} is not a finite number; {self.bounds_remedy}"
         problem = self.bounds_problem(value)
         return problem and f"{label} {problem}, got {value}; {self.bounds_remedy}"
 
     def value_problem(self, value: Any, label: str) -> str:
-        """Return the problem with a value, regardless of other options; empty if the value is valid. None is always valid."""
+        """Return why a value is invalid, regardless of other options; empty if the value is valid. None is always valid."""
         for item in value if self.many else (value,):
             if item is None:
                 continue
@@ -180,15 +180,15 @@ def options_of(declaration: type) -> tuple[Option, ...]:
             shape, kind, _ = parse_annotation(hints[entry.name])
             if shape not in ("scalar", "tuple"):
                 raise UsageError(
-                    f"option {declaration.__name__}.{entry.name} has type {hints[entry.name]}; use int, float, str, bool, "
-                    "one of these | None, or tuple[int | str, ...]"
+                    f"option {declaration.__name__}.{entry.name} has the unsupported type {hints[entry.name]}; use "
+                    "int, float, str or bool, each optionally with | None, or tuple[int, ...] or tuple[str, ...]"
                 )
             declared.append(Option(entry.name, kind, shape == "tuple", entry.default, entry.metadata[METADATA_KEY]))
     return tuple(declared)
 
 
 def check_options(values: Any, prefix: str = "") -> None:
-    """Raise `ValueError` for the first option of a dataclass that is outside its bounds or choices. None is always allowed."""
+    """Raise `ValueError` if the value of an option is outside the option's bounds or choices. None is always allowed."""
     declaration: type = type(values)
     for entry in options_of(declaration):
         if problem := entry.value_problem(getattr(values, entry.name), f"{prefix}{entry.name}"):
@@ -198,7 +198,7 @@ def check_options(values: Any, prefix: str = "") -> None:
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
     """Return the shape of an annotated field, the type of one value, and whether None is allowed.
 
-    For a section, the type is the section's class. For an unsupported annotation, the shape is None.
+    For a section (a dataclass), the type is the dataclass. For an unsupported annotation, the shape is None.
     """
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -226,7 +226,7 @@ def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option name."""
+    """Return the flag of an option, such as ``--mini-bs`` for ``mini_bs``."""
     return "--" + name.replace("_", "-")
 
 
@@ -249,7 +249,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 def convert(entry: Option, raw: Any, label: str) -> Any:
     """Convert a raw value to the type of an option.
 
-    ``raw`` is the text of a flag, or a scalar or list from YAML. Error messages call the option ``label``.
+    ``raw`` is the text of a flag, or a scalar or list from YAML. Error messages name the option by ``label``.
     """
     if not entry.many:
         return _convert_one(entry, raw, label)

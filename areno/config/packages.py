@@ -22,11 +22,11 @@ _MODULES_OF_EXTRAS = {
 
 
 def transformers_problem(what: str, major: int, minor: int) -> str:
-    """Return a message that ``what`` needs a newer transformers; empty if the installed version is new enough."""
+    """Return a message if ``what`` needs a newer transformers; empty if the installed version is new enough."""
     installed = version("transformers")
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) >= (major, minor):
         return ""
-    return f"{what} needs transformers {major}.{minor} or newer, and {installed} is installed; upgrade transformers"
+    return f"{what} needs transformers {major}.{minor} or newer, but {installed} is installed; upgrade transformers"
 
 
 def install_command(extra: str) -> str:

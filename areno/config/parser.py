@@ -19,7 +19,7 @@ from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
 _MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
-"""Options that have a different name in another command; an error message suggests the right name."""
+"""Options that have another name in another command; an error message suggests the right name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Problems:
 
     @classmethod
     def raise_all(cls, messages: Iterable[str]) -> None:
-        """Raise UsageError with the non-empty messages, if any."""
+        """Raise UsageError with the non-empty messages; do nothing if all messages are empty."""
         problems = cls()
         for message in messages:
             problems.add(message)
@@ -111,8 +111,8 @@ class TypedParser(argparse.ArgumentParser):
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Parse the arguments of ``areno train``. Flags override values of ``--config``.
 
-    Unknown options and values of the wrong type are reported together. An unknown option is reported with the nearest known
-    name. `areno.config.validate` checks the values later.
+    Unknown options and values of the wrong type are reported together, with the most similar name for each unknown option.
+    `areno.config.validate` checks the values later.
     """
     core = options_of(TrainOptions)
     flags, _ = _read(argv, core, TRAIN)
@@ -150,7 +150,7 @@ def parse_command(
     complete: Callable[[CommandT], CommandT],
     problems_of: Callable[[CommandT], Iterable[str]],
 ) -> CommandT:
-    """Parse the arguments of a command, pass the options through ``complete``, and check them with ``problems_of``.
+    """Parse the arguments of a command, complete the options with ``complete``, and check the result with ``problems_of``.
 
     ``--help`` prints the help and raises SystemExit.
     """
@@ -170,7 +170,7 @@ def parse_command(
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
-    """Return the options that the algorithm declares. Raises UsageError if a name is that of a built-in option."""
+    """Return the options that the algorithm declares. Raises UsageError if an option has the name of a built-in option."""
     if spec is None:
         return ()
     reserved = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
@@ -178,7 +178,8 @@ def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
     for entry in extra:
         if entry.name in reserved:
             raise UsageError(
-                f"algorithm {spec.name} declares {entry.flag}, an option of areno train; rename the algorithm's option"
+                f"algorithm {spec.name} declares {entry.flag}, which is already an option of areno train; rename "
+                "the algorithm's option"
             )
     return extra
 
@@ -188,8 +189,8 @@ def convert_values(
 ) -> dict[str, Any]:
     """Convert raw flag or YAML values, by option name. Unknown names and wrong types are added to ``problems``.
 
-    ``label`` maps an option name to its name in messages. ``known_only`` ignores unknown names, which may belong to an
-    algorithm that was not found.
+    ``label`` maps an option name to its name in messages. If ``known_only`` is true, unknown names are ignored, because they
+    may be options of an algorithm that was not found.
     """
     values = {}
     for name, value in raw.items():
@@ -274,7 +275,7 @@ def _add_arguments(parser: argparse._ActionsContainer, entries: Sequence[Option]
 
 
 class _OnOff(argparse.Action):
-    """Stores [True] for the plain flag and [False] for its ``--no-`` form. If a command line has both, the last one counts."""
+    """Stores [True] for the plain flag and [False] for its ``--no-`` form. If both forms are given, the last form counts."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, [option_string == flag_of(self.dest)])
@@ -312,7 +313,7 @@ def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: Comma
     for word in dashed:
         other = _MODEL_OPTIONS.get(word)
         near = (
-            f"; this command calls the option {other}"
+            f"; in this command, the option is called {other}"
             if other in spellings
             else nearest(flag_of(word.lstrip("-")), spellings)
         )
@@ -325,8 +326,8 @@ def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load_config(flags["config"]) if "config" in flags else {}
     if "config" in loaded:
         raise UsageError(
-            f"--config {flags['config']}: config cannot be set in a config file; replace this line with the options of the "
-            "other file"
+            f"--config {flags['config']}: a config file cannot name another config file; copy the "
+            "options of the other file into this file"
         )
     return loaded
 

@@ -1,6 +1,6 @@
 """Distinguishes paths from hub references, and checks both without network access.
 
-A text that looks like a path must name an existing path. Otherwise, a mistyped path would be taken for a repo id.
+A text that looks like a path must name an existing path. Otherwise, a mistyped path would be mistaken for a repo id.
 """
 
 import json
@@ -14,7 +14,7 @@ from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder, is_gguf
 
 RUNS_ROOT = Path("runs")
-"""Parent of runs without ``--run-dir``. ``--resume`` without a path looks for runs in this folder."""
+"""Parent folder of runs that are started without ``--run-dir``. ``--resume`` without a path looks for runs in this folder."""
 
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 """Data formats that ``--dataset-path`` reads."""
@@ -50,14 +50,14 @@ def absolute_if_exists(value: Any, *, python: bool) -> Any:
 
 
 def is_address(path: str | None) -> bool:
-    """Whether a model is given by the address of a server."""
+    """Whether ``path`` is the address of a server."""
     return bool(path) and str(path).startswith(("http://", "https://"))
 
 
 def ckpt_problem(text: str, option: str = "--ckpt") -> str:
-    """Return the problem with a model reference; empty if there is none.
+    """Return why a model reference is invalid; empty if the reference is valid.
 
-    A local model must be usable. For a repo id, only the form is checked.
+    For a local model, the files are checked. For a repo id, only the form is checked.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -95,7 +95,7 @@ def is_adapter(path: str | Path) -> bool:
 def adapter_config(folder: str | Path) -> dict[str, Any]:
     """Read the ``adapter_config.json`` of an adapter folder.
 
-    Raises UsageError: the file is invalid, or specifies no base model.
+    Raises UsageError if the file is invalid, or specifies no base model.
     """
     path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
@@ -110,8 +110,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 def base_of(model: str) -> str:
     """Return the folder or repo id of a model. For an adapter, return its base model.
 
-    For a GGUF file, return the folder of the converted model. A leading ``~`` is expanded, because ``transformers`` would take
-    the path for a repo id.
+    For a GGUF file, return the folder of the converted model. A leading ``~`` is expanded, because ``transformers`` would
+    mistake the path for a repo id.
     """
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):
@@ -123,13 +123,13 @@ def base_of(model: str) -> str:
 
 
 def tokenizer_of(model: str) -> str:
-    """Return the folder or repo id of a model's tokenizer. For an adapter without a tokenizer, this is the base model."""
+    """Return the folder or repo id of a model's tokenizer. For an adapter without a tokenizer, return the base model."""
     has_tokenizer = (Path(model).expanduser() / "tokenizer_config.json").is_file()
     return model if has_tokenizer else base_of(model)
 
 
 def adapter_problem(text: str, option: str) -> str:
-    """Return the problem with an adapter folder; empty if the folder is usable."""
+    """Return why an adapter folder is unusable; empty if the folder is usable."""
     path = Path(text).expanduser()
     if not path.is_dir():
         return f"{option} folder does not exist: {text}; pass the folder of a PEFT adapter"
@@ -142,24 +142,24 @@ def adapter_problem(text: str, option: str) -> str:
 
 
 def _base_problem(path: Path, option: str) -> str:
-    """Return why the base model of an adapter, or the model of a GGUF file, is unavailable; empty if it is available."""
+    """Return why the base model of an adapter, or the model of a GGUF file, is unavailable; empty if the model is available."""
     try:
         base = base_of(str(path))
     except UsageError as error:
         return f"{option} {error}"
     if is_adapter(base):
         return (
-            f"{option} {path / ADAPTER_CONFIG}: its base model {base} is itself an adapter; merge the base model with "
-            "areno export"
+            f"{option} {path / ADAPTER_CONFIG}: the base model {base} is itself an adapter; merge {base} into its "
+            "own base model with areno export"
         )
     problem = ckpt_problem(base, "base_model_name_or_path")
     return f"{option} {path / ADAPTER_CONFIG}: {problem}; correct the file" if problem else ""
 
 
 def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:
-    """Return the problem with a data path or a hub reference ``repo[:config[:split]]``; empty if there is none.
+    """Return why a data path or a hub reference ``repo[:config[:split]]`` is invalid; empty if it is valid.
 
-    If ``has_loader`` is true, a user's function loads the data. Any text that does not look like a path is then accepted.
+    If ``has_loader`` is true, a user's function loads the data, so any text that does not look like a path is accepted.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -170,7 +170,7 @@ def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-pat
     if has_loader:
         return ""
     if len(parts) > 2:
-        return f"{option} {text!r} has {len(parts) + 1} parts; a hub reference is name[:config[:split]]"
+        return f"{option} {text!r} has {len(parts) + 1} parts; write a hub reference as name[:config[:split]]"
     if not _REPO.fullmatch(reference) or not all(parts):
         return (
             f"{option} {text!r} is neither a path nor a hub reference; write a hub reference as name[:config[:split]]"
@@ -190,7 +190,7 @@ def _data_file_problem(path: Path, has_loader: bool, option: str) -> str:
 
 
 def unwritable(path: Path, option: str) -> str:
-    """Return why ``path`` cannot be used as a writable directory; empty if it can be. Nothing is created."""
+    """Return why ``path`` cannot be used as a writable directory; empty if ``path`` can be used. No directory is created."""
     existing = path.expanduser().absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -135,12 +135,13 @@ class RejectionSamplingConfig:
         """For each invalid setting, yield its name and a message with the remedy."""
         lower, upper = self.lower, self.upper
         if lower is not None and lower > upper:
-            yield "lower", f"{lower} is above upper {upper}, which would reject everything; swap the two bounds"
+            yield "lower", f"{lower} is above upper {upper}, so everything would be rejected; swap the two bounds"
         if self.metric == "ratio":
             if upper <= 1:
                 yield (
                     "upper",
-                    f"{upper} would reject any increase in probability, a ratio above 1; use a bound above 1, such as 5",
+                    f"{upper} would reject every increase in probability, because its ratio is above 1; use a bound "
+                    "above 1, such as 5",
                 )
             if lower is not None and lower <= 0 and self.action == "mask":
                 yield (
@@ -150,12 +151,12 @@ class RejectionSamplingConfig:
         elif self.action == "clamp":
             yield (
                 "action",
-                f"clamp applies to the metric ratio, but metric is {self.metric}; use action mask, or metric ratio",
+                f"clamp applies only to the metric ratio, but metric is {self.metric}; use action mask, or metric ratio",
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (
                 "upper",
-                f"{upper} would reject any change in probability, whose {self.metric} is positive; use a bound above 0",
+                f"{upper} would reject every change in probability, because its {self.metric} is positive; use a bound above 0",
             )
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
             yield "agg", f"{self.agg} has no effect with level token, where nothing is aggregated; use level sequence"

@@ -18,7 +18,7 @@ from areno.gpus import visible_gpus
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """Resolved options and the user's dataset loader; all hooks have been checked."""
+    """The checked options of a run, and the user's dataset loader. ``loader_fn`` is None without a user's loader."""
 
     options: TrainOptions
     loader_fn: Callable[..., Any] | None
@@ -50,8 +50,8 @@ def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptio
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
     """Import all user-defined functions and the workflow, check their signatures, and return the dataset loader.
 
-    Without a user-defined loader, return None. The reward function runs only in worker processes. It is therefore imported and
-    checked in a subprocess.
+    Without a user-defined loader, return None. The reward function is imported and checked in a subprocess, because it runs
+    only in worker processes.
     """
     loader = hooks.load_hook(options.dataset_loader_fn, hooks.LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:
@@ -76,14 +76,15 @@ def check_workflow(reference: str) -> None:
             signature.bind(**{name: None for name in ("gconfig", "tokenizer") if name in signature.parameters})
         except TypeError as error:
             raise UsageError(
-                f"--workflow {reference}: areno constructs the class with gconfig and tokenizer only: {error}; add defaults "
-                "for other parameters"
+                f"--workflow {reference}: areno constructs the class with only gconfig and tokenizer, which fails: "
+                f"{error}; give other parameters default values"
             ) from error
     if hasattr(workflow, "arun_episode"):
         return
     if not inspect.iscoroutinefunction(getattr(workflow, "run", None)):
         raise UsageError(
-            f"--workflow {reference}: it has neither `async def arun_episode(self, engine, data)` nor `async def run(self, "
+            f"--workflow {reference}: the workflow has neither `async def arun_episode(self, engine, data)` nor "
+            "`async def run(self, "
             "data, **extra)`; define one of them"
         )
     require_packages("serve", f"--workflow {reference}: agents use the model over HTTP, which needs")

@@ -38,7 +38,7 @@ _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},
 }
-"""Options that a replay does not read. Their files or packages may be missing."""
+"""Values that replace the options that a replay does not read. The files or packages of these options may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class ReplayOptions:
 def replay_options(run: Path, argv: Sequence[str], out: Path) -> ReplayOptions:
     """Read the options of a run of ``areno train``, and apply the flags in ``argv``.
 
-    ``out`` is the directory of the new run. Raises UsageError: the run cannot be replayed, a flag is invalid, or a flag has no
-    effect on an update.
+    ``out`` is the directory of the new run. Raises UsageError if the run cannot be replayed, a flag is invalid, or a flag has
+    no effect on an update.
     """
     stored = StoredRun.read(run, "areno replay")
     options = parse_train(["--algo", stored.options.algo, *argv])
@@ -95,11 +95,11 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
     for name in sorted(explicit):
         if name in groups and groups[name] != "Train" and name not in _CHANGEABLE:
             yield (
-                f"{flag_of(name)} has no effect on an update with recorded rows; areno replay takes options of the loss, "
-                "the advantages, the optimizer and the devices"
+                f"{flag_of(name)} has no effect on an update with recorded rows; use only options of the loss, the "
+                "advantages, the optimizer and the devices"
             )
     if get_algorithm(options.algo).trainer not in (spec.trainer, POLICY_TRAINER):
         yield (
-            f"--algo {options.algo} cannot train on samples of {spec.name}, which lack inputs that it needs, such as a "
-            "critic's values or preference pairs"
+            f"--algo {options.algo} cannot train on samples of {spec.name}, which lack inputs such as a critic's "
+            "values or preference pairs; use another --algo"
         )

@@ -1,7 +1,7 @@
 """Run directories, and resuming with ``--resume``.
 
-Options on the command line may change the length, devices, saving, timeouts and logging of a resumed run. They must not change
-its results.
+Options on the command line may change the length, devices, saving, timeouts and logging of a resumed run, but not its
+results.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _AUTO = "auto"  # value of the bare flag
 def apply_resume(options: TrainOptions) -> TrainOptions:
     """Resolve the run directory and ``--resume``.
 
-    Without ``--resume``, the run directory is ``--run-dir`` or a new directory. With ``--resume``, it is the old run's
-    directory, and options not in ``explicit`` come from the old run. Then ``resume`` is also set to the old run's directory.
+    Without ``--resume``, the run directory is ``--run-dir`` or a new directory. With ``--resume``, both the run directory and
+    ``resume`` are set to the old run's directory, and options not in ``explicit`` come from the old run.
 
-    Raises UsageError: the old run is not found, or an explicit option would change results.
+    Raises UsageError if the old run is not found, or an explicit option would change results.
     """
     if options.resume is None:
         if options.resume_step is not None:
@@ -86,7 +86,7 @@ class StoredRun:
 
     @classmethod
     def read(cls, path: Path, option: str = "--resume") -> StoredRun:
-        """Read the options of a run directory; messages mention ``option``."""
+        """Read the options of a run directory. Error messages start with ``option``."""
         file = path / "config.yaml"
         raw = load_config(file, option=option)
         spec = get_algorithm(str(raw.get("algo", TrainOptions.algo)))
@@ -98,9 +98,9 @@ class StoredRun:
         return cls(path, replace(build_options(values, spec, explicit), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return the options that affect results and differ, as (old, new) by name.
+        """Return the old and the new value of each option that affects results and has another value in ``options``, by name.
 
-        If ``names`` is given, only the options in ``names`` are compared.
+        If ``names`` is set, only the options in ``names`` are compared.
         """
         checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))
@@ -141,13 +141,13 @@ def _newest_run(options: TrainOptions) -> StoredRun:
             return run
     name, (old, new) = next(iter(runs[0].differences(options, compared).items()))
     raise UsageError(
-        f"--resume found no run with the same configuration in {root}/ ({len(runs)} checked; {runs[0].path} has "
-        f"{flag_of(name)} {old} instead of {new}); pass --resume PATH, or omit --resume to start a new run"
+        f"--resume found no run with the same configuration in {root}/ (checked runs: {len(runs)}; {runs[0].path} "
+        f"has {flag_of(name)} {old} instead of {new}); pass --resume PATH, or omit --resume to start a new run"
     )
 
 
 def _last_activity(run: StoredRun) -> tuple[bool, float]:
-    """Return a sort key: whether the run has checkpoints, and the time of its last write (Unix seconds)."""
+    """Return a sort key: whether the run has checkpoints, and the time of the last write to its directory (Unix seconds)."""
     times = [0.0]
     for entry in (run.path, *run.path.iterdir()):
         with suppress(OSError):  # a dangling link, or a file that was deleted meanwhile
@@ -179,5 +179,5 @@ def _check_step(options: TrainOptions) -> None:
     with suppress(CheckpointError):  # a damaged best checkpoint cannot be chosen
         steps |= {best} if (best := folder.best_step()) is not None else set()
     if step not in steps:
-        available = f"it has {', '.join(map(str, sorted(steps)))}" if steps else "it has none"
-        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of that step; {available}")
+        available = f"choose one of {', '.join(map(str, sorted(steps)))}" if steps else "the folder has no checkpoints"
+        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of this step; {available}")

@@ -8,11 +8,11 @@ from typing import Any
 from areno.errors import UsageError
 
 PART_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-"""Allowed names of reward parts, usable in metrics, options and YAML without quoting."""
+"""Pattern of the allowed names of reward parts, which need no quotes in metrics, options and YAML."""
 
 
 def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
-    """Parse weights from ``name=number,name=number`` or a mapping. Raises UsageError."""
+    """Parse weights from ``name=number,name=number`` or a mapping. Raises UsageError if a name or a weight is invalid."""
     entries = weights.split(",") if isinstance(weights, str) else [f"{name}={w}" for name, w in (weights or {}).items()]
     checked: dict[str, float] = {}
     for entry in entries:
@@ -23,9 +23,9 @@ def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
             weight = math.nan
         if not PART_NAME.fullmatch(name) or name in checked or not 0 <= weight < math.inf:
             raise UsageError(
-                f"{entry!r} is not a valid weight: pass each part's name (letters, digits, `_`, `.`, `-`; a letter or `_` "
-                "first) once, with a finite number of at least 0, as in format=0.2,answer=1; for a penalty, return a negative "
-                "part"
+                f"{entry!r} is not a valid weight; write each part's name once, with a finite number of at least 0, as in "
+                "format=0.2,answer=1 (a name has letters, digits, `_`, `.` and `-`, and starts with a letter or `_`); for a "
+                "penalty, return a negative part"
             )
         checked[name] = weight
     return checked

@@ -5,18 +5,18 @@ import math
 from areno.errors import UsageError
 
 ALL = "all"
-"""Value that keeps the rows of every step."""
+"""Value that saves the rows of every step."""
 
 
 def kept_rollouts(text: str | None) -> float:
-    """Return the number of newest steps to keep; 0 for none, infinity for all. Raises UsageError."""
+    """Return the number of newest steps whose rows are kept; infinity for ``all``. Raises UsageError if ``text`` is invalid."""
     if text is None:
         return 0
     if text == ALL:
         return math.inf
     if not (text.isascii() and text.isdigit()):
         raise UsageError(
-            f"{text!r} is neither a number of steps nor {ALL}; pass the number of newest steps whose rows to save, such as "
-            f"20, {ALL} for every step, or 0 for none"
+            f"{text!r} is neither a number of steps nor {ALL}; pass {ALL} to save the rows of every step, 0 to save "
+            "no rows, or a number such as 20 to save the rows of the newest 20 steps"
         )
     return int(text)

@@ -1,7 +1,8 @@
 """Removes secrets from plain data.
 
-Settings for API keys are omitted. Other values that look like secrets by name or form are replaced by ``${oc.env:NAME}``. All
-environment variables of workers are replaced as well. The variable NAME must be set when a file with such a value is loaded.
+Settings for API keys are omitted. Other values are replaced by ``${oc.env:NAME}`` if their name or form is that of a secret.
+Environment variables of workers are always replaced. When a file with a replaced value is loaded, the environment variable
+NAME must be set.
 """
 
 import re
@@ -20,7 +21,9 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``. ``name`` is the name of the data's setting."""
+    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``. ``name`` is the setting that contains the
+    data.
+    """
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}
     if isinstance(value, dict):

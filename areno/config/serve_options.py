@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``. Options shared with training have the same meaning."""
+"""Options of ``areno serve`` and ``areno chat``. An option of ``areno train`` has the same meaning in these commands."""
 
 import ipaddress
 import os
@@ -192,7 +192,7 @@ def _served(options: ServeOptions) -> ServeOptions:
 
 
 def _resolved(options: Any) -> Any:
-    """Replace a run directory by its newest model. Without an API key, use the key in the environment, if any."""
+    """Replace a run directory by its newest model. If no API key is set, use the key in the environment, if any."""
     path, key = options.model_path, options.api_key
     key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
     return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)
@@ -216,7 +216,7 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
 def key_problems(host: str, key: str | None) -> Iterator[str]:
     """Yield problems with the API key of a server on ``host``. Hosts other than loopback addresses need a key."""
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-        yield "--api-key must be printable ASCII without spaces; create one with `openssl rand -hex 24`"
+        yield "--api-key must be printable ASCII without spaces; create a key with `openssl rand -hex 24`"
     if key is None and not is_loopback(host):
         yield (
             f"--host {host} is reachable from other machines and needs an API key; pass --api-key, set "

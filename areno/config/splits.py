@@ -16,12 +16,12 @@ _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
     """Return the data files of a split in a folder.
 
-    A file belongs to the split with which its name starts, as in ``test.jsonl`` or ``test-00000-of-00002.parquet``. The names
-    ``valid``, ``val`` and ``dev`` mean ``validation``, and ``eval`` means ``test``. If no file name starts with ``train``, the
-    training data are the files whose names start with no split. If no file name starts with a split, all files belong to every
-    split.
+    A file belongs to the split whose name begins the file's name, as in ``test.jsonl`` or ``test-00000-of-00002.parquet``.
+    The names ``valid``, ``val`` and ``dev`` mean ``validation``, and ``eval`` means ``test``. If no file name starts with
+    ``train``, the training data are the files whose names start with no split name. If no file name starts with a split name,
+    all files belong to every split.
 
-    Raises UsageError: the split has no files, or its files have different formats.
+    Raises UsageError if the split has no files, or if its files have different formats.
     """
     files = _data_files(folder)
     members = [file for file in files if _belongs(file, split)]
@@ -30,12 +30,12 @@ def split_files(folder: Path, split: str, option: str) -> list[Path]:
         members = unnamed
     if not members:
         splits = sorted({_split_named_by(file) or TRAIN for file in files})
-        has = f"it has {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
-        raise UsageError(f"{option} {folder}: no files of the split {split}; {has}; pass a single file instead")
+        has = f"it has files of {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
+        raise UsageError(f"{option} {folder} has no files of the split {split}; {has}; pass a single file instead")
     formats = sorted({file.suffix.lower() for file in members})
     if len(formats) > 1:
         raise UsageError(
-            f"{option} {folder}: files of several formats ({', '.join(formats)}); pass a single file instead"
+            f"{option} {folder} has files of several formats ({', '.join(formats)}); pass a single file instead"
         )
     return members
 
@@ -52,7 +52,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Return why a data reference has no rows of a split; empty if it may have such rows. No rows are read."""
+    """Return why a data reference has no rows of a split; empty if the reference may have such rows. No rows are read."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):
@@ -60,7 +60,7 @@ def split_problem(reference: str, split: str, option: str) -> str:
             if saved is None:
                 split_files(path, split, option)
             elif saved and split not in saved:
-                return f"{option} {reference}: no split {split}; the dataset has {', '.join(saved)}"
+                return f"{option} {reference} has no split {split}; save a dataset with this split (found: {', '.join(saved)})"
     except (UsageError, OSError) as error:
         return str(error)
     return ""
@@ -69,7 +69,7 @@ def split_problem(reference: str, split: str, option: str) -> str:
 def has_splits(reference: str) -> bool:
     """Whether the rows of a data reference depend on the split.
 
-    They do not for a file, for a folder without splits, and for a hub reference ``name:config:split``.
+    False for a file, for a folder without splits, and for a hub reference ``name:config:split``.
     """
     path = Path(reference).expanduser()
     if path.is_file():
@@ -89,7 +89,7 @@ def explicit_split(reference: str) -> str | None:
 def row_sources(reference: str, split: str) -> frozenset[str]:
     """Return identifiers of the files or splits that a reference reads.
 
-    If two references have a common identifier, they share rows.
+    Two references with a common identifier share rows.
     """
     path = Path(reference).expanduser()
     if not path.exists():

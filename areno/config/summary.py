@@ -148,11 +148,11 @@ def _trained(options: TrainOptions) -> str:
 
 
 def _outputs(options: TrainOptions) -> dict[str, str]:
-    minutes = f" and {options.save_interval_minutes:g} minutes" if options.save_interval_minutes else ""
+    minutes = f" and every {options.save_interval_minutes:g} minutes" if options.save_interval_minutes else ""
     return {
         "run_dir": str(options.run_path) + (" (resumed)" if options.resume else ""),
         "save_path": str(options.checkpoint_path),
-        "save_interval": f"{options.save_interval} steps{minutes}, and the last",
+        "save_interval": f"every {options.save_interval} steps{minutes}, and after the last step",
         "keep_checkpoints": f"newest {options.keep_checkpoints}" if options.keep_checkpoints else "all",
         "metrics_log_dir": str(options.events_path),
     }

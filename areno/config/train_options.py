@@ -182,7 +182,7 @@ class UpdateOptions:
     lam: float = _ppo(0.95, minimum=0, maximum=1, help="GAE lambda: trades bias for variance in advantage estimation.")
 
     def takes_reference(self, ppo: bool) -> bool:
-        """Whether rows need reference log-probs; ``ppo`` selects PPO's option for the KL term."""
+        """Whether rows need log-probs of the reference model. If ``ppo`` is true, PPO's option for the KL term decides."""
         return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)
 
 

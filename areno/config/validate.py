@@ -31,7 +31,7 @@ from areno.storage.run_layout import is_run
 
 
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
-    """Check parsed options, merged with the options of a resumed run. Raises UsageError with all problems and remedies.
+    """Check the options of a run. Raises UsageError with all problems and remedies.
 
     ``needs_data`` is False for planning, which needs neither data nor rewards.
     """
@@ -96,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems with combinations and input paths that several commands check.
+    """Yield problems with combinations of options and with input paths, for several commands.
 
     ``split`` is the split that is read from the dataset.
     """
@@ -116,7 +116,7 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
     if spec.name == "sft" and not options.dataset_loader_fn:
         yield (
             "--dataset-loader-fn is required for --algo sft; pass a file.py with load_training_dataset, "
-            "which returns rows of prompt and response"
+            "which returns rows with the keys prompt and response"
         )
     if spec.requires_rollout and not (options.reward_fn_path or options.reward_ckpt or options.workflow):
         yield (
@@ -147,13 +147,13 @@ def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[s
         return
     if isinstance(knobs, PolicyLossOptions) and knobs.use_decoupled_loss and knobs.prox_logp_method != "recompute":
         yield (
-            f"--prox-logp-method {knobs.prox_logp_method} needs weight versions, which only areno run passes to a loss; use "
-            "recompute"
+            f"--prox-logp-method {knobs.prox_logp_method} needs the weight version of each token, which only areno "
+            "run passes to a loss; use recompute"
         )
 
 
 def as_argument(entry: Option, value: Any) -> str:
-    """Return an option with its value as a user types them."""
+    """Return an option and its value as written on the command line."""
     if entry.kind is bool:
         return entry.flag if value else "--no-" + entry.flag.removeprefix("--")
     return " ".join(f"{entry.flag} {item}" for item in (value if entry.many else (value,)))
@@ -176,7 +176,7 @@ def _samples(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
 def decoding_problems(options: TrainOptions) -> Iterator[str]:
     """Yield the problems with the generation options."""
     if options.top_k == 0:
-        yield "--top-k must be positive, or -1 for no limit, got 0; use -1 or at least 1"
+        yield "--top-k must be -1 (no limit) or at least 1, got 0; use -1 or at least 1"
     longest = options.max_prompt_tokens + options.max_new_tokens
     limits = f"--max-prompt-tokens {options.max_prompt_tokens} + --max-new-tokens {options.max_new_tokens}"
     if options.max_context_len is not None and options.max_context_len < longest:
@@ -280,8 +280,8 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
     if options.world_size == options.tp_size:
         tensor = f", --tp-size {options.tp_size}" if options.tp_size > 1 else ""
         yield (
-            f"--fsdp with --world-size {options.world_size}{tensor}: FSDP needs two or more data-parallel ranks to shard "
-            f"weights across; use --world-size {2 * options.world_size} or more, or --no-fsdp"
+            f"--fsdp with --world-size {options.world_size}{tensor}: FSDP shards weights across data-parallel ranks "
+            f"and needs at least two; use --world-size {2 * options.world_size} or more, or --no-fsdp"
         )
     if options.load_in_4bit:
         yield "--fsdp with --load-in-4bit: 4-bit weights cannot be sharded; use only one of them"
@@ -293,7 +293,7 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
 
 def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
     if ":" not in workflow:
-        yield f"--workflow {workflow}: add the name of the class or object, as in file.py:NAME"
+        yield f"--workflow {workflow} names no class or object; add the name, as in file.py:NAME"
     elif hooks.is_file_spec(workflow):
         yield hooks.hook_file_problem(workflow, hooks.WORKFLOW_HOOK)
     if options.agent_fn is not None:
@@ -310,19 +310,21 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
     flag = "--rollout async" if options.rollout == "async" else f"--rollout-backend {options.rollout_backend}"
     if options.rollout_url and len(options.rollout_url) != options.rollout_replicas:
         yield (
-            f"{len(options.rollout_url)} values of --rollout-url for --rollout-replicas {options.rollout_replicas}; "
-            "pass one address per replica"
+            f"--rollout-url is set {len(options.rollout_url)} times, but --rollout-replicas is "
+            f"{options.rollout_replicas}; pass one address per replica"
         )
     if options.agent_fn is not None:
         yield (
-            f"{flag} with --agent-fn {options.agent_fn}: agents of --agent-fn use the model in this process; pass an agent "
+            f"{flag} with --agent-fn {options.agent_fn}: agents of --agent-fn can only use the model in this "
+            "process; pass an agent "
             f"with `async def run(self, data, **extra)` as --workflow, or remove {flag}"
         )
     if options.load_in_4bit:
-        yield f"{flag} with --load-in-4bit: rollout processes need full weights; use only one of them"
+        yield f"{flag} with --load-in-4bit: rollout processes cannot use 4-bit weights; use only one of them"
     if options.tune_params:
         yield (
-            f"{flag} with --tune-params: the memory of rollout processes is not tuned; set the sizes yourself, or remove "
+            f"{flag} with --tune-params: tuning does not cover the memory of rollout processes; set the sizes "
+            "yourself, or remove "
             f"{flag}"
         )
 

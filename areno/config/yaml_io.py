@@ -1,7 +1,7 @@
 """Reads and writes options as YAML: a flat mapping from option names to values.
 
 Option names may be written with dashes or underscores. The ``config.yaml`` of a run omits the run's location and the options
-that the run does not read. It is therefore also a valid ``--config`` file.
+that the run does not read. ``config.yaml`` is therefore also a valid ``--config`` file.
 """
 
 import functools
@@ -41,9 +41,9 @@ def _loader() -> "type[yaml.SafeLoader]":
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options, and return raw values by option name, with underscores. ``option`` appears in messages.
+    """Read a YAML file of options, and return raw values by option name, with underscores.
 
-    Keys without a value are omitted: ``null`` means unset.
+    Error messages start with ``option``. Keys with the value ``null`` are omitted, because ``null`` means unset.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -52,8 +52,8 @@ def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]
 
 
 def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value in nested mappings, with its dotted name. With ``indexed``, lists of mappings are flattened too, to
-    names such as ``name.0.key``.
+    """Yield each value in nested mappings, with its dotted name. If ``indexed`` is true, lists of mappings are also
+    flattened, with names such as ``name.0.key``.
     """
     for name, value in values.items():
         if indexed and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -65,20 +65,22 @@ def flat(values: Mapping[Any, Any], *, indexed: bool = False, prefix: str = "") 
 
 
 def read_mapping(path: Path, where: str) -> dict[Any, Any]:
-    """Read a YAML file that holds a mapping with unique keys; an empty file gives {}. ``where`` begins messages."""
+    """Read a YAML file that holds a mapping with unique keys; an empty file gives {}. Error messages start with ``where``."""
     import yaml
 
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
+        raise UsageError(f"{where}{line} is not valid YAML: {error.problem}; fix the file") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{where} cannot be read: {error}; pass a YAML text file") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise UsageError(f"{where}: expected a mapping, got a {type(loaded).__name__}; write lines like lr: 1.0e-5")
+        raise UsageError(
+            f"{where} must contain a mapping, but contains a {type(loaded).__name__}; write lines such as lr: 1.0e-5"
+        )
     return loaded
 
 
@@ -86,7 +88,7 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         if not isinstance(key, str):
-            raise UsageError(f"{where}: key {key!r} is not an option name; quote or remove the key")
+            raise UsageError(f"{where}: the key {key!r} is not text; quote or remove the key")
         if isinstance(value, dict):
             raise UsageError(f"{where}: {key} is a mapping; options are flat, so write one value or a list")
         name = name_of(key)
@@ -100,8 +102,8 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 def stored_values(options: TrainOptions) -> dict[str, Any]:
     """Return the values for ``config.yaml``.
 
-    These are the options that the run reads, without options that have ``stored=False``. While ``activation_checkpointing`` is
-    undecided, it is omitted, so that it stays undecided in a resumed run. Paths are absolute, so that the run can be resumed
+    These are the options that the run reads, without options that have ``stored=False``. If ``activation_checkpointing`` is
+    None, it is omitted, so that the option is also None in a resumed run. Paths are absolute, so that the run can be resumed
     from any folder.
     """
     spec = get_algorithm(options.algo)

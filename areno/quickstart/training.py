@@ -57,7 +57,7 @@ def run_folder(run_dir: str | None) -> Path:
 
 
 def train(settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command, run it in this process, and return the checkpoint.
+    """Print the equivalent command, run the command in this process, and return the folder of the last checkpoint.
 
     If the training fails, the process exits.
     """

@@ -1,4 +1,4 @@
-"""Runs reward functions in parallel, with deadlines. Does not import torch.
+"""Runs reward functions in parallel, with deadlines. The package does not import torch.
 
 - ``runner``: rewards of a batch, with deadlines and retries; ``worker_pool``: the processes and threads that compute rewards.
 - ``worker``: the loop of a worker; ``supervisor``: kills all processes that a worker process has started.

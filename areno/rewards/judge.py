@@ -1,4 +1,4 @@
-"""A reward function that uses an LLM as a judge. It asks an OpenAI-compatible server to grade completions.
+"""A reward function that uses an LLM as a judge. The judge is a model on an OpenAI-compatible server.
 
 A reward file (``--reward-fn-path``, ``reward.fn``) may contain::
 

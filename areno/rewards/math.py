@@ -2,10 +2,10 @@
 
 Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The answer of a completion is its last ``\\boxed{...}``. Without a
 box, math-verify searches the text. Some answers take long to verify, such as a tower of powers. In a worker process, such an
-answer counts as wrong after a few seconds, because it must not stall a run.
+answer counts as wrong after a few seconds, so that a run does not stall.
 
-math-verify parses the content of a box as one expression. It parses ``72 dollars`` as 72 times seven letters. Words around a
-single expression are therefore removed. If both answers consist of words, they are compared as text.
+math-verify parses the content of a box as one expression, such as ``72 dollars`` as the product of 72 and seven letters.
+Words around a single expression are therefore removed. If both answers consist of words, the answers are compared as text.
 """
 
 import logging
@@ -46,11 +46,11 @@ _text_warning_logged = threading.Event()
 
 
 def math_verify_reward(completion: str, answer: Any) -> float:
-    """Compare a completion with the reference answer.
+    """Return the reward of a completion, which is compared with the reference answer.
 
     Args:
         completion: text of the completion.
-        answer: the reference answer as text or as a number. Of a list, the first element is used.
+        answer: the reference answer as text or as a number. If it is a list, the first element is used.
 
     Returns:
         1.0 if the answers are equal, otherwise 0.0.

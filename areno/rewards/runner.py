@@ -41,7 +41,7 @@ OnError = Literal["stop", "drop"]
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """The result of one record. ``value`` is finite, or None if the record failed. ``error`` is the reason of the failure."""
+    """The result of one record. ``value`` is finite, or None if the record failed. ``error`` is the reason for the failure."""
 
     value: float | None
     error: str | None
@@ -53,8 +53,8 @@ class RewardRunner:
     """Runs one reward function on batches of records.
 
     Args:
-        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in the event loop of one thread.
-            A thread cannot be killed. If a plain function hangs, its thread is abandoned at the deadline.
+        reward_fn: a plain function, which runs in threads, or a coroutine function, which runs in the event loop of one
+            thread. A thread cannot be killed. If a plain function hangs, its thread is abandoned at the deadline.
         path: ``file.py`` or ``file.py:function``, instead of ``reward_fn``. The function runs in processes, which can be
             killed.
         timeout_s: deadline per record, in seconds from the start of the call.
@@ -62,7 +62,7 @@ class RewardRunner:
         on_error: what happens if a record fails: ``stop`` raises an error, and ``drop`` returns an outcome without a value.
         retries: maximum number of retries of a record whose worker died, or did not start to score the record in time.
         memory_gb: memory limit of each worker process of a reward file in GiB (``RLIMIT_DATA``); None: unlimited.
-        parts: weights of reward parts. All runners of one function share this object. None: each part has the weight 1.
+        parts: weights of reward parts, shared by all runners of one function; None: the weight of each part is 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
@@ -81,7 +81,10 @@ class RewardRunner:
         parts: RewardParts | None = None,
     ) -> None:
         if (reward_fn is None) == (path is None):
-            raise UsageError("set either a reward function or a reward file (--reward-fn-path), not both or neither")
+            raise UsageError(
+                "a reward runner needs exactly one source; set either a reward function or a reward "
+                "file (--reward-fn-path)"
+            )
         if not timeout_s > 0:
             raise UsageError(f"--reward-timeout-s must be above 0, got {timeout_s}")
         if workers is not None and workers < 1:
@@ -118,8 +121,8 @@ class RewardRunner:
         """Score records, and return the outcomes in the order of the records.
 
         Raises:
-            RewardError: the function cannot be imported. With ``on_error="stop"``, also: a record failed. The message contains
-                the function, the record and the cause.
+            RewardError: the function cannot be imported, or a record failed and ``on_error`` is ``stop``. The message
+                contains the function, the record and the cause.
         """
         with self._lock:
             batch = self._open(records)
@@ -211,7 +214,7 @@ class RewardRunner:
             )
 
     def _time_to_deadline(self) -> float:
-        """Seconds until the next deadline of any worker, at most ``_MAX_WAIT_S``."""
+        """Seconds until the earliest deadline of the workers, at most ``_MAX_WAIT_S``."""
         now = time.monotonic()
         deadlines = [self._deadline(slot) for slot in self._pool.slots if not slot.idle]
         return min(max(min(deadlines, default=now) - now, 0.0), _MAX_WAIT_S)
@@ -228,7 +231,7 @@ class RewardRunner:
             if slot.idle or self._deadline(slot) > now:
                 continue
             if not slot.ready:
-                reason = f"the import takes more than {IMPORT_TIMEOUT_S:g} s; move slow code out of the module level"
+                reason = f"the import takes more than {IMPORT_TIMEOUT_S:g} s; move slow code from the module into the function"
                 self._fail_import(slot, reason)
             self._handle_loss(batch, slot, timeout_text(self.timeout_s), late=bool(slot.running))
 
@@ -250,7 +253,7 @@ class RewardRunner:
         for index in suspects:
             batch.losses[index] += not late
             if not late and batch.losses[index] <= self._retries:
-                logger.warning("reward worker replaced, retrying record %d: %s", index + 1, reason)
+                logger.warning("reward worker replaced; record %d is retried: %s", index + 1, reason)
                 batch.alone.append(index)
                 continue
             times = f" ({batch.losses[index]} times)" if batch.losses[index] > 1 else ""
@@ -306,8 +309,8 @@ class _RewardBatch:
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
         """Return the next records for an idle worker.
 
-        A record that must run alone is returned first. Otherwise, an event loop gets an equal share of the records, and a plain
-        function gets a few records.
+        If a record must run alone, only this record is returned. Otherwise, an event loop gets an equal share of the records,
+        and a plain function gets a few records.
         """
         if self.alone:
             return [self.alone.popleft()]

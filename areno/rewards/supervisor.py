@@ -2,8 +2,8 @@
 
 :func:`supervised` forks. The child process is the worker, and the parent process is the supervisor. The supervisor is a child
 subreaper: when a process between the supervisor and a descendant exits, the descendant becomes a child of the supervisor.
-``setsid`` and a double fork do not prevent this. Without ``/proc``, on systems other than Linux, only the worker's process
-group is killed.
+Neither ``setsid`` nor a double fork prevents this adoption. Without ``/proc``, on systems other than Linux, only the worker's
+process group is killed.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork the worker, and return its connection to the trainer. Only the worker returns. The worker's stdout goes to stderr.
+    """Fork the worker, and return the worker's connection to the trainer. The call returns only in the worker.
+
+    The worker's stdout goes to stderr.
 
     Args:
         lifeline: socket to the trainer. The worker is killed when the trainer closes its end.
@@ -129,6 +131,6 @@ def _send(pids: set[int], number: int) -> None:
 
 
 def _control(what: int, value: int) -> None:
-    """Call ``prctl`` on systems that have it."""
+    """Call ``prctl`` on systems that have this function."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

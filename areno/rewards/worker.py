@@ -1,8 +1,8 @@
 """The loop of a reward worker. The worker receives records, runs the user's function, and reports rewards or errors.
 
-For a reward file, the loop runs in a separate process (:func:`main`). For a callable, it runs in a thread. In a process, the
-function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON, because a pickle from
-untrusted code could execute code in the trainer. Does not import torch.
+For a reward file, the loop runs in a separate process (:func:`main`). For a callable, the loop runs in a thread. In a
+process, the function runs in the main thread, where timeouts based on ``signal.alarm`` work. Reports are JSON, because a
+pickle from untrusted code could execute code in the trainer. This module does not import torch.
 """
 
 import asyncio
@@ -95,14 +95,14 @@ def as_reward(value: Any) -> PartValues:
         return _as_number(value)
     if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
         raise RewardError(
-            f"returned parts named {list(value)!r:.80}; use at least one part, and names of letters, digits, `_`, `.` and `-` "
-            "that start with a letter or `_`"
+            f"returned parts named {list(value)!r:.80}; return at least one part; a name has letters, digits, `_`, "
+            "`.` and `-`, and starts with a letter or `_`"
         )
     return {name: _as_number(part, f" as the part {name}") for name, part in value.items()}
 
 
 def _as_number(value: Any, place: str = "") -> float:
-    """Convert a number, or a zero-dimensional array or tensor, to a finite float. Raises RewardError if this fails."""
+    """Convert a number, or a zero-dimensional array or tensor, to a finite float. Raises RewardError if this is impossible."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -115,7 +115,7 @@ def _as_number(value: Any, place: str = "") -> float:
     shown = repr(value)
     raise RewardError(
         f"returned {shown if len(shown) <= 80 else shown[:80] + '…'} ({type(value).__name__}){place}; "
-        "a reward must be a finite number, or a dictionary of part names to finite numbers"
+        "a reward must be a finite number, or a dictionary from part names to finite numbers"
     )
 
 
@@ -188,7 +188,7 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``path`` is ``file.py`` or ``file.py:function``. ``connection`` and ``lifeline`` are file descriptors.
-            ``timeout_s`` is the deadline per record. ``memory_bytes`` is the data limit of the process; None: unlimited.
+            ``timeout_s`` is the deadline per record. ``memory_bytes`` is the memory limit (``RLIMIT_DATA``); None: unlimited.
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     if settings["memory_bytes"] is not None:

@@ -1,6 +1,6 @@
 """Workers that run reward functions. A worker process can be killed. A worker thread can only be abandoned.
 
-A worker receives jobs. It replies with the messages of :mod:`areno.rewards.worker`. When a worker ends, its slot adds the
+A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker`. When a worker ends, its slot adds the
 message ``["died", text]``. The runner handles deadlines and retries.
 """
 
@@ -38,8 +38,8 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process with a connection.
 
-    When the process or its parent exits for any reason, all descendants of the process are killed. For this, ``main`` of the
-    module must first call :func:`areno.rewards.supervisor.supervised`.
+    When the process or its parent exits for any reason, all descendants of the process are killed. The function ``main`` of
+    the module must first call :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
 
     Args:
         module: module whose ``main(settings)`` runs in the process.
@@ -92,7 +92,7 @@ class WorkerProcess:
             self._process.wait(timeout_s)
 
     def exit_reason(self) -> str:
-        """Reason why the process exited. Call this after the process has closed the connection."""
+        """Reason why the process exited. Call this method after the process has closed the connection."""
         try:
             code = self._process.wait(timeout=_CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -129,7 +129,7 @@ class RewardProcess(WorkerProcess):
 
 
 class RewardThread:
-    """A daemon thread that runs a callable. The callable need not be importable or picklable.
+    """A daemon thread that runs a callable. The callable need be neither importable nor picklable.
 
     The thread has the methods of `RewardProcess` that the pool and the runner use. A hanging function cannot be stopped, but
     the program can exit.

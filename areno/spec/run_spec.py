@@ -7,7 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """How often to save, evaluate or checkpoint. An action is due after any of three intervals; None disables an interval."""
+    """When to save, evaluate or write a checkpoint. An action is due when any of its three intervals has passed; None
+    disables an interval.
+    """
 
     epochs: int | None = None
     steps: int | None = None

@@ -1,1 +1,1 @@
-"""Tools that convert a run's traces; run one with ``python -m areno.tools.NAME``."""
+"""Tools that convert a run's traces; run a tool with ``python -m areno.tools.NAME``."""

@@ -10,7 +10,7 @@ from areno.errors import ArenoError, UsageError
 
 
 def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
-    """Return the input files, and the files in input folders that match ``pattern``. Raises UsageError if an input has none."""
+    """Return the input files and the matching files in input folders. Raises UsageError if an input has no matching file."""
     files: list[Path] = []
     for path in map(Path, inputs):
         matches = sorted(path.rglob(pattern)) if path.is_dir() else [path] if path.is_file() else []
@@ -32,7 +32,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str], str]) -> int:
-    """Call ``work(inputs, output)`` with the paths in ``argv``, and print its result. Return the exit code of the tool."""
+    """Call ``work(inputs, output)`` with the paths in ``argv``, print the result, and return the exit code of the tool."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage)
         return 0

@@ -31,16 +31,16 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 
 
 def read_sessions(inputs: Sequence[str | Path]) -> tuple[list[dict[str, Any]], int]:
-    """Return the sessions sorted by submission time, and the number of skipped lines. Raises UsageError if there are none."""
+    """Return the sessions sorted by submission time, and the number of skipped lines. Raises UsageError if none exists."""
     records = [record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path)]
     sessions = [record for record in records if record is not None and _is_session(record)]
     if not sessions:
-        raise UsageError(f"{', '.join(map(str, inputs))}: no sessions recorded yet")
+        raise UsageError(f"{', '.join(map(str, inputs))}: the run has not recorded a session yet; try again later")
     return sorted(sessions, key=lambda record: record["submit_ts"]), len(records) - len(sessions)
 
 
 def _is_session(record: dict[str, Any]) -> bool:
-    """Whether a record can be drawn; lines of other programs and versions may lack a field."""
+    """Whether a record can be drawn. Lines of other programs and versions may lack a field."""
     try:
         render([record])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):

@@ -401,7 +401,7 @@ def test_errors_in_held_out_data_are_reported_before_the_first_step(tmp_path, ti
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "notes.txt").write_text("nothing")
     assert main([*map(str, arguments), "--eval-dataset-path", str(tmp_path / "held")]) == 2
-    assert f"--eval-dataset-path {tmp_path / 'held'}: no files of the split test" in capsys.readouterr().err
+    assert f"--eval-dataset-path {tmp_path / 'held'} has no files of the split test" in capsys.readouterr().err
     assert not (run / "metrics.jsonl").exists()
 
 

@@ -51,7 +51,7 @@ def test_if_all_checks_pass_the_only_next_step_is_a_first_run(altered):
     assert ready.startswith("training on cpu, areno serve and agents") or "cuda" in ready
     assert "rewards for mathematics" in ready
     assert "adapters" not in ready
-    assert after == "Next:\n  1. a first run: areno quickstart"
+    assert after == "Next:\n  1. start a first run: areno quickstart"
 
 
 def test_each_result_is_a_status_line_and_an_indented_detail(report):
@@ -132,7 +132,8 @@ def test_the_compiler_is_the_one_that_compiles_the_kernels(tmp_path, monkeypatch
     monkeypatch.setattr("sys.platform", "linux")
     check = by_name(report)["C++ compiler (optional)"]
     assert (check.status == "OK") == (compiler_missing() == "")
-    assert check.detail == (f"{tmp_path}/{given.split()[0]}" if given else "g++ not found; decoding on a CPU is slower")
+    missing = "g++ was not found, so decoding on a CPU is slower"
+    assert check.detail == (f"{tmp_path}/{given.split()[0]}" if given else missing)
 
 
 @pytest.mark.parametrize("module", some_quick(["yaml", "safetensors", "numpy"], "numpy"))
@@ -170,7 +171,7 @@ def test_an_apple_gpu_is_listed_with_the_reason_why_it_is_not_used(altered):
     altered["torch"]["mps_available"] = True
     check = by_name(altered)["MPS"]
     assert (check.status, check.remedy) == ("INFO", "")
-    assert "no float64" in check.detail
+    assert "lacks float64" in check.detail
 
 
 def test_gpus_are_listed_with_capability_and_memory(altered):

@@ -34,7 +34,7 @@ WRONG = [
     ([*EVAL, "--max-rows", "0"], "--max-rows must be positive, got 0"),
     ([*EVAL, "--max-running-prompts", "0"], "--max-running-prompts must be positive"),
     ([*EVAL, "--temperature", "0"], "--temperature must be positive, got 0.0; for greedy decoding use --greedy"),
-    ([*EVAL, "--temperature", "1", "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
+    ([*EVAL, "--temperature", "1", "--top-k", "0"], "--top-k must be -1 (no limit) or at least 1, got 0"),
     ([*EVAL, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
     ([*EVAL, "--greedy", "--n-samples", "4"], "--n-samples 4 has no effect with --greedy, which gives the same answer"),
     (

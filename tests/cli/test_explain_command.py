@@ -104,7 +104,7 @@ def test_with_a_run_a_name_means_the_metric_that_the_run_recorded(capsys, run_di
 
 def test_a_custom_metric_is_shown_without_control_characters(capsys, run_dir):
     text = explain(capsys, "train/own\x1b[2J", "--run", run_dir)
-    assert "not documented" in text
+    assert "areno does not document this metric" in text
     assert "first 2.5   last 2.5" in text
     assert "\x1b" not in text
 

@@ -145,7 +145,9 @@ conversation of 5 messages
 @pytest.mark.parametrize("name", ["9/0/0", "0/0", "a/b/c", "0/0/-1"])
 def test_the_error_about_a_missing_sample_names_the_existing_ones(name, tmp_path, capsys):
     assert main(["inspect", str(write_run(tmp_path / "run")), "--sample", name]) == 2
-    assert f"--sample {name}: no such sample; the run has 0/0/0 to 3/1/1" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"--sample {name}: this sample is not recorded; " in error
+    assert "first prompts, from 0/0/0 to 3/1/1; omit" in error
 
 
 def test_only_the_samples_that_are_shown_are_read(tmp_path, capsys):

@@ -29,7 +29,7 @@ TRAIN = [
     ([*GSPO, "--temperature", "0"], "--temperature must be positive, got 0.0; for greedy decoding use --greedy"),
     ([*GSPO, "--top-p", "1.5"], "--top-p must be at most 1, got 1.5"),
     ([*GSPO, "--top-p", "0"], "--top-p must be positive"),
-    ([*GSPO, "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
+    ([*GSPO, "--top-k", "0"], "--top-k must be -1 (no limit) or at least 1, got 0"),
     ([*GSPO, "--top-k", "-5"], "--top-k must be at least -1, got -5"),
     ([*GSPO, "--lr", "nan"], "--lr nan is not a finite number"),
     ([*GSPO, "--lr", "-1e-6"], "--lr must be positive, got -1e-06"),
@@ -63,17 +63,20 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],
-        "--return-routed-experts has no effect with servers, because areno does not read their expert routing; remove the "
-        "option",
+        "--return-routed-experts has no effect with inference servers, because areno does not read their expert routing; "
+        "remove the option",
     ),
     (
         [*SFT, "--return-routed-experts"],
         "--return-routed-experts has no effect with --algo sft, which has no rollouts",
     ),
-    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: FSDP needs two or more data-parallel ranks"),
+    (
+        [*GSPO, "--fsdp"],
+        "--fsdp with --world-size 1: FSDP shards weights across data-parallel ranks and needs at least two",
+    ),
     (
         [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],
-        "--fsdp with --world-size 2, --tp-size 2: FSDP needs two or more data-parallel ranks to shard weights across; use "
+        "--fsdp with --world-size 2, --tp-size 2: FSDP shards weights across data-parallel ranks and needs at least two; use "
         "--world-size 4",
     ),
     (
@@ -97,23 +100,23 @@ TRAIN = [
     ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without --agent-fn; set --agent-fn too"),
     (
         [*GSPO, "--max-staleness", "2"],
-        "--max-staleness 2 has no effect with --rollout sync; set --rollout async",
+        "--max-staleness 2 has no effect without --rollout async; set --rollout async",
     ),
     (
         [*GSPO, "--rollout", "async", "--agent-fn", "reward.py"],
-        "--rollout async with --agent-fn reward.py: agents of --agent-fn use",
+        "--rollout async with --agent-fn reward.py: agents of --agent-fn can only use",
     ),
     (
         [*GSPO, "--rollout", "async", "--tune-params"],
-        "--rollout async with --tune-params: the memory of rollout processes",
+        "--rollout async with --tune-params: tuning does not cover the memory of rollout processes",
     ),
     (
         [*GSPO, "--rollout", "async", "--lora-rank", "4", "--load-in-4bit"],
-        "--rollout async with --load-in-4bit: rollout processes need full weights",
+        "--rollout async with --load-in-4bit: rollout processes cannot use 4-bit weights",
     ),
     (
         [*GSPO, "--reward-weights", "format"],
-        "--reward-weights 'format': 'format' is not a valid weight: pass each part's name",
+        "--reward-weights 'format': 'format' is not a valid weight; write each part's name",
     ),
     (
         [*BASE, "--reward-ckpt", "model", "--reward-weights", "a=1"],
@@ -130,16 +133,19 @@ TRAIN = [
     ([*GSPO, "--workflow", "reward.py:reward_fn"], "--reward-fn-path reward.py has no effect with --workflow"),
     (
         [*BASE, "--workflow", "reward.py"],
-        "--workflow reward.py: add the name of the class or object, as in file.py:NAME",
+        "--workflow reward.py names no class or object; add the name, as in file.py:NAME",
     ),
     ([*BASE, "--workflow", "gone.py:Even"], "--workflow file does not exist: gone.py"),
     ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
     ([*BASE, "--workflow", "gone.pytools:Even"], "importing gone.pytools raised ModuleNotFoundError"),
     (
         [*BASE, "--workflow", "greedy.py:Greedy"],
-        "areno constructs the class with gconfig and tokenizer only: missing a required argument",
+        "areno constructs the class with only gconfig and tokenizer, which fails: missing a required argument",
     ),
-    ([*BASE, "--workflow", "reward.py:reward_fn"], "it has neither `async def arun_episode(self, engine, data)`"),
+    (
+        [*BASE, "--workflow", "reward.py:reward_fn"],
+        "the workflow has neither `async def arun_episode(self, engine, data)`",
+    ),
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; set --tune-params too"),
     (
         [*GSPO, "--tune-params", "--batch-size", "2", "--mini-bs", "2", "--max-running-prompts", "4"],
@@ -163,7 +169,7 @@ TRAIN = [
     ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
     ([*BASE, "--reward-fn-path", "reward.py:"], "write file.py or file.py:reward_fn"),
     ([*BASE, "--reward-fn-path", "two.py"], "missing a required argument: 'completions'"),
-    ([*BASE, "--reward-fn-path", "syntax.py"], "line 2: not valid Python"),
+    ([*BASE, "--reward-fn-path", "syntax.py"], "line 2 is not valid Python"),
     ([*BASE, "--reward-fn-path", "raises.py"], "raised KeyError: 'rate' (at raises.py line 1: {}['rate'])"),
     ([*GSPO, "--dataset-loader-fn", "narrow.py"], "unexpected keyword argument 'default_loader'"),
     ([*GSPO, "--dataset-loader-fn", "reward.py"], "reward.py defines no load_training_dataset"),
@@ -176,7 +182,7 @@ TRAIN = [
     ([*GSPO, "--resume", "--seed", "9"], "found no run with the same configuration in runs/"),
     (["--config", "gone.yaml"], "--config file does not exist: gone.yaml"),
     (["--config", "typo.yaml"], "typo.yaml: learnrate is not an option"),
-    (["--config", "list.yaml"], "list.yaml: expected a mapping"),
+    (["--config", "list.yaml"], "list.yaml must contain a mapping"),
 ]
 
 OTHER = [

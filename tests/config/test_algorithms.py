@@ -164,16 +164,19 @@ def test_flags_reach_the_knobs_of_a_preference_loss(workspace):
         (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold compares proximal log-probs"),
         (
             ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
-            "--prox-logp-method linear needs weight versions",
+            "--prox-logp-method linear needs the weight version of each token",
         ),
-        (["--algo", "icepop", "--prox-logp-method", "metrics"], "--prox-logp-method metrics needs weight versions"),
+        (
+            ["--algo", "icepop", "--prox-logp-method", "metrics"],
+            "--prox-logp-method metrics needs the weight version of each token",
+        ),
         (
             ["--algo", "dapo", "--rejection-sampling-upper", "5"],
             "rejection_sampling has no effect without use_decoupled_loss",
         ),
         (
             ["--algo", "icepop", "--rejection-sampling-upper", "1"],
-            "rejection_sampling.upper 1.0 would reject any increase in probability",
+            "rejection_sampling.upper 1.0 would reject every increase in probability",
         ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
         (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo, not to gmpo"),
@@ -227,9 +230,9 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("algo.py", "specifies no object"),
-        ("algo.py:nope", "defines no nope; specs in this file: mine, other"),
-        ("algo.py:number", "is a int; expected an areno.config.AlgorithmSpec"),
+        ("algo.py", "names no algorithm"),
+        ("algo.py:nope", r"defines no nope; name an AlgorithmSpec of this file \(found: mine, other\)"),
+        ("algo.py:number", "is a int; name an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
         ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, icepop, m2po, ppo, rm, sapo, sft, simpo"),
@@ -242,7 +245,7 @@ def test_unusable_algorithms_say_why(algorithm_file, name, expected):
 
 def test_own_options_may_not_take_a_builtin_name(workspace):
     (workspace / "algo.py").write_text(ALGORITHM.replace("tau: float = option(0.5", "lr: float = option(0.5"))
-    with pytest.raises(UsageError, match="declares --lr, an option of areno train"):
+    with pytest.raises(UsageError, match="declares --lr, which is already an option of areno train"):
         parse_train(["--algo", "algo.py:mine"])
 
 

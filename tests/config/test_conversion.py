@@ -145,7 +145,7 @@ def test_pairs_per_device_become_rows_per_microbatch():
 def test_dropout_is_converted_only_if_the_algorithm_accepts_it():
     settings = {"use_peft": True, "lora_r": 8, "lora_dropout": 0.05}
     grpo, dpo = convert("trl", settings), convert("trl", settings, "dpo")
-    assert ["lora_dropout=0.05: only for SFT and DPO" in note for note in grpo.notes] == [True]
+    assert ["lora_dropout=0.05: supported only for SFT and DPO" in note for note in grpo.notes] == [True]
     assert dpo.notes == convert("trl", settings | {"lora_dropout": 0.0}).notes == []
     for words, dropout in (([*GSPO, *grpo.words], 0.0), ([*BASE, *dpo.words], 0.05)):
         options = parse_train(words)
@@ -156,18 +156,18 @@ def test_dropout_is_converted_only_if_the_algorithm_accepts_it():
 @pytest.mark.parametrize(
     ("tool", "settings", "words", "noted"),
     [
-        ("trl", {"warmup_steps": 0.03}, [], "warmup_steps=0.03: a fraction"),
+        ("trl", {"warmup_steps": 0.03}, [], "warmup_steps=0.03: areno takes a number of steps"),
         ("trl", {"warmup_steps": 0}, [], ""),
-        ("trl", {"save_steps": 0.1}, [], "save_steps=0.1: a fraction"),
-        ("trl", {"eval_steps": 0.2}, [], "eval_steps=0.2: a fraction"),
+        ("trl", {"save_steps": 0.1}, [], "save_steps=0.1: areno takes a number of steps"),
+        ("trl", {"eval_steps": 0.2}, [], "eval_steps=0.2: areno takes a number of steps"),
         ("trl", {"save_steps": 500.0}, ["--save-interval", "500"], ""),
         ("trl", {"save_total_limit": 0}, [], ""),
         ("trl", {"save_total_limit": 2}, ["--keep-checkpoints", "2"], ""),
-        ("trl", {"num_train_epochs": 2.5}, [], "num_train_epochs=2.5: epochs are whole"),
-        ("trl", {"num_train_epochs": 0.5}, [], "num_train_epochs=0.5: epochs are whole"),
+        ("trl", {"num_train_epochs": 2.5}, [], "num_train_epochs=2.5: --epochs takes only whole"),
+        ("trl", {"num_train_epochs": 0.5}, [], "num_train_epochs=0.5: --epochs takes only whole"),
         ("trl", {"num_train_epochs": 3.0}, ["--epochs", "3"], ""),
-        ("trl", {"optim": "adafactor"}, [], "optim=adafactor: only AdamW"),
-        ("trl", {"optim": "lion_8bit"}, [], "optim=lion_8bit: only AdamW"),
+        ("trl", {"optim": "adafactor"}, [], "optim=adafactor: areno supports only AdamW"),
+        ("trl", {"optim": "lion_8bit"}, [], "optim=lion_8bit: areno supports only AdamW"),
         ("trl", {"optim": "adamw_torch_fused"}, [], ""),
         ("trl", {"optim": "paged_adamw_8bit"}, ["--adam-8bit"], ""),
         ("trl", {"lr_scheduler_type": "polynomial"}, [], "lr_scheduler_type=polynomial: not converted"),
@@ -282,9 +282,9 @@ def test_files_and_arguments_are_read_alike_and_the_last_wins(tmp_path, capsys):
     ("words", "message"),
     [
         (["trl"], "give a YAML file, or settings"),
-        (["trl", "grpo"], "grpo: give a YAML file, --name value, or name=value"),
+        (["trl", "grpo"], "grpo is neither a YAML file nor a setting"),
         (["trl", "nowhere.yaml"], "nowhere.yaml cannot be read"),
-        (["--devices", "0", "trl", "--seed", "1"], "--devices 0: use at least 1"),
+        (["--devices", "0", "trl", "--seed", "1"], "--devices must be at least 1, got 0"),
     ],
 )
 def test_invalid_input_is_refused(words, message, capsys):

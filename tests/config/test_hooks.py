@@ -44,14 +44,14 @@ def test_a_named_function_is_used(file):
     ("text", "expected"),
     [
         ("x = 1", r"hook\.py defines no reward_fn; define reward_fn\(record\)"),
-        ("reward_fn = 3", "reward_fn is a int; make it a function"),
+        ("reward_fn = 3", "reward_fn is a int; define a function"),
         (
             "def reward_fn():\n    pass",
             "does not accept the arguments that areno passes: too many positional arguments",
         ),
         ("def reward_fn(a, b):\n    pass", "missing a required argument: 'b'"),
         ("def reward_fn(a, *, b):\n    pass", "missing a required (keyword-only )?argument: 'b'"),
-        ("def reward_fn(record)\n    pass", r"hook\.py line 1: not valid Python: expected ':'"),
+        ("def reward_fn(record)\n    pass", r"hook\.py line 1 is not valid Python: expected ':'"),
         ("x = 1\nprint(1 / 0)\n", r"raised ZeroDivisionError: division by zero \(at hook\.py line 2: print\(1 / 0\)\)"),
         ("import no_such_module_anywhere", "raised ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
         ("import sys\nsys.exit(3)", "importing the file raised SystemExit: 3"),
@@ -130,10 +130,13 @@ def test_a_named_object_comes_from_a_module_or_a_file(tmp_path, monkeypatch, for
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("hook.py:1x", r"'hook\.py:1x': write file\.py:NAME$"),
-        ("hook.py", r"'hook\.py': the name in hook\.py is missing; write hook\.py:Name$"),
-        ("json.", r"'json\.': the name in json is missing; write json:Name$"),
-        ("hook.py:absent", r"'hook\.py:absent': hook\.py defines no absent; write hook\.py:Name$"),
+        ("hook.py:1x", r"'hook\.py:1x' is malformed; write file\.py:NAME$"),
+        ("hook.py", r"'hook\.py' names no object in hook\.py; write hook\.py:Name$"),
+        ("json.", r"'json\.' names no object in json; write json:Name$"),
+        (
+            "hook.py:absent",
+            r"'hook\.py:absent': hook\.py defines no absent; write hook\.py:Name with a name that is defined$",
+        ),
     ],
 )
 def test_a_named_object_needs_a_name(file, monkeypatch, spec, message):

@@ -87,7 +87,10 @@ def test_adapters_that_work_are_accepted(workspace, argv):
             ["--ckpt", "orphan"],
             "--ckpt orphan/adapter_config.json: base_model_name_or_path folder does not exist: ./gone",
         ),
-        (["--ckpt", "stacked"], "its base model adapter is itself an adapter; merge the base model with areno export"),
+        (
+            ["--ckpt", "stacked"],
+            "the base model adapter is itself an adapter; merge adapter into its own base model with areno export",
+        ),
         (["--ckpt", "blank"], "has no base_model_name_or_path; add the base model's folder or repo id"),
     ],
 )

@@ -86,7 +86,7 @@ def test_paths_follow_the_run_directory_unless_set():
     assert (str(options.checkpoint_path), str(options.events_path)) == ("r/checkpoints", "r/events")
     moved = dataclasses.replace(options, save_path="s", metrics_log_dir="m")
     assert (str(moved.checkpoint_path), str(moved.events_path)) == ("s", "m")
-    with pytest.raises(ArenoError, match="run_dir is not resolved"):
+    with pytest.raises(ArenoError, match="run_dir is not set"):
         _ = TrainOptions().run_path
 
 

@@ -75,7 +75,7 @@ def test_flags_override_the_config_file(tmp_path):
         ("epochs: soon", r"run\.yaml: epochs 'soon': expected an integer"),
         ("epochs: true", r"run\.yaml: epochs True: expected an integer"),
         ("greedy: 1", r"run\.yaml: greedy 1: expected true or false"),
-        ("config: other.yaml", "cannot be set in a config file"),
+        ("config: other.yaml", "a config file cannot name another config file"),
         ("algo: gsp", r"--algo 'gsp' is unknown \(did you mean gspo\?\)"),
     ],
 )

@@ -167,7 +167,9 @@ def test_an_error_says_why_there_is_nothing_to_resume(workspace, argv, expected)
 
 def test_without_a_run_of_the_same_configuration_the_error_shows_a_difference(workspace):
     stored_run(workspace / "runs" / "old", config(), step=1)
-    with pytest.raises(UsageError, match=r"no run with the same configuration in runs/ \(1 checked; runs/old has --lr"):
+    with pytest.raises(
+        UsageError, match=r"no run with the same configuration in runs/ \(checked runs: 1; runs/old has --lr"
+    ):
         resume(*GSPO, "--lr", "5e-6", "--resume")
 
 
@@ -258,7 +260,7 @@ def test_a_step_to_resume_from_must_have_a_checkpoint(workspace, step):
     if step == "3":
         assert resume("--resume", str(run), "--resume-step", step).resume_step == 3
         return
-    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; it has 3"):
+    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of this step; choose one of 3"):
         resume("--resume", str(run), "--resume-step", step)
 
 

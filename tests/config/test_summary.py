@@ -153,7 +153,7 @@ def test_rollout_processes_need_their_own_gpus(workspace, monkeypatch):
     devices(monkeypatch, 4)
     prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "2"])
     with pytest.raises(
-        UsageError, match=r"training needs 2 GPUs \(--world-size\) .* rollout needs 3 more, but .* has 4;"
+        UsageError, match=r"training needs 2 GPUs \(--world-size\), .* rollout needs 3 more, but .* has 4 GPUs;"
     ):
         prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "3"])
 
@@ -199,7 +199,7 @@ def test_tensor_parallelism_names_the_transformers_that_it_needs(monkeypatch, ve
     assert bool(tensor_parallel_problem()) == tensor
     assert bool(problem := tensor_parallel_problem(fsdp=True)) == fsdp
     assert not fsdp or problem.endswith(
-        f"needs transformers 5.23 or newer, and {version} is installed; upgrade transformers"
+        f"needs transformers 5.23 or newer, but {version} is installed; upgrade transformers"
     )
 
 
@@ -208,7 +208,7 @@ def test_an_old_transformers_is_reported_by_every_front_end(monkeypatch, workspa
     monkeypatch.setattr(packages, "version", lambda _: "5.17.0")
     arguments = [*GSPO, "--device", "cpu", "--world-size", "2", "--tp-size", "2"]
     with pytest.raises(
-        UsageError, match=r"--tp-size 2: tensor parallelism needs transformers 5\.21 or newer, and 5\.17\.0"
+        UsageError, match=r"--tp-size 2: tensor parallelism needs transformers 5\.21 or newer, but 5\.17\.0"
     ):
         prepare_plan(arguments)
     assert "actor.backend fsdp:t2: tensor parallelism needs transformers 5.21" in refused({"actor.backend": "fsdp:t2"})

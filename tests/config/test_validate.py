@@ -203,7 +203,7 @@ DPO = [*BASE, "--algo", "dpo"]
             [*PPO, "--no-use-kl-loss", "--kl-loss-coef", "0.1"],
             r"--kl-loss-coef 0.1 has no effect with --no-use-kl-loss",
         ),
-        ([*GSPO, "--score-micro-bs", "4"], r"--score-micro-bs 4 has no effect without a scoring model"),
+        ([*GSPO, "--score-micro-bs", "4"], r"--score-micro-bs 4 has no effect without a reference model"),
         (
             [*GSPO, "--eval-interval", "5"],
             r"--eval-interval 5 has no effect without held-out data; set --eval-dataset-path",
@@ -215,12 +215,15 @@ DPO = [*BASE, "--algo", "dpo"]
         ),
         (
             [*GSPO, "--rollout-backend", "vllm", "--kv-cache-tokens", "9999"],
-            r"--kv-cache-tokens 9999 has no effect on servers, .* \(--rollout-server-args\)",
+            r"--kv-cache-tokens 9999 has no effect on inference servers, .* from --rollout-server-args",
         ),
-        ([*GSPO, "--rollout-backend", "sglang", "--speculate", "4"], r"--speculate 4 has no effect on servers"),
+        (
+            [*GSPO, "--rollout-backend", "sglang", "--speculate", "4"],
+            r"--speculate 4 has no effect on inference servers",
+        ),
         (
             [*BASE, "--workflow", "reward.py:reward_fn", "--agent-timeout-s", "9"],
-            r"--agent-timeout-s 9.0 has no effect with --workflow, because it applies only to --agent-fn; remove",
+            r"--agent-timeout-s 9.0 has no effect with --workflow, because the option applies only to --agent-fn; remove",
         ),
         ([*DPO, "--stop-token-ids", "1,2"], r"--stop-token-ids 1 --stop-token-ids 2 has no effect with --algo dpo"),
         ([*PPO, "--critic-min-lr", "0"], r"--critic-min-lr 0.0 has no effect without --critic-lr-decay-style linear"),
@@ -295,9 +298,11 @@ def test_held_out_rows_come_from_a_test_split(workspace):
     ]
     validate(parse_train(argv))
     (workspace / "data" / "test.jsonl").unlink()
-    with pytest.raises(UsageError, match="--eval-dataset-path data: no files of the split test; it has train"):
+    with pytest.raises(
+        UsageError, match="--eval-dataset-path data has no files of the split test; it has files of train"
+    ):
         validate(parse_train(argv))
-    with pytest.raises(UsageError, match="--dataset-path data: no files of the split test"):
+    with pytest.raises(UsageError, match="--dataset-path data has no files of the split test"):
         parse_eval(argv[:6])
 
 

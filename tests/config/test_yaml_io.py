@@ -50,11 +50,11 @@ def test_a_stored_config_omits_options_that_the_run_does_not_read():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("- a\n- b", "expected a mapping, got a list"),
-        ("lr: [1", "line 1: not valid YAML"),
-        ("lr: 1\nepochs: 2\nlr: 3", "line 3: not valid YAML: duplicate key 'lr'"),
+        ("- a\n- b", "must contain a mapping, but contains a list"),
+        ("lr: [1", "line 1 is not valid YAML"),
+        ("lr: 1\nepochs: 2\nlr: 3", "line 3 is not valid YAML: duplicate key 'lr'"),
         ("batch-size: 1\nbatch_size: 2", "with dashes and with underscores"),
-        ("3: 4", "key 3 is not an option name"),
+        ("3: 4", "the key 3 is not text"),
         ("optimizer: {lr: 1}", "optimizer is a mapping"),
     ],
 )

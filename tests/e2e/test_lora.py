@@ -155,7 +155,10 @@ def test_unknown_target_modules_are_refused_with_the_names_of_existing_ones(tmp_
     task = write_task(tmp_path / "task")
     done = areno(*arguments("sft", tiny_checkpoint, task, tmp_path / "run"), "--lora-target-modules", "qproj")
     assert done.returncode == 2
-    assert "--lora-target-modules: LlamaForCausalLM has no linear layers named qproj; use names of its linear" in done.stderr
+    assert (
+        "--lora-target-modules: LlamaForCausalLM has no linear layers named qproj; use names of its linear"
+        in done.stderr
+    )
     assert "q_proj" in done.stderr
     assert "Traceback" not in done.stderr
 

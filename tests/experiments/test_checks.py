@@ -50,9 +50,9 @@ def test_all_errors_are_reported_together(tmp_path, no_model):
         "actor.path folder does not exist",
         "train_dataset.path does not exist",
         "reward.fn",
-        "mine.py line 2: not valid Python",
+        "mine.py line 2 is not valid Python",
         "workflow.dynamic_filter_fn",
-        "is a int; give a function",
+        "is a int; pass a function",
     ):
         assert part in str(caught.value), part
 

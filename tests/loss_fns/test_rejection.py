@@ -178,12 +178,12 @@ def test_m2po_drops_the_tokens_that_moved_most_until_the_mean_is_below_the_thres
         ({"action": "drop"}, "action 'drop' is unknown"),
         ({"metric": "k3"}, "metric 'k3' is unknown"),
         ({"agg": "min"}, "agg 'min' is unknown"),
-        ({"upper": 1.0}, "upper 1.0 would reject any increase in probability"),
+        ({"upper": 1.0}, "upper 1.0 would reject every increase in probability"),
         ({"lower": 0.0}, "lower 0.0 has no effect on a ratio"),
-        ({"metric": "kl_k2", "upper": 0.0}, "whose kl_k2 is positive"),
+        ({"metric": "kl_k2", "upper": 0.0}, "its kl_k2 is positive"),
         ({"metric": "kl_k1", "upper": -1.0, "lower": 0.0}, "lower 0.0 is above upper -1.0"),
         ({"agg": "sum"}, "agg sum has no effect with level token"),
-        ({"metric": "kl_k3", "action": "clamp"}, "clamp applies to the metric ratio, but metric is kl_k3"),
+        ({"metric": "kl_k3", "action": "clamp"}, "clamp applies only to the metric ratio, but metric is kl_k3"),
     ],
 )
 def test_errors_name_bad_bounds(options, text):

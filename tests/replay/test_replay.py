@@ -241,8 +241,8 @@ def test_a_saved_replay_is_a_run_that_can_be_resumed(runs, tmp_path):
 
 PROBLEMS = {
     "a step that is not there": (["--step", "9"], "has no rows of this step; rows were recorded for steps 0 to 2"),
-    "a negative step": (["--step", "-1"], "--step -1: use at least 0"),
-    "no update": (["--step", "2", "--updates", "0"], "--updates 0: use at least 1"),
+    "a negative step": (["--step", "-1"], "--step must be at least 0, got -1"),
+    "no update": (["--step", "2", "--updates", "0"], "--updates must be at least 1, got 0"),
     "an option of the rollout": (["--step", "2", "--temperature", "2"], "--temperature has no effect on an update"),
     "a typing error": (["--step", "2", "--lrr", "1"], "--lrr is not an option (did you mean --lr?)"),
     "an option of another algorithm": (["--step", "2", "--lam", "0.9"], "--lam 0.9 applies to --algo ppo, not to"),

@@ -241,14 +241,14 @@ def test_samples_are_a_flat_table(suffix, tmp_path):
             ["--out", "x.svg", "--metric", "rewrd"],
             r"--metric rewrd matches no recorded metric \(did you mean reward\?\)",
         ),
-        (["--out", "x.svg", "--smooth", "0"], "--smooth 0: use at least 1"),
-        (["--out", "x.svg", "--width", "6cm"], "--width 6cm: use 100 to 10000 px"),
-        (["--out", "x.csv", "--smooth", "3"], r"--out x.csv: use --smooth with \.svg files only"),
-        (["--out", "x.csv", "--title", "A", "--width", "6in"], r"use --title, --width with \.svg files only"),
+        (["--out", "x.svg", "--smooth", "0"], "--smooth must be at least 1, got 0"),
+        (["--out", "x.svg", "--width", "6cm"], "--width 6cm is not a size of 100 to 10000 pixels"),
+        (["--out", "x.csv", "--smooth", "3"], r"--out x.csv: a \.csv file .*; use --smooth only with an \.svg file"),
+        (["--out", "x.csv", "--title", "A", "--width", "6in"], r"use --title, --width only with an \.svg file"),
         (["--out", "x.svg", "--samples"], "--samples writes a .csv or .parquet file"),
-        (["--out", "x.svg", "--mean-over", "a"], "--mean-over a: write NAME=RUN,RUN"),
-        (["--out", "x.svg", "--mean-over", "m=,"], "--mean-over m=,: write NAME=RUN,RUN"),
-        (["--out", "x.svg", "--mean-over", "a=a"], "--mean-over a=a: another curve has the name a"),
+        (["--out", "x.svg", "--mean-over", "a"], "--mean-over a is malformed; write NAME=RUN,RUN"),
+        (["--out", "x.svg", "--mean-over", "m=,"], "--mean-over m=, is malformed; write NAME=RUN,RUN"),
+        (["--out", "x.svg", "--mean-over", "a=a"], "--mean-over a=a: another curve also has the name a"),
         (["--out", "no/folder/x.svg"], "--out no/folder/x.svg cannot be written: No such file"),
         (["--out", "no/folder/x.parquet"], "--out no/folder/x.parquet cannot be written"),
         (["--out", "x.svg", "--x", "tokens"], "--x tokens needs the number of generated tokens"),
@@ -262,6 +262,6 @@ def test_invalid_options_are_usage_errors(words, message, tmp_path, monkeypatch,
 
 def test_a_run_is_needed(tmp_path, capsys):
     assert main(["plot", "--out", str(tmp_path / "x.svg")]) == 2
-    assert "give the directory of at least one run" in capsys.readouterr().err
+    assert "areno plot needs at least one run; give its directory" in capsys.readouterr().err
     assert main(["plot", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 2
     assert "is not a run directory" in capsys.readouterr().err

@@ -55,10 +55,10 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
-        (["{'my part': 1}"], "", ["returned parts named ['my part']; use at least one part"]),
-        (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-` that start with a letter or `_`"]),
-        (["{1: 1}"], "", ["returned parts named [1]; use at least one part"]),
-        (["{}"], "", ["returned parts named []; use at least one part"]),
+        (["{'my part': 1}"], "", ["returned parts named ['my part']; return at least one part"]),
+        (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-`, and starts with a letter or `_`"]),
+        (["{1: 1}"], "", ["returned parts named [1]; return at least one part"]),
+        (["{}"], "", ["returned parts named []; return at least one part"]),
         (
             ["{'a': 1e308, 'b': 1e308}"],
             "",
@@ -109,7 +109,7 @@ def test_weights_are_read_from_text():
     "text", ["", "format", "format=", "=1", "a=nan", "a=inf", "a=-1", "a=1,a=2", "1a=1", "a=1,,b=2"]
 )
 def test_invalid_weights_are_refused(text):
-    with pytest.raises(UsageError, match=r"not a valid weight: .* as in format=0\.2,answer=1"):
+    with pytest.raises(UsageError, match=r"not a valid weight; .* as in format=0\.2,answer=1"):
         part_weights(text)
 
 

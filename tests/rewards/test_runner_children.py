@@ -96,7 +96,7 @@ def test_killed_workers_are_replaced_whether_idle_or_busy(reward_file, records, 
         assert _values(runner.run(records("a", "b"))) == [1.0, 1.0]
         assert "idle reward worker replaced: its worker process died (SIGKILL)" in caplog.text
         assert _values(runner.run(records("a", "kill once", "b"))) == [1.0, 1.0, 1.0]
-        assert "retrying record 2" in caplog.text
+        assert "record 2 is retried" in caplog.text
 
 
 _DAEMON = """

@@ -144,6 +144,6 @@ def test_missing_packages_are_named(model, capsys, monkeypatch):
 
 def test_another_commands_name_for_the_model_option_gets_a_hint(capsys):
     assert main(["serve", "--ckpt", "somewhere"]) == 2
-    assert "--ckpt is not an option; this command calls the option --model-path" in capsys.readouterr().err
+    assert "--ckpt is not an option; in this command, the option is called --model-path" in capsys.readouterr().err
     assert main(["eval", "--model-path", "somewhere"]) == 2
-    assert "--model-path is not an option; this command calls the option --ckpt" in capsys.readouterr().err
+    assert "--model-path is not an option; in this command, the option is called --ckpt" in capsys.readouterr().err
