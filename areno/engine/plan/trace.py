@@ -239,7 +239,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """Return the run's optimizer, with a stub for other ranks. :meth:`update` accounts for offloading on a single rank."""
+        """Return the run's optimizer, with a stub for other ranks. With one rank, :meth:`update` accounts for offloading."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
