@@ -68,7 +68,7 @@ class Backend(Generator, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of the actor per token."""
+        """Number of logits that the actor computes per token."""
 
     @property
     def kv_tokens(self) -> int:

@@ -145,7 +145,7 @@ class Engine(Backend):
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of the actor per token."""
+        """Number of logits that the actor computes per token."""
         return self.actor.model.vocab_size
 
     @property
@@ -184,7 +184,9 @@ class Engine(Backend):
     def loop(self) -> RolloutLoop:
         """The rollout loop. Raises EngineError: the actor is a reward model, or is split into pipeline stages."""
         if self._loop is None and self.actor.model.stage is not None:
-            raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
+            raise EngineError(
+                "pipeline stages cannot generate; use a layout without pipeline parallelism (p), or separate rollout replicas"
+            )
         if self._loop is None:
             raise EngineError(NO_REWARD_ROLLOUT)
         return self._loop
@@ -276,7 +278,7 @@ class Engine(Backend):
                 self.roles[name] = self._load_role(name, spec, saved if saved is not None and saved.is_dir() else None)
             elif (loaded.path, loaded.kind, loaded.trainable) != (spec.path, spec.predicts, spec.trainable):
                 raise EngineError(
-                    f"role {name!r} is already loaded from {loaded.path}, with a different path, kind or trainable setting; "
+                    f"role {name!r} is already loaded from {loaded.path}, but the path, kind or trainable setting has changed; "
                     f"call drop_role({name!r}) before you load the role again"
                 )
         if resized is not None:
