@@ -159,7 +159,7 @@ class Engine(Backend):
         return self._loop is not None and self._loop.failure is not None
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit concurrent sequences; None restores the configured limit. Raises ValueError: the limit is below 1."""
+        """Limit concurrent sequences; None means the configured limit. Raises ValueError: the limit is below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
         limit, loop = self.config.max_running if sequences is None else sequences, self.loop

@@ -180,7 +180,7 @@ def adapted_layers(wrapped: nn.Module) -> list[Any]:
 
 
 def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
-    """Whether the adapters of all layers can be merged into the weights, and only the adapters are trainable."""
+    """Whether only the adapters are trainable, and all adapters can be merged into the weights."""
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]

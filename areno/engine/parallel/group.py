@@ -251,9 +251,9 @@ class EngineGroup(Backend):
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the total number of concurrent sequences; None restores each replica's configured limit.
+        """Limit the total number of concurrent sequences; None means each replica's configured limit.
 
-        The replicas divide the limit evenly, and round up. Raises ValueError for a limit below 1.
+        Each replica gets an equal share, rounded up. Raises ValueError for a limit below 1.
         """
         share = None if sequences is None else -(-sequences // self.layout.dp_size)
         self.workers.call("engine.set_max_running", share)

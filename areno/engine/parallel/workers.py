@@ -41,7 +41,7 @@ _DIAL_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """The starting process's data about one worker."""
+    """The group's data about one worker."""
 
     rank: int
     process: RunningTask
@@ -61,7 +61,7 @@ class Processes:
 
     Attributes:
         name: prefix of the processes' log lines, such as ``rollout 1``. With a name, only warnings and errors reach the log of
-            the starting process.
+            the process that starts them.
         launcher: starts the processes as workers of ``role``, numbered from ``first``. If None, the processes run on this
             machine.
     """

@@ -192,7 +192,7 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Approximate number of operations and bytes per second of one device, and the number of devices per node."""
+    """Approximate operations per second and bytes per second of one device, and the number of devices per node."""
 
     operations: float = 4e14
     node: float = 2e11  # bytes within the node

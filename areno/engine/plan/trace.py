@@ -141,7 +141,7 @@ class ShapeOf:
             self.weights -= self._saved_by_four_bits()
 
     def _saved_by_four_bits(self) -> int:
-        """Return the number of bytes that storing frozen linear weights in 4 bits saves. The output layer is not quantized."""
+        """Return the number of bytes saved by storing frozen linear weights in 4 bits. The output layer is not quantized."""
         frozen = [
             layer.weight
             for name, layer in self.model.module.named_modules()
