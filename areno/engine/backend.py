@@ -68,14 +68,14 @@ class Backend(Generator, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of the actor per token."""
+        """Number of logits that the actor computes per token."""
 
     @property
     def kv_tokens(self) -> int:
         """Capacity of each replica's KV cache in tokens."""
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the number of sequences that all replicas together generate at once. None restores the configured limits."""
+        """Limit the number of sequences that all replicas together generate at once. None means the configured limits."""
 
     def enable_prefix_cache(self, enabled: bool) -> None:
         """Turn the prefix cache on or off.

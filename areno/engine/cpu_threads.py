@@ -56,7 +56,7 @@ class CpuThreads:
         """Start to adapt the thread count to the load, unless the thread count already follows the load.
 
         Call this method before loading a model, because the CPU load during loading determines the first thread count. The
-        maximum is the calling thread's current count or the number of usable cores, whichever is lower.
+        maximum thread count is the calling thread's current count or the number of usable cores, whichever is lower.
         """
         if self.adapts:
             return

@@ -145,7 +145,7 @@ class Engine(Backend):
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of the actor per token."""
+        """Number of logits that the actor computes per token."""
         return self.actor.model.vocab_size
 
     @property
@@ -159,7 +159,7 @@ class Engine(Backend):
         return self._loop is not None and self._loop.failure is not None
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit concurrent sequences; None restores the configured limit. Raises ValueError: the limit is below 1."""
+        """Limit concurrent sequences; None means the configured limit. Raises ValueError: the limit is below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
         limit, loop = self.config.max_running if sequences is None else sequences, self.loop
@@ -184,7 +184,9 @@ class Engine(Backend):
     def loop(self) -> RolloutLoop:
         """The rollout loop. Raises EngineError: the actor is a reward model, or is split into pipeline stages."""
         if self._loop is None and self.actor.model.stage is not None:
-            raise EngineError("pipeline stages cannot generate; use a layout without p, or separate rollout replicas")
+            raise EngineError(
+                "pipeline stages cannot generate; use a layout without pipeline parallelism (p), or separate rollout replicas"
+            )
         if self._loop is None:
             raise EngineError(NO_REWARD_ROLLOUT)
         return self._loop
@@ -276,7 +278,7 @@ class Engine(Backend):
                 self.roles[name] = self._load_role(name, spec, saved if saved is not None and saved.is_dir() else None)
             elif (loaded.path, loaded.kind, loaded.trainable) != (spec.path, spec.predicts, spec.trainable):
                 raise EngineError(
-                    f"role {name!r} is already loaded from {loaded.path}, with a different path, kind or trainable setting; "
+                    f"role {name!r} is already loaded from {loaded.path}, but the path, kind or trainable setting has changed; "
                     f"call drop_role({name!r}) before you load the role again"
                 )
         if resized is not None:

@@ -19,17 +19,17 @@ class EngineConfig:
     ``trains`` is the kind of actor. ``policy`` is a policy with an optimizer, and ``nothing`` is a policy without an optimizer.
     ``reward`` is a sequence classifier with an optimizer, which cannot generate.
 
-    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads a
-    compiled decode step, or compiles it, before the first token is generated. ``eager`` always decodes without compiled code.
-    ``auto`` loads the decode step that an earlier run has compiled. If there is no compiled step, ``auto`` compiles the step in
-    the background, provided that enough tokens remain to be generated.
+    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads or
+    compiles the decode step before the first token is generated. ``eager`` always decodes without compiled code. ``auto`` loads
+    the decode step that an earlier run has compiled. If no earlier run has compiled the step, ``auto`` compiles the step in the
+    background, provided that enough tokens remain to be generated.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     trains: Literal["policy", "reward", "nothing"] = "policy"
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    adapter: AdapterOptions | None = None  # trainable adapter; None trains the full weights
+    adapter: AdapterOptions | None = None  # trainable adapter; None: the full weights are trained
     attn_backend: str = "flash"  # ``flash`` or ``native``, see :mod:`areno.engine.model.attention`
     activation_checkpointing: bool | None = None  # recompute layers; None: only if memory is short
     tree_training: bool = True  # compute common prefixes once; see :mod:`areno.engine.model.tree`
@@ -58,7 +58,7 @@ class EngineConfig:
         return str(self.dtype).removeprefix("torch.")
 
     def load_options(self, option: str = "--ckpt", path: str | None = None) -> LoadOptions:
-        """Return the options for loading the checkpoint ``path``. ``option`` sets ``path``, and appears in error messages."""
+        """Return the options for loading the checkpoint ``path``. Error messages name ``option``, which sets ``path``."""
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,

@@ -261,13 +261,13 @@ def _check_choices(
         )
     if adapter is not None and is_adapter(path):
         raise UsageError(
-            f"{options.option} {path} is an adapter, to which no second adapter can be added; pass the base model, and this "
+            f"{options.option} {path} is an adapter, so a new adapter cannot be added; either pass the base model, with this "
             "adapter as --lora-adapter-path, or merge this adapter into its base model with areno export"
         )
     if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
         raise UsageError(
             f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; remove one of the two options "
-            "(with --world-size N alone, each device holds the full model)"
+            "(without --tp-size, --world-size N puts the full model on each device)"
         )
     if not layout.fsdp:
         return

@@ -115,7 +115,10 @@ def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> 
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:
-    """Split rows, in order, into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens. A longer row runs alone."""
+    """Split rows, in order, into batches of at most ``micro_bs`` rows and ``MAX_TOKENS`` tokens.
+
+    A row of more than ``MAX_TOKENS`` tokens is a batch of its own.
+    """
     batch: list[Sequence[int]] = []
     for index, row in enumerate(rows):
         if not row:

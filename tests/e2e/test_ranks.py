@@ -67,7 +67,7 @@ def test_a_killed_or_stopped_rank_ends_the_run_and_is_named(phase, signum, check
     output, _ = process.communicate(timeout=90)
     assert time.monotonic() - began < 40, "at most 30 s, plus the time of one reward per row"
     assert process.returncode not in (0, None)
-    expected = "was killed by signal 9" if signum == signal.SIGKILL else "stopped by a signal"
+    expected = "was killed by signal 9" if signum == signal.SIGKILL else "suspended by a signal"
     assert "rank 1 of 2" in output
     assert expected in output
     assert none_left(pids)

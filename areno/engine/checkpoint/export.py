@@ -24,9 +24,9 @@ def export_model(
     base model is merged into the original weights, which are not quantized.
 
     Args:
-        dtype: dtype of the exported weights, ``float32`` or ``bfloat16``. None uses the dtype in the base model's
+        dtype: dtype of the exported weights, ``float32`` or ``bfloat16``. None means the dtype in the base model's
             configuration, or ``float32`` if the configuration names no dtype.
-        gguf: type of the matrices in an additional file ``model-TYPE.gguf`` in the output folder; None writes no GGUF file.
+        gguf: type of the matrices in an additional file ``model-TYPE.gguf`` in the output folder; None: no GGUF file.
 
     Raises:
         UsageError: the configuration or the weights cannot be read, the adapter does not fit the base model, or the GGUF export

@@ -155,7 +155,7 @@ class Adapter:
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Return the adapter's unsharded tensors; None if the module is not sharded. All ranks must call this method."""
+        """Gather and return the adapter's tensors; None if the module is not sharded. All ranks must call this method."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None
@@ -164,7 +164,7 @@ class Adapter:
         return {name: unsharded(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write the adapter's files. All ranks must call this method, but only ranks with ``writes`` write the files."""
+        """Write the adapter's files. All ranks must call this method; the ranks on which ``writes`` is true write the files."""
         state = self.state()
         if not writes:
             return
@@ -180,7 +180,7 @@ def adapted_layers(wrapped: nn.Module) -> list[Any]:
 
 
 def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
-    """Whether the adapters of all layers can be merged into the weights, and only the adapters are trainable."""
+    """Whether only the adapters are trainable, and all adapters can be merged into the weights."""
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]

@@ -68,8 +68,8 @@ def validate(
 ) -> None:
     """Process the sequences in one packed pass, and compare the results with ``expected``.
 
-    Raises UnsupportedModelError: the packed pass fails, or the results differ. If the results differ, the error message gives
-    the reason ``unsupported``.
+    Raises UnsupportedModelError: the packed pass fails, or the results differ. If the results differ,
+    ``unsupported`` is the end of the error message.
     """
     kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)

@@ -219,7 +219,7 @@ class Replay:
 
     Args:
         recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token without a record.
-        routers: the routers of the model. count: counter of the replayed choices; None counts nothing.
+        routers: the routers of the model. count: counter of the replayed choices, or None.
     """
 
     def __init__(self, recorded: Tensor, routers: Routers, count: RoutingCount | None = None) -> None:

@@ -225,7 +225,7 @@ class SharedGroup(RankGroup):
         self.all_reduce_min(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Map one segment of shared memory per size on all ranks. Rank i creates the segment of ``sizes[i]`` bytes.
+        """On all ranks, map one shared memory segment for each of ``sizes``. Rank i creates the segment of ``sizes[i]`` bytes.
 
         Return an empty list if any rank cannot map a segment.
         """

@@ -140,7 +140,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return the smallest number of copies of each key head with which each rank has the key heads of its query heads."""
+    """Return the smallest number of copies of each key head that gives each rank the key heads of its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

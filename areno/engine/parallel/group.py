@@ -160,7 +160,7 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas. Return one future per leader, keyed by request numbers."""
+        """Send requests to the leaders of their replicas. Return a future per leader, keyed by its request numbers."""
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
@@ -251,9 +251,9 @@ class EngineGroup(Backend):
         return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Limit the total number of concurrent sequences; None restores each replica's configured limit.
+        """Limit the total number of concurrent sequences; None means each replica's configured limit.
 
-        The replicas divide the limit evenly, and round up. Raises ValueError for a limit below 1.
+        Each replica gets an equal share, rounded up. Raises ValueError for a limit below 1.
         """
         share = None if sequences is None else -(-sequences // self.layout.dp_size)
         self.workers.call("engine.set_max_running", share)
@@ -319,7 +319,7 @@ class EngineGroup(Backend):
         self._read_limits()  # the roles may have taken memory from the KV cache
 
     def drop_role(self, name: str) -> None:
-        """Free the model of an auxiliary role."""
+        """Unload a role other than the actor."""
         self._all("engine.drop_role", name)
 
     def learning_rate(self, role: str) -> float:
@@ -331,7 +331,7 @@ class EngineGroup(Backend):
         self.workers.call("engine.set_learning_rate", role, value)
 
     def checkpoint_bytes(self) -> int:
-        """Return the approximate size in bytes of a checkpoint with the training state of all trained roles."""
+        """Return the approximate size in bytes of a checkpoint that contains the state of all trainable roles."""
         stages = range(0, self.layout.world_size, self.layout.stage_size)
         return sum(self.workers.call("engine.checkpoint_bytes", ranks=stages))
 

@@ -21,7 +21,7 @@ class Start:
     """
 
     make: Callable[[Callable[[Any], None]], Any]
-    search_path: list[str]  # module search path, as in the starting process
+    search_path: list[str]  # module search path of the process that starts the worker
     threads: int  # number of PyTorch threads
     sharing: int = 0
     own_log: bool = False  # also write log records to stderr, which is then a file

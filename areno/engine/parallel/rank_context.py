@@ -84,7 +84,7 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of this rank's part of the rows in scoring. The ranks of the data and context axes together divide the rows."""
+        """Index of the part of the rows that this rank scores. The ranks of the data and context axes divide the rows."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property

@@ -1,7 +1,7 @@
 """A group of worker processes that are started, called and stopped together.
 
-If a worker dies, is stopped by a signal, or makes no progress, all workers are killed. Every pending call raises an error that
-states the failed rank, its last operation, and the cause.
+If a worker dies, is suspended by a signal, or makes no progress, all workers are killed. Every pending call raises an error
+that states the failed rank, its last operation, and the cause.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from areno.frames import FrameError, Frames
 from areno.launch.launcher import Launcher, Names, RunningTask, Task
 from areno.launch.local import LocalLauncher
 
-# Processes send a heartbeat every second. A silent process counts as failed after STOPPED_S if a signal has stopped it
+# Processes send a heartbeat every second. A silent process counts as failed after STOPPED_S if a signal suspends it
 # (SIGSTOP), else after SILENCE_S, because an import or an overloaded machine may delay a heartbeat.
 STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
@@ -41,7 +41,7 @@ _DIAL_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """The starting process's data about one worker."""
+    """The group's data about one worker."""
 
     rank: int
     process: RunningTask
@@ -61,7 +61,7 @@ class Processes:
 
     Attributes:
         name: prefix of the processes' log lines, such as ``rollout 1``. With a name, only warnings and errors reach the log of
-            the starting process.
+            the process that starts them.
         launcher: starts the processes as workers of ``role``, numbered from ``first``. If None, the processes run on this
             machine.
     """
@@ -160,7 +160,7 @@ class WorkerGroup:
 
         If all ranks raise exceptions of the same type, the first rank's exception is raised, and the group stays usable. The
         group fails, and EngineError is raised, in three cases: the errors differ in type, only some ranks raise an error, or a
-        rank dies, is stopped or makes no progress.
+        rank dies, is suspended or makes no progress.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 
@@ -170,7 +170,7 @@ class WorkerGroup:
         return functools.partial(self._gather, method, asked, self._ask(method, arguments, asked))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
-        """Call a fast method on one rank at once, even while the rank runs another call. Return a future of the result."""
+        """Call a fast method on one rank immediately, even while the rank runs another call. Return a future of the result."""
         return self._ask(method, arguments, [rank], now=True)[0]
 
     def abandon(self, reason: str) -> None:
@@ -330,7 +330,7 @@ class WorkerGroup:
                 self._fail(
                     EngineError(
                         f"{self._named(rank)} has sent no heartbeat for {silent:.0f} s"
-                        f"{' and is stopped by a signal' * stopped}; its last known operation is {_last(rank)}"
+                        f"{' and is suspended by a signal' * stopped}; its last known operation is {_last(rank)}"
                     )
                 )
             with self._lock:
@@ -437,7 +437,7 @@ def _last(rank: _Rank) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process. False if the state of the process is unknown."""
+    """Whether a signal has suspended a process. False if the state of the process is unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"

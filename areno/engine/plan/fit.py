@@ -33,7 +33,7 @@ _SHOWN = 8
 _MOMENTS = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2, "sgd": 0}
 _NUMBERS: dict[str, tuple[Any, float, str]] = {
     "--device-memory": (float, 80, "memory of each device in GiB"),
-    "--per-node": (int, 8, "devices per node, the maximum size of tensor and of context parallelism"),
+    "--per-node": (int, 8, "devices per node; also the maximum tensor-parallel and context-parallel size"),
     "--tokens": (int, 16384, "number of tokens per microbatch"),
     "--microbatches": (int, 64, "number of microbatches per optimizer step, over all replicas"),
     "--tflops": (float, 400, "computing speed that each device achieves, in TFLOP/s"),
@@ -214,6 +214,6 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
     if options.tried:
         lines.append(
             "The last two columns were measured on this machine with random tokens: seconds per step, and peak memory in "
-            "GiB. The memory is that of the largest process or, on GPUs, of the PyTorch tensors on one GPU."
+            "GiB of the rank that used the most memory (on a GPU: of its PyTorch tensors)."
         )
     return "\n".join(lines)

@@ -55,7 +55,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 
     ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
     activations. If ``recompute`` is None, training recomputes activations only if gradients and kept activations would together
-    need more than the share ``KEPT_SHARE`` of the memory that the optimizer moments leave.
+    need more than the share ``KEPT_SHARE`` of the memory that the optimizer moments leave free.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -79,7 +79,7 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     try:
         need = _need(config, path, roles)
     except (ArenoError, RuntimeError, TypeError, NotImplementedError) as error:
-        logger.debug("%s: planning the memory of training failed: %s", path, error)
+        logger.debug("%s: could not plan the memory for training: %s", path, error)
         return peers.all_reduce_min(default_kv_tokens(config.device, bytes_per_token))
     torch.cuda.empty_cache()
     recompute = True if config.offload_activations else config.activation_checkpointing
@@ -107,7 +107,7 @@ def pool_tokens(tokens: int, running: int, context: int | None) -> int:
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Trace the actor's memory use on fake tensors. Other trained models are assumed to need at most as much memory."""
+    """Trace the actor's memory use on fake tensors. Other trained models are assumed to need no more memory."""
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]

@@ -1,7 +1,7 @@
 """Estimate the memory of each rank in a training layout, and the bytes that each rank sends per optimizer step.
 
-``areno plan --fit`` uses these estimates, which are formulas of a model's sizes. ``docs/layouts.md`` explains the terms. The
-estimates also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
+``areno plan --fit`` uses these estimates, which formulas compute from a model's sizes. ``docs/layouts.md`` explains the terms.
+The estimates also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int)
 
 
 def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
-    """Return the total size in bytes of saved activations, the activations inside one layer, and one chunk of logits.
+    """Return the sum, in bytes, of the saved activations, the activations inside one layer, and one chunk of logits.
 
     With recomputation, the saved activations are the inputs of the layers.
     """
@@ -153,14 +153,14 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Return an upper bound on the forward passes that wait for their backward pass on a stage, counted per model chunk."""
+    """Return the maximum number of a stage's forward passes that wait for their backward pass. Each pass runs one chunk."""
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(first + 1, microbatches * chunks)
 
 
 def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[str, int]:
-    """Return the bytes that a rank sends per optimizer step, by layout axis. The axis ``data`` counts weights and gradients."""
+    """Return the bytes that a rank sends per optimizer step, by layout axis. On ``data``, it sends weights and gradients."""
     tokens, b, passes = training.tokens // layout.cp_size, training.compute, training.microbatches
     layers, t = model.layers // layout.pp_size, layout.tp_size
     again = 1 if training.recomputes else 0  # recomputation repeats the forward pass
@@ -192,7 +192,7 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Approximate number of operations and bytes per second of one device, and the number of devices per node."""
+    """Approximate operations per second and bytes per second of one device, and the number of devices per node."""
 
     operations: float = 4e14
     node: float = 2e11  # bytes within the node

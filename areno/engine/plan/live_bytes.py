@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the live tensors that were created inside the ``with`` block.
 
     ``now`` is the current size in bytes. ``peak`` is the maximum of ``now`` since the last :meth:`restart`, or since the start
-    of the block. Fake tensors count with the size of real tensors.
+    of the block. A fake tensor counts like a real tensor of the same size.
     """
 
     def __init__(self) -> None:

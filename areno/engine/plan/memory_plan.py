@@ -202,7 +202,7 @@ class _Planner:
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
-        """Return a phase. The arguments are sizes in bytes, to which the memory that every phase needs is added."""
+        """Return a phase: the arguments, which are sizes in bytes, plus the memory that every phase needs."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
@@ -262,7 +262,7 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Return the size in bytes of fp32 logits in training: one chunk (or all kept logits), and one chunk of gradients."""
+        """Return the size in bytes of fp32 logits in training (one chunk, or all if kept) and one chunk of gradients."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)

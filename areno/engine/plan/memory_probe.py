@@ -58,9 +58,9 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
-    """Release the allocator's retained memory to the system, if memory is short on a CPU.
+    """On a CPU, release the allocator's retained memory to the system if memory is short.
 
-    Memory is short if the free memory is less than ``_SHORT`` times the memory use of ``ranks`` processes like this process.
+    Memory is short if the free memory is less than ``_SHORT`` x ``ranks`` times the memory use of this process.
     """
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         trim_freed_memory()

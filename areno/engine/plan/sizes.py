@@ -75,7 +75,7 @@ class Sizes(ABC):
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """Return the options for loading a checkpoint as shapes. ``option`` sets the path, and appears in error messages."""
+        """Return the options for loading a checkpoint as shapes. Error messages name ``option``, which sets the path."""
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Sizes(ABC):
 
     @abstractmethod
     def longest_row(self, context: int | None) -> int:
-        """Return the number of tokens of the longest row. ``context`` is the maximum for the model; None means no limit."""
+        """Return the number of tokens of the longest row. ``context`` is the model's context length; None means no limit."""
 
     @abstractmethod
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
@@ -156,7 +156,7 @@ class RunSizes(Sizes):
         return held
 
     def longest_row(self, context: int | None) -> int:
-        """Return the number of tokens of the longest row. ``context`` is the maximum for the model; None means no limit."""
+        """Return the number of tokens of the longest row. ``context`` is the model's context length; None means no limit."""
         run = self.options
         limit, longest = tightest(run.max_context_len, context), run.max_prompt_tokens + run.max_new_tokens
         if limit is None:

@@ -141,7 +141,7 @@ class ShapeOf:
             self.weights -= self._saved_by_four_bits()
 
     def _saved_by_four_bits(self) -> int:
-        """Return the number of bytes that storing frozen linear weights in 4 bits saves. The output layer is not quantized."""
+        """Return the number of bytes saved by storing frozen linear weights in 4 bits. The output layer is not quantized."""
         frozen = [
             layer.weight
             for name, layer in self.model.module.named_modules()
@@ -239,7 +239,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """Return the run's optimizer, with a stub for other ranks. :meth:`update` accounts for offloading on a single rank."""
+        """Return the run's optimizer, with a stub for other ranks. With one rank, :meth:`update` accounts for offloading."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))

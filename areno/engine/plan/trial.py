@@ -50,8 +50,8 @@ def gpu_bytes(engine: Engine) -> int:
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
     """Compute and discard the gradients of this replica's rows. Return the peak memory in bytes.
 
-    If GPU memory runs out, the function returns None. With tensor parallelism, it raises the out-of-memory error instead,
-    because the other ranks of the model cannot continue.
+    If GPU memory runs out, the function returns None. With tensor parallelism, the function raises the
+    out-of-memory error instead, because the other ranks of the model cannot continue.
     """
     begin(engine)
     try:

@@ -6,7 +6,7 @@ The search first checks that the smallest size fits, then considers the sizes fr
 a size is within the limit, the size is tried with sequences of maximum length. The search chooses the first size whose measured
 peak is within the limit. The trials change neither weights nor optimizer states nor random states.
 
-With several ranks, each rank tries the share of its replica, and the highest peak of all ranks is compared with the limit.
+With several ranks, each replica tries its share of a size, and the highest peak of all ranks is compared with the limit.
 """
 
 import dataclasses

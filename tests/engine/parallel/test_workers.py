@@ -192,7 +192,7 @@ def test_a_rank_that_stops_in_mid_answer_is_named(monkeypatch):
     monkeypatch.setattr(workers, "STOPPED_S", 2.0)
     group = WorkerGroup((broken.make_broken,))
     with pytest.raises(
-        EngineError, match=r"rank 0 of 1 .* no heartbeat .* stopped by a signal.* operation is stop_in_mid_answer"
+        EngineError, match=r"rank 0 of 1 .* no heartbeat .* suspended by a signal.* operation is stop_in_mid_answer"
     ):
         group.call("stop_in_mid_answer")
     assert gone_within(group.pids, 5)
@@ -228,7 +228,7 @@ def test_a_loader_that_hangs_on_one_rank_ends_the_group():
 def test_a_stopped_rank_ends_the_group_within_30_seconds(group):
     os.kill(group.pids[1], signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"rank 1 of 2 .* no heartbeat .* stopped by a signal"):
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .* no heartbeat .* suspended by a signal"):
         group.call("sleep", 60.0)
     assert time.monotonic() - began < 30
     assert gone_within(group.pids, 5)
