@@ -221,7 +221,7 @@ def test_inspect_explains_errors(train, tmp_path, capsys):
     assert "is not a run directory" in capsys.readouterr().err
     _, run, _ = train("grpo", THREE_TURNS)
     assert main(["inspect", str(run), "--sample", "7/0/0"]) == 2
-    assert "--sample 7/0/0: no such sample" in capsys.readouterr().err
+    assert "--sample 7/0/0: this sample is not recorded" in capsys.readouterr().err
 
 
 def test_turn_rewards_are_discounted_and_compared_turn_by_turn(tmp_path, tiny_checkpoint):

@@ -66,7 +66,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_or_from_a_chosen
     capsys.readouterr()
     assert resume(run, "--resume-step", 4) == 2
     assert "--resume-step 4" in (error := capsys.readouterr().err)
-    assert "it has 1, 2, 3" in error
+    assert "choose one of 1, 2, 3" in error
 
 
 def test_the_last_checkpoint_before_the_first_skipped_update_survives_rotation(tmp_path, train):

@@ -134,7 +134,7 @@ def test_the_compiler_may_have_arguments(monkeypatch, tmp_path):
     assert compiler_missing() == ""
     assert "failed" in decode_attention.KERNEL.build(), "the command ran"
     monkeypatch.setenv("CXX", "nowhere-ccache g++")
-    assert "no C++ compiler 'nowhere-ccache'" in compiler_missing()
+    assert "the C++ compiler 'nowhere-ccache' is not installed" in compiler_missing()
 
 
 def test_a_library_that_cannot_be_loaded_is_not_used(monkeypatch, tmp_path):

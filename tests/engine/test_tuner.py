@@ -124,7 +124,8 @@ def test_a_batch_is_no_larger_than_the_data_set(engine, checkpoint):
 
 def test_too_little_memory_is_an_error_that_says_what_to_lower(engine, checkpoint):
     with pytest.raises(
-        UsageError, match=r"--tune-params: max_running_prompts=1 does not fit .* lower --max-new-tokens"
+        UsageError,
+        match=r"--tune-params: max_running_prompts=1 needs more memory than the limit of .* lower --max-new-tokens",
     ):
         tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=held_memory(CPU))
 

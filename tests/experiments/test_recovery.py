@@ -209,7 +209,7 @@ def test_with_all_checkpoints_damaged_the_run_does_not_start_from_scratch(tmp_pa
     for name in ("step_000001", "step_000002"):
         flip(tmp_path / name / "part0")
     for _ in range(2):  # nor at the second attempt
-        with pytest.raises(CheckpointError, match=r"step_000002/part0.*step_000001/part0.*copy"):
+        with pytest.raises(CheckpointError, match=r"step_000002/part0.*step_000001/part0.*backup"):
             checkpoints(tmp_path).find()
     assert names(tmp_path) == ["step_000001", "step_000002"]
 

@@ -84,7 +84,7 @@ def test_agents_run_inline_or_in_the_configured_number_of_processes(rl):
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_an_unknown_parser_is_named(rl, name):
-    with pytest.raises(UsageError, match=rf"rollout\.agent\.{name} 'nonesuch' is unknown.*choose auto, "):
+    with pytest.raises(UsageError, match=rf"rollout\.agent\.{name} 'nonesuch' is unknown.*choose one of auto, "):
         rl({f"rollout.agent.{name}": "nonesuch"})  # also without an agent
 
 

@@ -49,7 +49,10 @@ def holder(tmp_path):
 def test_a_second_process_is_refused_naming_the_holder_and_a_kill_releases_the_lock(tmp_path, holder):
     process, children = holder
     with (
-        pytest.raises(UsageError, match=rf"run .*process {process.pid} on {socket.gethostname()}; .*or choose another"),
+        pytest.raises(
+            UsageError,
+            match=rf"^process {process.pid} on {socket.gethostname()} is writing to .*run; .*or choose another",
+        ),
         run_lock(tmp_path / "run", "or choose another"),
     ):
         raise AssertionError("must not be reached")

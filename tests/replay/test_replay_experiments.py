@@ -123,7 +123,7 @@ def test_recorded_samples_and_the_initial_model_are_used_if_nothing_was_saved(ru
 def test_an_experiment_on_a_data_set_is_refused(tmp_path, tiny_checkpoint, capsys):
     run = run_kind("sft", tiny_checkpoint, tmp_path, {}).folder
     assert main(["replay", str(run), "--step", "0"]) == 2
-    assert "trains on its dataset, so there are no samples to replay" in capsys.readouterr().err
+    assert "has no rollout, so there are no samples to replay" in capsys.readouterr().err
 
 
 def test_the_error_names_a_wrong_setting(runs, capsys):

@@ -169,11 +169,12 @@ class Optimizer(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step. Setting this property replaces the schedule with a constant learning rate."""
+        """Learning rate of the next step."""
         return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        """Replace the schedule with a constant learning rate."""
         self._constant_rate = value
 
     def allocate(self) -> None:

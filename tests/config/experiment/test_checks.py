@@ -100,7 +100,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         (DECOUPLED | {"actor.rejection_sampling.lower": 0.0}, "always positive", DECOUPLED),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.0}},
-            "whose kl_k3 is positive",
+            "because its kl_k3 is positive",
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k1", "upper": 0.0}},
         ),
         (

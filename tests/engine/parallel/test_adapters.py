@@ -299,7 +299,7 @@ def test_an_adapter_with_a_bias_that_cannot_be_merged_is_refused(pair, tmp_path)
     path = made("llama", tmp_path / "base")
     _, folder = adapter_of(path, tmp_path / "adapter", target_modules=["v_proj"], lora_bias=True)
     for score in (functools.partial(scored, RankContext()), functools.partial(pair.call, "apply", scored)):
-        with pytest.raises(UsageError, match=r"has a bias \(lora_bias\) for .*v_proj, which has none"):
+        with pytest.raises(UsageError, match=r"has a bias \(lora_bias\) for .*v_proj, but this layer has no bias"):
             score(folder)
 
 

@@ -239,5 +239,5 @@ def test_every_batch_has_a_bucket_that_is_not_much_larger(most):
 
 
 def test_more_rows_than_the_maximum_are_refused(model):
-    with pytest.raises(EngineError, match="a decode step of 20 rows"):
+    with pytest.raises(EngineError, match="a decode step has 20 rows"):
         DeviceDecode(model, PagedCache(100), 16).launch([PAUSED] * 20)

@@ -144,7 +144,7 @@ def test_growing_the_block_table_keeps_rows_and_invalidates_graphs():
 
 
 def test_writing_beyond_the_block_table_is_refused():
-    with pytest.raises(EngineError, match="has 64 columns, but needs 65"):
+    with pytest.raises(EngineError, match="has 64 columns, but 65 columns are needed"):
         Pair(columns=64).cache.extend(0, 60, 65)
 
 
