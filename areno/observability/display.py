@@ -160,7 +160,7 @@ class LiveProgress(ProgressDisplay):
                 state.parts.setdefault(part, Trend()).add(mean)
 
     def evaluated(self, text: str) -> None:
-        """Show ``text``, which describes the last evaluation."""
+        """Show ``text``, which describes the latest evaluation."""
         with self._lock:
             self._state.evaluation = text
 

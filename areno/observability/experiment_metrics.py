@@ -211,7 +211,7 @@ _DPO: _Rows = (
     ("reward_margin", "implicit reward of the chosen response minus that of the rejected response"),
 )
 _TIMES: _Rows = (
-    ("step", "whole step without saving and evaluation"),
+    ("step", "time of the whole step, excluding saving and evaluation"),
     ("rollout", "wait for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
     ("recompute_logp", "computation of proximal log-probs"),

@@ -68,9 +68,10 @@ class HealthMonitor:
     """Checks the statistics of each step and issues warnings.
 
     Args:
-        window: number of consecutive steps with equal rewards before a warning. Each kind of warning is repeated only after
-            ``window`` steps without its condition.
-        logprob_gap_limit: mean absolute difference between rollout and train log-probs above which there is a warning.
+        window: number of consecutive steps in which all rewards of each group are equal, before the monitor warns. Each
+            kind of warning is repeated only after ``window`` steps without its condition.
+        logprob_gap_limit: the monitor warns if the mean absolute difference between rollout and train log-probs exceeds
+            this limit.
         grouped: whether advantages are relative to the mean of their group. Such advantages sum to zero, so the loss is near
             0.
         max_new_tokens: maximum length of a response, in tokens; None if unknown.

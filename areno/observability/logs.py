@@ -133,7 +133,7 @@ def setup_logging(
 
 
 def shows_lines() -> bool:
-    """Return whether the console shows log lines instead of a live display, because its level was set to INFO or lower."""
+    """Return whether the console shows log lines instead of a live display, because the log level was set to INFO or lower."""
     return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 

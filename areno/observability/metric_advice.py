@@ -18,7 +18,7 @@ ABOVE_ZERO = 5e-324
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The normal values of a metric, and a remedy for other values.
+    """The normal values of a metric, and a remedy for abnormal values.
 
     ``low`` and ``high`` are the bounds of the normal range; None means that the range has no such bound.
     """
@@ -64,7 +64,7 @@ _DROPPED = "Read the reasons in the log"
 _RISING_PAIRS = (
     "If the metric does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
 )
-_PLAN = "`areno plan` prints the memory of each phase, and options that reduce it"
+_PLAN = "`areno plan` prints how much memory each phase needs, and options that reduce it"
 _SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
     "Use --dtype float32. For a mixture-of-experts model, also use --return-routed-experts. If the difference remains, "
@@ -109,7 +109,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "rollout/skipped_long": Advice("training never uses skipped prompts", "Raise --max-prompt-tokens", 0, 0),
     "train/loss": Advice(
-        "near 0 without a trend for GSPO and GRPO. With SFT, DPO and reward models, the loss falls",
+        "for GSPO and GRPO, near 0 without a trend. For SFT, DPO and reward models, the loss falls",
         "With RL, watch the reward instead. If the loss of SFT, DPO or a reward model does not fall, raise --lr. If "
         "this loss jumps, lower --lr",
     ),
@@ -130,7 +130,8 @@ ADVICE: dict[str, Advice] = {
     "train/ratio_mean": Advice("near 1 with one optimizer step per synchronous rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.5),
     "train/clip_fraction": Advice(
-        "near 0 with one optimizer step per synchronous rollout. With more steps, GSPO clips a larger fraction than GRPO",
+        "near 0 with one optimizer step per synchronous rollout. With several optimizer steps, GSPO clips a larger fraction "
+        "than GRPO",
         _OFF_POLICY,
         0,
         0.2,
@@ -229,7 +230,7 @@ ADVICE: dict[str, Advice] = {
     "train/dpo_reward_margin": Advice("rises above 0. DPO starts at 0", _RISING_PAIRS),
     "train/dpo_chosen_reward": Advice(
         "near 0 with DPO. This reward often falls slightly while the rejected reward falls faster",
-        "If chosen and rejected rewards fall far, the model forgets its answers: raise --dpo-beta (DPO), lower --lr, "
+        "If chosen and rejected rewards fall far, both answers become unlikely: raise --dpo-beta (DPO), lower --lr, "
         "or lower --epochs",
     ),
     "train/pair_loss": Advice(
@@ -238,10 +239,10 @@ ADVICE: dict[str, Advice] = {
         low=0,
     ),
     "train/pair_accuracy": Advice("depends on the initial model in the first step, later 0.6 to 0.95", _RISING_PAIRS),
-    "train/pair_reward_margin": Advice("rises, with SimPO to --simpo-gamma or above", _RISING_PAIRS),
+    "train/pair_reward_margin": Advice("rises. With SimPO, the margin reaches at least --simpo-gamma", _RISING_PAIRS),
     "train/pair_chosen_reward": Advice(
         "below 0 with SimPO, because the reward is --simpo-beta times the mean log-prob of the answer",
-        "If chosen and rejected rewards fall far, the model forgets its answers: lower --lr or --epochs",
+        "If chosen and rejected rewards fall far, both answers become unlikely: lower --lr or --epochs",
     ),
     "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS),
@@ -270,7 +271,7 @@ ADVICE: dict[str, Advice] = {
     "eval/accuracy": Advice("rises", "See eval/rewards_mean"),
     "eval/pass@K": Advice(
         "rises with K",
-        "If pass@1 rises while pass@K of a larger K falls, the answers lose diversity: see train/entropy",
+        "If pass@1 rises while pass@K for a larger K falls, the answers lose diversity: see train/entropy",
         0,
         1,
     ),

@@ -110,7 +110,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Number the training rows whose tokens will be recorded. For numbered rows, the engine keeps the values of training.
+    """Number the training rows whose tokens will be recorded. For these rows, the engine keeps the values of each token.
 
     Args:
         prompts: the prompt index of each sample.
@@ -297,7 +297,7 @@ def log_completions(
 
 
 class LoggedRow(Protocol):
-    """The attributes of an agent's training row that are logged."""
+    """The logged attributes of an agent's training row."""
 
     tokens: list[int]
     sampled: list[bool]

@@ -77,7 +77,7 @@ class RunHeading:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A sample of the last step, which the display shows."""
+    """A sample of the latest step, which the display shows."""
 
     prompt: str
     completion: str

@@ -20,7 +20,7 @@ from areno.observability.perf_tracer import append_lines
 
 Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
 PHASES = ("generate", "reward", "toolcall")
-"""Phases whose total durations in seconds are recorded as ``{phase}_s``. Of other phases, only start and end are recorded."""
+"""Phases whose total durations in seconds are recorded as ``{phase}_s``. For other phases, only start and end are recorded."""
 
 
 @dataclass(slots=True)

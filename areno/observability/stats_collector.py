@@ -20,7 +20,7 @@ COUNT_SUFFIX = "__count"
 
 
 class ReduceType(StrEnum):
-    """How the values of a statistic are reduced. All types but ``AVG_MIN_MAX`` export a number under the statistic's name."""
+    """How the values of a statistic are reduced. All types but ``AVG_MIN_MAX`` export one number under the statistic's name."""
 
     AVG_MIN_MAX = "avg_min_max"
     """Mean, minimum and maximum, exported as ``name/avg``, ``name/min`` and ``name/max``."""
@@ -149,8 +149,8 @@ class StatsTracker:
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
         """Return the contributions of this process to statistics, as input for :func:`merge`.
 
-        ``key`` is the full name of a statistic or of a scope; None selects all statistics. With ``reset``, the returned
-        statistics are cleared.
+        ``key`` is the full name of a statistic or of a scope; None selects all statistics. With ``reset``, the tracker
+        then forgets these statistics.
         """
         with self._lock:
             names = [name for name in self._accumulators if key is None or name == key or name.startswith(f"{key}/")]
@@ -231,7 +231,10 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """Return the exported numbers of merged parts by name. Of statistics without values, only sums and timings are exported."""
+    """Return the exported numbers of merged parts by name.
+
+    A statistic without values is exported only if it is a sum or a timing.
+    """
     numbers: dict[str, float] = {}
     for name, (kind, total, count, minimum, maximum) in parts.items():
         if kind in (ReduceType.SUM, ReduceType.TIMING):
@@ -248,7 +251,7 @@ def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers without the counts of scalars, which are needed only to average further."""
+    """Return the numbers without the counts of scalars, which are needed only to average again."""
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 

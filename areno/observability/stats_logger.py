@@ -53,7 +53,7 @@ class StatsLogger:
         self._run_dir.append_metrics(step, self._unsent)
 
     def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
-        """Report the statistics of a finished step without counts (``...__count``). Raises ArenoError if writing fails."""
+        """Report the statistics of a finished step, except counts (``...__count``). Raises ArenoError if writing fails."""
         numbers = with_short_names(without_counts(stats))
         now = self._clock()
         _log.info(
@@ -92,7 +92,7 @@ class StatsLogger:
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
             _log.info(
-                "removed %d lines of an attempt that ended before its first checkpoint from the run's files", dropped
+                "removed %d lines from the run's files: an earlier attempt ended before its first checkpoint", dropped
             )
 
     def close(self) -> None:

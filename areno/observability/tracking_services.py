@@ -2,7 +2,7 @@
 
 The package of a service is imported only if a run uses the service. If the package is missing, an error shows the install
 command. A resumed run continues its history if the service supports resuming. The services cannot delete values, so the values
-of steps that a resumed run repeats are appended. MLflow keeps several values of a step.
+of steps that a resumed run repeats are appended. MLflow keeps all values of a repeated step.
 """
 
 from __future__ import annotations

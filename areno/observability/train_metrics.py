@@ -116,14 +116,14 @@ _UPDATE: _Rows = (
     ("response_len", "tokens", "mean number of trained tokens per row"),
     ("grad_norm", "", "norm of the gradient before `--grad-clip-norm`"),
     ("grad_norm_clipped", "", "norm of the gradient after `--grad-clip-norm`"),
-    (f"{_GRADIENT}_count", "", "number of zero, nonzero and all entries of the gradient"),
+    (f"{_GRADIENT}_count", "", "number of zero entries, of nonzero entries and of all entries of the gradient"),
     ("grad_{zero,nonzero}_ratio", "fraction", "fraction of zero and of nonzero entries of the gradient"),
     (
         "update_skipped",
         "fraction",
         "fraction of updates that were skipped, because the gradient was not finite or no parameter had a gradient. Five "
-        "consecutive updates with a gradient that is not finite stop the run. An update does not count if areno can still "
-        "lower `loss_scale`",
+        "consecutive updates with a gradient that is not finite stop the run, not counting "
+        "updates after which areno can still lower `loss_scale`",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
@@ -181,7 +181,7 @@ _PPO: _Rows = (
     (
         f"critic_{_GRADIENT}_count",
         "",
-        "number of zero, nonzero and all entries of the critic's gradient",
+        "number of zero entries, of nonzero entries and of all entries of the critic's gradient",
     ),
     (
         "critic_grad_{zero,nonzero}_ratio",
@@ -244,7 +244,7 @@ _EVALUATION: _Rows = (
     (
         "accuracy",
         "fraction",
-        "fraction of answers with a reward above 0, or of pairs whose chosen answer has the higher reward or score",
+        "fraction of answers with a reward above 0. Pairs: fraction whose chosen answer has the higher reward or score",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "mean number of tokens per answer"),

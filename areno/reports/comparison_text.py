@@ -68,7 +68,7 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
     unequal = comparison.divergence.unequal
     rounding = unequal is not None and unequal.step < different.step
     if unequal is not None and rounding:
-        yield f"  The runs are not bit-equal since step {unequal.step}: {unequal.text}"
+        yield f"  The runs are not bit-equal from step {unequal.step} on: {unequal.text}"
     if comparison.causes:
         causes = "; ".join(
             f"{cause.name}: {_value(first)} in the first run, {_value(second)} in the second"

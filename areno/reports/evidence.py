@@ -17,7 +17,7 @@ from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
-"""If at least this fraction of the prompts (or steps) has equal rewards, the run has little left to learn."""
+"""If at least this fraction of the prompts or steps has equal rewards, the run has little left to learn."""
 SHOWN = 3
 """Maximum number of samples listed for a problem."""
 

@@ -85,7 +85,7 @@ def _documented() -> Iterator[Explanation]:
 
 
 def _by_full_name(query: str) -> Explanation | None:
-    """Return the metric with this full name. If not documented, return the metric with this short name in another update."""
+    """Return the metric with this full name or, if undocumented, its counterpart under another prefix in ``_SCOPES``."""
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):
         for one in explanations() if name else ():

@@ -22,7 +22,7 @@ LOST = 0.5
 FOLLOWS = 0.5
 """Held-out data confirms a change in training if the held-out change is at least this fraction of the training change.
 
-The held-out change may be within noise.
+The data confirms the change even if the held-out change is within noise.
 """
 LOSS_NOISE = 0.002
 """Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same rows."""

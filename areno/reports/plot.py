@@ -64,8 +64,8 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
     Args:
         runs: the runs of each curve. The curve of several runs is the mean over these runs.
-        metrics: names of metrics, or names in ``KEYS``. If the runs of a curve have no common step of a metric, the chart
-            omits the curve.
+        metrics: names of metrics, or names in ``KEYS``. If no step of a metric is common to all runs of a curve, the
+            chart omits the curve.
         layout: x axis, smoothing, title and size of each chart.
         size: width and height of the document with units; None uses the size of the layout in px.
 
@@ -163,7 +163,7 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
     """Return the steps, and the total number of tokens up to the end of each step.
 
-    Generated tokens are counted; in SFT and in experiments, tokens that were trained on.
+    Generated tokens are counted. In SFT and in experiments, trained tokens are counted instead.
     """
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:

@@ -24,7 +24,7 @@ from areno.reports.trends import finite, window
 GROWTH = 10.0
 """Factor of growth of the gradient norm above which differences between batches do not explain the growth."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
-"""Factors for the answers' length. A task rarely requires a change below the first or above the second factor."""
+"""Factors by which the answers' length may change. A task rarely requires less than the first or more than the second."""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 """Multiples of the initial entropy: below the first, the entropy has collapsed; above the second, it has exploded.
 

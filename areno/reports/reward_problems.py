@@ -14,7 +14,10 @@ from areno.reports.trends import CLEAR, window
 TRUNCATED = 0.3
 """Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
-"""A text is repetitive if its fraction of distinct sequences of four characters is below this value (in prose: about 0.8)."""
+"""A text is repetitive if its fraction of distinct sequences of four characters is below this value.
+
+In prose, the fraction is about 0.8.
+"""
 BELOW_BREAK = 0.1
 """Factor for the learning rate at which the reward collapsed. The product is the learning rate to try next."""
 
@@ -168,7 +171,7 @@ def _costs_reward(evidence: Evidence) -> bool:
 
 
 def _raise_limit(evidence: Evidence) -> str:
-    """Return the remedy for unfinished answers. If most are repetitive, add the remedy for a model that never stops."""
+    """Return the remedy for unfinished answers. If most answers repeat themselves, add advice for a model that never stops."""
     samples = evidence.samples
     texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2

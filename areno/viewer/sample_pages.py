@@ -23,7 +23,7 @@ ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
 _EXCERPT, _MOST_PARTS = 200, 20
 _NEIGHBORS = 256
-"""Number of entries before and after a sample among which other samples of the same prompt are searched.
+"""Number of entries before and after a sample that are searched for other samples of the same prompt.
 
 A step records at most 24 samples.
 """

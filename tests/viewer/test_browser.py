@@ -176,7 +176,7 @@ def test_samples_are_filtered_and_searched(page, url, ids, folder):
     assert names == [f"{one['step']}/{one['prompt_index']}/{one['sample_index']}" for one in chosen]
     show(page, f"{url}/#/run/{ids['one']}/samples?text=is+12+PLUS")
     page.wait("document.querySelectorAll('.samples li').length === 9")
-    assert f"9 samples match; {len(samples)} of {len(samples)} are searched" in page.text()
+    assert f"9 samples match; {len(samples)} of {len(samples)} were searched" in page.text()
     show(page, f"{url}/#/run/{ids['one']}/samples")
     page.wait("document.querySelectorAll('.samples li').length === 50")
     for _ in range(3):

@@ -54,7 +54,7 @@ export function link(path, params = {}) {
   return `#/${path}${text ? `?${text}` : ""}`;
 }
 
-/** Keep the state of a page in the URL, without a new entry in the history, unless another page is shown by now. */
+/** Unless another page is shown by now, keep the state of a page in the URL, without a new entry in the history. */
 export function keep(path, params) {
   if (location.hash.split("?")[0] === link(path)) history.replaceState(null, "", link(path, params));
 }

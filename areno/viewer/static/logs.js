@@ -57,7 +57,7 @@ class Log {
     this.#draw();
   }
 
-  /** Add the lines that were written since, unless the end is not followed and many lines are shown. */
+  /** Add the lines written since; add none while the end is not followed and many lines are shown. */
   async newer() {
     if (!this.follows.checked && this.#lines.length >= MOST_LINES) return undefined; // read once the end is followed again
     const answer = await this.#request({ after: this.#end });

@@ -157,7 +157,7 @@ class SampleList {
 
   #summary({ matching, recorded }) {
     const searched = Math.min(this.#offset ?? matching, matching);
-    const shown = this.query.text ? `${this.#taken} samples match; ${searched} of ${matching} are searched` : `${this.#taken} of ${matching} samples are shown`;
+    const shown = this.query.text ? `${this.#taken} samples match; ${searched} of ${matching} were searched` : `${this.#taken} of ${matching} samples are shown`;
     return matching !== recorded || this.query.text ? `${shown}; ${recorded} are recorded.` : `${shown}.`;
   }
 
