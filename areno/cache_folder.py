@@ -51,7 +51,7 @@ def planted_problem(path: Path) -> str:
 def building_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, next to ``target``, in which ``target`` is built.
 
-    Temporary folders of earlier builds that are over a day old are deleted first, because these builds were killed.
+    Temporary folders that are over a day old are deleted first, because their builds were killed.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):

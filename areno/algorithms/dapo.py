@@ -1,6 +1,6 @@
 """DAPO (Yu et al. 2025, arXiv:2503.14476): PPO's clipped loss with a higher upper clip bound.
 
-With the higher bound, an update can increase the probability of unlikely tokens more.
+With the higher bound, an update can raise the probabilities of unlikely tokens further.
 """
 
 from areno.algorithms import family

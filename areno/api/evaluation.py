@@ -261,7 +261,7 @@ class _EvalTotals:
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Return the mean of pass@k over the prompts with at least k scored answers. Omits k if there are none."""
+        """Return the mean of pass@k over the prompts with at least k scored answers. Omits k if there is no such prompt."""
         metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]

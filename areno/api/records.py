@@ -42,7 +42,7 @@ class Sample:
 
 
 def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingParams) -> list[RolloutResult]:
-    """Set the text of each response, and return the results. With stop strings, the engine has already set the texts."""
+    """Set the text of each response, and return ``results``. With stop strings, the engine has already set the texts."""
     sequences = [sequence for result in results for sequence in result.sequences]
     if sampling.stop or not sequences:
         return results

@@ -128,7 +128,7 @@ def locked_run(options: TrainOptions) -> Iterator[None]:
 
 
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
-    """Raise DataError if the first training row or the first held-out row is unsuitable, before a model is loaded."""
+    """Before a model is loaded, raise DataError if the first training row or the first held-out row is unsuitable."""
     algorithm = get_algorithm(options.algo)
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
@@ -209,7 +209,7 @@ def run_evaluation(
 
 
 def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type | None = None) -> DatasetTrainer:
-    """Create the training loop of the algorithm, which uses an SDK trainer. ``kind`` replaces the loop's class."""
+    """Create the algorithm's training loop, which uses an SDK trainer. ``kind`` replaces the loop's class."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()

@@ -173,7 +173,7 @@ class Sampler:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate responses to texts, with the tokenizer's chat template, if any. See :meth:`rollout_token_batch`."""
+        """Apply the tokenizer's chat template, if any, to texts, and generate responses. See :meth:`rollout_token_batch`."""
         return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
 
     async def rollout_batch_async(

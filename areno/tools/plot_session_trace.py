@@ -1,6 +1,6 @@
 """Plots the sessions of a run as an HTML page.
 
-There is one line per session, which shows the session's phases, and a table with the durations of the phases.
+Each session has a line, which shows the session's phases. A table summarizes the durations of the phases.
 
     python -m areno.tools.plot_session_trace LOGS_OR_FILE... out.html
 
@@ -31,7 +31,7 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 
 
 def read_sessions(inputs: Sequence[str | Path]) -> tuple[list[dict[str, Any]], int]:
-    """Return the sessions sorted by submission time, and the number of skipped lines. Raises UsageError if none exists."""
+    """Return the sessions by submission time, and the number of skipped lines. Raises UsageError if there are no sessions."""
     records = [record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path)]
     sessions = [record for record in records if record is not None and _is_session(record)]
     if not sessions:

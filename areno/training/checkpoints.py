@@ -50,8 +50,8 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. If ``spec.strict`` is set, also
-                raised if a file belongs to another user, or if all users can write to a file.
+            CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. With ``spec.strict``,
+                also: a file belongs to another user, or all users can write to a file.
         """
         if not self.spec.enabled:
             return None
@@ -65,7 +65,7 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Prepare to continue from a checkpoint. Renames checkpoints of later steps, and deletes old ones over the limit."""
+        """Prepare to continue from a checkpoint. Renames checkpoints of later steps, and deletes the oldest over the limit."""
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
@@ -148,7 +148,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 def _refuse_foreign(root: Path) -> None:
     """Raise CheckpointError if another user owns a path below ``root``, or if all users can write to a path.
 
-    Paths of the superuser are accepted.
+    Paths that root owns are accepted.
     """
     if not root.exists():
         return

@@ -169,7 +169,7 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return and clear the token records of the last update, by ``observed`` of the row; {} if there are none."""
+        """Return and clear the token records of the last update, by the row's ``observed``; {} if there are no records."""
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
@@ -380,7 +380,7 @@ class TrainingLoop(ABC):
             self.logger.error("the run ended during an update, so the current step was not saved%s", newest)
             return
         if isinstance(error, StopRequested):
-            self.logger.warning("the signal %s was received: stopping after %d steps", error, self.state.step)
+            self.logger.warning("received signal %s: stopping now; %d steps completed", error, self.state.step)
         if self._restoring:  # the models and optimizers may not belong to the step in ``state``
             return
         try:

@@ -66,13 +66,13 @@ class RewardParts:
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:
-        """Describe the problem of a reward; None if the reward is finite and has the parts of all rewards so far."""
+        """Describe the problem of a reward; None if the reward is finite and has every part."""
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (
                 f"returned {', '.join(parts) or 'one number'}, but not {', '.join(missing)}, which --reward-weights "
-                "(reward.weights) or other records have; return every part for every record, with 0 for a part that does not "
-                "apply"
+                "(reward.weights) or other records contain; return every part for every record, with 0 for a part that does "
+                "not apply"
             )
         return (
             None

@@ -81,7 +81,7 @@ def test_without_recovery_the_model_is_saved(made: Path, tmp_path: Path) -> None
     assert "recover.mode=auto" in output
     (model,) = models(tmp_path)
     step = int(model.parent.name.rpartition("globalstep")[2])
-    assert f"stopping after {step + 1} steps" in output
+    assert f"stopping now; {step + 1} steps completed" in output
 
 
 def test_with_saving_off_no_model_is_saved(made: Path, tmp_path: Path) -> None:

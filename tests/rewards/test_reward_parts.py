@@ -50,7 +50,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
             [None, "returned a, but not b, which"],
         ),
         (["{'a': 1}", "2.0"], "", [None, "returned one number, but not a"]),
-        (["{'a': 1}"], "aa=2", ["but not aa, which --reward-weights (reward.weights) or other records have"]),
+        (["{'a': 1}"], "aa=2", ["but not aa, which --reward-weights (reward.weights) or other records contain"]),
         (["2.0"], "a=2", ["returned one number, but not a, which --reward-weights (reward.weights) or"]),
         (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),

@@ -123,7 +123,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error and, unless areno raised it, the innermost line of the user's file."""
+    """Describe an error. If areno did not raise the error, also name the innermost line of the user's file."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -181,7 +181,7 @@ class AgentRunner:
                 return CollectedSamples([samples[place] for place in sorted(samples)], errors, rerun)
             batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
-                "retrying %d unfinished samples in separate calls (retry %d of %d), such as prompt %d, sample %d: %s",
+                "retrying %d unfinished samples in separate calls (retry %d of %d); the first is prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
 
@@ -210,7 +210,7 @@ class AgentRunner:
         turns = by_item(call.turns)
         for place in turns.keys() - items.keys():
             logger.warning(
-                "ignoring the agent's turns of prompt %d, sample %d, which was not a task of this call", *place
+                "ignoring the agent's turns of prompt %d, sample %d: this sample was not a task of this call", *place
             )
         errors, claimed = {}, set[str | None]()
         for place, item in items.items():

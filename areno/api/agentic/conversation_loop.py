@@ -82,7 +82,7 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Run a conversation of a model with an environment. The environment is reset first, and is not closed.
+    """Run a conversation of a model with an environment. Resets the environment first, but does not close it.
 
     Args:
         environment: game or task.
@@ -122,7 +122,7 @@ async def converse(
 
 
 def cut_off(message: Mapping[str, Any], finish_reason: str | None) -> bool:
-    """Return whether an answer reached a limit before its first text or tool call. Environments do not get such answers."""
+    """Return whether an answer reached a limit before its first text or tool call; environments do not get this answer."""
     return finish_reason == "length" and not (message.get("content") or message.get("tool_calls"))
 
 

@@ -64,7 +64,7 @@ class AgentBatch:
                 yield AgentItem(*prompt, index, sample)
 
     def only(self, items: Sequence[AgentItem]) -> AgentBatch:
-        """Return a batch with the tasks ``items`` only. The tasks keep their indices."""
+        """Return a batch with only the tasks in ``items``. The tasks keep their indices."""
         return _TaskSubset(items)
 
 

@@ -130,8 +130,8 @@ def generate_records(
     end.
 
     Args:
-        draw: function that creates one record. The arguments are a ``random.Random`` and, as keywords, the flags.
-        flags: names and help texts of additional switches. The name ``held_out`` becomes ``--held-out``.
+        draw: function that creates one record, given a ``random.Random`` and, as keywords, the values of ``flags``.
+        flags: names and help texts of additional flags. The name ``held_out`` becomes ``--held-out``.
         argv: command-line arguments; None uses the arguments of the process.
     """
     parser = argparse.ArgumentParser(description=sys.modules[draw.__module__].__doc__)

@@ -41,7 +41,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """Problem of a chat template if ``step`` follows an answer. ``thinking`` tells whether the answer has reasoning."""
+    """A problem that a chat template has if ``step`` follows an answer with reasoning (``thinking``) or without."""
 
     kind: FindingKind
     step: Step

@@ -1,6 +1,6 @@
 """Converts the turns of a task to a sample with a reward record and training rows.
 
-Reward functions receive a ``RewardRecord``, as for completions. In the record of an agent, more fields are set.
+Reward functions receive a ``RewardRecord``, as for completions. An agent's record has more fields set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,8 +56,8 @@ def make_sample(
 ) -> AgentSample:
     """Build the sample of a task from its recorded turns.
 
-    Raises ValueError if a response is from another session or task, or was returned twice. See
-    :func:`~areno.rollouts.conversation.trajectory_rows.build_rows` for UsageError.
+    Raises ValueError if a response is from another session or task, or was returned twice. Also
+    raises the UsageError of :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
     for turn in turns:

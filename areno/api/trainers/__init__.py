@@ -10,5 +10,5 @@
 
 - ``samples``: failed samples, samples of workflows, and the training rows of each sample.
 - ``supervised``: steps without generation: SFT, DPO and reward models.
-- ``base``: base of all trainers, a :class:`areno.training.loop.TrainingLoop`; ``step_reporter``: what a step writes.
+- ``base``: base of all trainers, a :class:`areno.training.loop.TrainingLoop`; ``step_reporter``: reports steps.
 """

@@ -107,7 +107,7 @@ class DatasetTrainer(TrainingLoop):
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics of held-out rows, including the metric ``best_metric``. A signal may interrupt this method."""
+        """Return metrics of held-out rows, including the one that ``best_metric`` names. A signal may interrupt this method."""
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: the trainer {type(self).__name__} has no evaluation; "
             "remove the option, or implement evaluate(rows) in the trainer"

@@ -108,7 +108,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def passes(self) -> dict[str, int]:
-        """Number of passes per step and of minibatches per pass, for a :class:`Learner`."""
+        """Number of passes per step, and number of minibatches per pass, for a :class:`Learner`."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
@@ -241,7 +241,7 @@ class RolloutTrainer(DatasetTrainer):
         return result
 
     def _write_samples(self, samples: list[Sample], rows: list[list[TrainSequence]] | None) -> None:
-        """Write the samples that :func:`sample_records` selects to the run directory."""
+        """Write to the run directory the samples that :func:`sample_records` selects."""
         computed = self.token_records()
         trajectories: list[Trajectory] | None = None
         if rows is not None:
@@ -374,7 +374,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def measure(self) -> dict[str, float]:
-        """Evaluate the policy, and write the first answer to each of the first held-out prompts to the run directory."""
+        """Evaluate the policy, and record the first answer to each of the first held-out prompts in the run directory."""
         samples = EvalSamples()
         self._on_scored = samples.add
         try:

@@ -152,7 +152,7 @@ class SampleSource:
         left_out = sum(not rows for group in groups for rows in group or [])
         if not samples:
             raise AgentError(
-                f"--workflow {self._config.workflow} rejected all samples of this step; return a trajectory for some samples"
+                f"--workflow {self._config.workflow} rejected all samples of this step; return a trajectory for at least one"
             )
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 

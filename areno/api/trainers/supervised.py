@@ -134,7 +134,7 @@ class DPODatasetTrainer(SupervisedTrainer):
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """Trains a sequence classifier with one output to score the chosen answer of a pair above the rejected answer."""
+    """Trains a classifier with one output, so that it scores a pair's chosen answer above the rejected answer."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.RewardModelTrainer")
     objective = REWARD_MODEL

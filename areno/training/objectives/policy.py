@@ -105,8 +105,8 @@ class PolicyObjective:
 
         Args:
             rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``, which are changed in place.
-            credits: rewards of segments, such as turns, which replace the rows' rewards. If set, no returns are set. Not
-                supported with a critic.
+            credits: rewards of segments, such as turns, which replace the rows' rewards. With credits, ``returns``
+                is not set, and a critic is not supported.
         """
         settings = self.settings
         tokens = [row.tokens for row in rows]
