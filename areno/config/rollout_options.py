@@ -241,5 +241,7 @@ class TuningOptions:
         help="Fraction of memory that the tuned run may fill, including memory already in use.",
     )
     tune_max_samples: int = _tuning(
-        256, minimum=1, help="Largest number of concurrent sequences or of rows per step that tuning may choose."
+        256,
+        minimum=1,
+        help="Upper limit for tuning: the number of concurrent sequences, and of rows per step, never exceeds this value.",
     )

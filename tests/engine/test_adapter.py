@@ -417,7 +417,7 @@ def test_an_adapter_of_another_model_or_type_is_refused(open_engine, tiny_checkp
     peft.get_peft_model(stock, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "ia3")
     with pytest.raises(UsageError, match=r"^the adapter \S+ has the type IA3, but areno supports only the type LORA"):
         open_engine(rank=0, adapter_path=str(tmp_path / "ia3"))
-    with pytest.raises(UsageError, match="pass the base model, and this adapter as --lora-adapter-path"):
+    with pytest.raises(UsageError, match="pass the base model, with this adapter as --lora-adapter-path"):
         open_engine(tmp_path / "adapter")
     with pytest.raises(UsageError, match=r"role 'critic' .* is an adapter"):
         open_engine(wide).ensure_roles({"critic": ModelRole("critic", str(tmp_path / "adapter"), trainable=True)})
