@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         "--devices",
         type=int,
         default=1,
-        help="Number of devices of the TRL run, which counts rows per device (default: 1).",
+        help="Number of devices of the TRL run (default: 1); TRL's batch sizes are per device.",
     )
     options = parser.parse_args(argv)
     if options.devices < 1:

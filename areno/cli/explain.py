@@ -101,7 +101,7 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """Return the first recorded name of these: the query (such as NAME/max), the metric, and the metric's mean."""
+    """Return the first of these names that is recorded: the query (such as NAME/max), the metric, and the metric's mean."""
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

@@ -74,9 +74,9 @@ def _find(entries: Entries, name: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {name}: this sample is not recorded; the run records only the best, worst and first sample of "
-        f"each step's first prompts, from {sample_id(entries[0])} to {sample_id(entries[-1])}; omit --sample to "
-        "list the recorded samples"
+        f"--sample {name}: this sample is not recorded; for the first prompts of each step, the run records only "
+        f"each prompt's best, worst and first sample, from {sample_id(entries[0])} to {sample_id(entries[-1])}; omit "
+        "--sample to list the recorded samples"
     )
 
 

@@ -92,7 +92,9 @@ def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     if arguments.smooth < 1:
         raise UsageError(f"--smooth must be at least 1, got {arguments.smooth}")
     if arguments.samples and (suffix == ".svg" or arguments.metric):
-        raise UsageError("--samples writes a .csv or .parquet file; pass such a name to --out, and omit --metric")
+        raise UsageError(
+            "--samples writes a .csv or .parquet file; end the --out name with one of these suffixes, and omit --metric"
+        )
     drawn = [
         f"--{name.replace('_', '-')}" for name in _SVG_ONLY if getattr(arguments, name) != parser.get_default(name)
     ]

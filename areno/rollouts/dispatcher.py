@@ -1,8 +1,8 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
-Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first row starts in the event loop
-of :mod:`episode_thread`. A batch contains the finished trajectories whose episodes started first, in random order. Preferring
-early episodes reduces the bias towards short answers. A method that waits without progress logs the state of the episodes. If
+Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first waiting row starts in
+:mod:`episode_thread`. A batch contains, in random order, the finished trajectories whose episodes started first. Preferring
+these episodes reduces the bias towards short answers. A method that waits without progress logs the state of the episodes. If
 no more results can arrive, the method raises an error. Too many failed or rejected episodes in a row end the run.
 """
 
@@ -57,15 +57,15 @@ class BatchDispatcher:
         queue_size: maximum number of waiting rows, but at most ``staleness.pending_limit``; None: 16 per concurrent rollout.
         max_staleness: maximum age of a token at training time, in weight versions; None: only ``staleness`` limits the age.
         on_stale: ``regenerate`` repeats the episode of a trajectory above ``max_staleness``; ``drop`` discards the trajectory.
-        max_errors_in_a_row: number of consecutive failed episodes that ends the run; None: max(8, 2 * batch size).
-        max_rejections_in_a_row: number of consecutive failures or rejections that ends the run; None: max(128, 16 * batch
-            size).
+        max_errors_in_a_row: the run ends after this many consecutive failed episodes; None: max(8, 2 * batch size).
+        max_rejections_in_a_row: the run ends after this many consecutive episodes that failed or were rejected; None: max(128,
+            16 * batch size).
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
-        on_wait: function that is called repeatedly while a method waits. An error of the function ends only the wait.
+        on_wait: function that is called repeatedly while a method waits. If it raises an error, only this wait ends.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return rejections by reason, ``restarted`` rows, and all counters of :class:`RolloutStat` except ``claimed``."""
+        """Return counts: rejections by reason, ``restarted`` rows, and those of :class:`RolloutStat` except ``claimed``."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -178,7 +178,7 @@ class BatchDispatcher:
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
-        With ``repeats``, the task id of a row is its index. Seeds are derived from task ids, so each call uses the same seeds.
+        Seeds are derived from task ids. With ``repeats``, task ids are row indices, so the same rows always get the same seeds.
         Raises UsageError if rows of :meth:`prepare_batch` or :meth:`load_state` are still waiting.
         """
         with self._changed:

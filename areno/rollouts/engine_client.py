@@ -219,7 +219,7 @@ class EngineClient:
                 return await self._answer(request, rid)
             except EngineError as error:
                 logger.warning(
-                    "retrying request %s (%d of %d retries) after an error: %s", rid, attempt, self._retries, error
+                    "retrying request %s after an error (retry %d of %d): %s", rid, attempt, self._retries, error
                 )
         return await self._answer(request, rid)
 

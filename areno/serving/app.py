@@ -1,7 +1,6 @@
 """The HTTP application: routes, their handlers, and middleware.
 
-The application serves the clients of ``areno serve``. In the process of a trainer, the application serves the agents of a
-rollout session.
+In ``areno serve``, the application serves clients; in a trainer's process, it serves the agents of a rollout session.
 """
 
 from collections.abc import Callable

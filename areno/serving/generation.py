@@ -3,8 +3,8 @@
 The engine calls a listener for each token. The listener must never block, so the listener only queues the token with its
 arrival time. Streaming requests wake the event loop once per batch of queued tokens.
 
-Other requests wake the loop only when all samples have ended. Before the end, no token has been delivered, so a prompt can
-restart on another replica. The tokens of the failed attempt are discarded.
+Non-streaming requests wake the loop only when all samples have ended. Before the end, no token has been delivered, so a prompt
+can restart on another replica. The tokens of the failed attempt are discarded.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the key is valid or not needed. With a recorder, stores the session recorder in
+        """Whether the key is valid, or no key is needed. With a recorder, stores the session recorder in
         ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
@@ -78,7 +78,7 @@ class RequestMiddleware:
     def _check_host(self, scope: Scope, header: bytes) -> None:
         """Reject foreign ``Host`` headers on a loopback server without a key, as a protection against DNS rebinding.
 
-        A foreign web page can reach the server if the domain of the page resolves to 127.0.0.1. The requests of such a page
+        A foreign web page can reach the server if the domain of the page resolves to 127.0.0.1. The requests of this page
         have this domain in the ``Host`` header.
         """
         config, server = self._service.config, scope.get("server")
@@ -108,7 +108,7 @@ def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _key_in_path(scope: Scope) -> bytes:
-    """Remove and return the key in the path ``/samples/KEY/v1/...``. Programs that only accept a base URL use this path."""
+    """Remove and return the key in the path ``/samples/KEY/v1/...``. Programs that accept only a base URL use this path."""
     if not scope["path"].startswith(KEY_PREFIX):
         return b""
     key, _, rest = scope["path"].removeprefix(KEY_PREFIX).partition("/")

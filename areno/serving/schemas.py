@@ -153,13 +153,13 @@ class ToolDeclaration(StrictSchema):
 
 
 class FunctionName(StrictSchema):
-    """The function of a ``tool_choice`` that requires one tool."""
+    """The function that a ``tool_choice`` requires by name."""
 
     name: str
 
 
 class NamedTool(StrictSchema):
-    """A ``tool_choice`` that requires one tool."""
+    """A ``tool_choice`` that requires the tool with this name."""
 
     type: Literal["function"]
     function: FunctionName

@@ -1,5 +1,5 @@
-"""Runs the application in a background thread or in the main thread. A signal gracefully shuts down a server in the main
-thread."""
+"""Runs the application in a background thread or in the main thread. If a server runs in the main thread, a signal
+shuts it down gracefully."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_a_request_has_a_deadline_and_retries(rl, caplog):
         with pytest.raises(ArenoError, match=r"rollout\.request_timeout"):
             rl({**endless, "rollout.request_timeout": 0.03, "rollout.request_retries": retries})
         messages = [record.message for record in caplog.records if "retrying request" in record.message]
-        tries[retries] = max((int(text.partition("(")[2].partition(" of")[0]) for text in messages), default=0)
+        tries[retries] = max((int(text.partition("(retry ")[2].partition(" of")[0]) for text in messages), default=0)
     assert tries == {0: 0, 2: 2}
 
 

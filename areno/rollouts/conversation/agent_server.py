@@ -1,4 +1,4 @@
-"""The HTTP server for agents: the server of ``areno serve``, run in a thread with the rollout engine."""
+"""The HTTP server for agents: the server of ``areno serve`` runs in a thread, and uses the rollout engine."""
 
 import secrets
 from dataclasses import dataclass

@@ -129,8 +129,8 @@ def request(
 
     Raises:
         UsageError: the run has ended, has no replicas, or belongs to another user.
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the run has not
-            begun to resize by then, the request is withdrawn. Otherwise, the run continues to resize.
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the time is
+            up before the run has begun to resize, the request is withdrawn. Otherwise, the run continues to resize.
     """
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():
@@ -152,7 +152,7 @@ def request(
         if not accepted and state.get("begun") == wanted["id"]:
             accepted = True
             say(
-                f"the run has begun to resize ({before} replicas before): new replicas load the model, and "
+                f"the run has begun to resize (from {before} replicas): new replicas load the model, and "
                 "removed replicas finish their samples"
             )
         now, beat = time.monotonic(), _last_heartbeat(folder)

@@ -1,5 +1,5 @@
 """A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine. Each replica is an
-inference server, or an engine in separate processes, without optimizer and gradients. The failure of a replica does not affect
+inference server, or an engine without optimizer and gradients in separate processes. The failure of a replica does not affect
 other replicas.
 
 A request goes to the least loaded replica. If this replica dies, the request restarts on another replica. But if tokens of the
@@ -99,9 +99,8 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine. Its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, in the order of the replicas. If None, replicas run on the CPU if ``config.device`` is the
-            CPU. On GPUs, the launcher assigns the devices. Without a launcher, the ranks use consecutive GPUs from
-            ``config.device`` on.
+        devices: one device per rank, in the order of the replicas. None: the CPU if ``config.device`` is the CPU; otherwise,
+            the GPUs that the launcher assigns, or without a launcher, consecutive GPUs from ``config.device`` on.
 
     Attributes:
         threads: number of PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share
@@ -172,7 +171,7 @@ class RolloutFleet:
 
     @property
     def failed(self) -> bool:
-        """Whether the fleet accepts no more requests. If so, :meth:`submit` raises the error that is the cause."""
+        """Whether the fleet rejects all requests. If so, the error that :meth:`submit` raises tells the cause."""
         return self._router.ended
 
     def cancel(self, future: Future[RolloutResult]) -> None:
@@ -214,8 +213,8 @@ class RolloutFleet:
 
         Raises:
             UsageError: the mode is unknown, or the trainer and the replicas have different models.
-            EngineError: the trainer failed, the fleet is closed, or a server's log-probs are wrong. If restarts are disabled,
-                also: a replica could not load the weights.
+            EngineError: the trainer failed, the fleet is closed, a server's log-probs are wrong, or (only if restarts are
+                disabled) a replica could not load the weights.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)
@@ -386,7 +385,8 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """Return the broadcast channel. None if servers were joined, load only an adapter, or cannot receive broadcasts."""
+        """Return the broadcast channel. None for joined servers, and if servers load only an adapter or cannot receive
+        broadcasts."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None

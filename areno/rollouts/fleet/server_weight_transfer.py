@@ -115,7 +115,11 @@ class ServerWeightTransfer:
                 f"from the trainer's by {gaps[worst]:.3g} nats on average (limit: {self._max_gap:g}); check that server and "
                 "trainer use the same model and dtype, and read the server's log"
             )
-        logger.info("weights of version %d arrived: log-probs differ by %.2g nats on average", version, gaps[worst])
+        logger.info(
+            "weights of version %d arrived: log-probs differ by %.2g nats on average from the trainer's",
+            version,
+            gaps[worst],
+        )
         self._checked = True
         return gaps[worst]
 

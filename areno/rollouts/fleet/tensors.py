@@ -91,7 +91,8 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
     """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``. The trainer must not be generating.
 
     Ranks gather each tensor from shards. Every rank with a shard of the model must therefore consume all tensors in the order
-    of ``specs``. The first rank receives the tensors of all pipeline stages. On other ranks, tensors of other stages are empty.
+    of ``specs``. The first rank receives the tensors of all pipeline stages. Any other rank gets empty tensors for all stages
+    except its own.
     """
     peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
@@ -123,7 +124,7 @@ def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _base_name(name: str) -> str:
-    """Return the name of a layer's base tensor if the layer has an adapter."""
+    """Return the name that a layer's base tensor ``name`` has in a layer with an adapter."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 

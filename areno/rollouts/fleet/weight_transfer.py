@@ -39,8 +39,8 @@ class WeightOptions:
         mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
             GPUs. ``disk`` is a checkpoint folder.
         verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
-            inference servers, log-probs are compared instead: with ``verify`` after every transfer, otherwise after the first
-            transfer.
+            inference servers, log-probs are compared instead: with ``verify``, after every transfer; without, only after the
+            first transfer.
     """
 
     mode: Mode = "shm"
@@ -68,7 +68,7 @@ class UpdateReport:
     replica paused generation. For an inference server, the number is the duration of the whole transfer.
 
     ``logprob_gap`` is the mean absolute difference, in nats, between the trainer's and a server's log-probs of test tokens. The
-    largest difference of all servers is reported; None if no difference was measured.
+    largest difference of all servers is reported; None if log-probs were not compared.
     """
 
     version: int

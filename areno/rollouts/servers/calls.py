@@ -89,7 +89,7 @@ def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the ``sampling_params`` of a request whose names are the same in vLLM and SGLang."""
+    """Return those ``sampling_params`` of a request that have the same names in vLLM and SGLang."""
     names = ("top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     chosen = {name: getattr(sampling, name) for name in (*names, *penalties)}

@@ -96,7 +96,7 @@ class ServerChannel:
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Send the weights that the trainer's rank 0 keeps to one server, even during training. Return the duration in
+        """Send one server the weights that the trainer's rank 0 keeps, even during training. Return the duration in
         seconds."""
         engine, sent = self._sender, self._sent
         if engine is None or sent is None:

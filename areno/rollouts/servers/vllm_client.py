@@ -30,8 +30,8 @@ _PREFIX = "generate-tokens-"
 class VllmCalls:
     """The HTTP calls of vLLM.
 
-    ``transfers`` tells whether the server is expected to have areno's worker extension, which broadcasts need. A ``joined``
-    server was not started by areno, and may lack the extension.
+    ``transfers`` tells whether the server should have areno's worker extension, which is required for broadcasts. A
+    ``joined`` server was not started by areno, and may lack the extension.
     """
 
     product = "vLLM"

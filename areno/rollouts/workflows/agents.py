@@ -36,7 +36,7 @@ class AgentWorkflow(RolloutWorkflow):
     """Runs an agent once per sample.
 
     ``run`` returns the reward of the last answer as a number, or a dictionary from response ids to rewards. If the agent has
-    sent rewards to ``/rl/set_reward``, ``run`` may return None. A run without a reward fails.
+    sent rewards to ``/rl/set_reward``, ``run`` may return None. An episode without any reward fails.
 
     Args:
         agent: object with a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode
@@ -178,8 +178,8 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
       forks, each branch has a row, and the common prefix is trained on once.
 
     The return of an answer is its reward plus ``turn_discount`` times the return of the next answer. An answer without a reward
-    has the reward 0. If the context was full, an answer has no tokens and no row. The reward of this empty answer still counts
-    in the returns of earlier answers.
+    has the reward 0. An answer for which the context had no room has no tokens and no row, but its reward counts in the returns
+    of earlier answers.
     """
     answered = [turn for turn in turns if turn.tokens]
     counted = [turn for turn in turns if turn.tokens or turn.reward]

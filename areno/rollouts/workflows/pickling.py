@@ -35,7 +35,7 @@ def pickled(thing: Any, option: str) -> bytes:
     except Exception as error:
         raise UsageError(
             f"{option} {name_of(thing)} cannot be pickled for a worker process: {type(error).__name__}: {error}; create "
-            "resources only when it is called, or give its name as a string"
+            f"resources only inside the called function, or give the name of {option} as a string"
         ) from error
     finally:
         if by_value:

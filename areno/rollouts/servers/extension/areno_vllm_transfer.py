@@ -75,7 +75,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights. Unlike the base class, this method does not synchronize an accelerator on a CPU."""
+        """Receive all weights. Unlike the base class, this method synchronizes the device only if it is a GPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:

@@ -13,7 +13,7 @@ class ArenoWorker:
     model_runner: Any
 
     def areno_repack(self) -> int:
-        """Repack output layers after a weight update, and return the number of layers.
+        """Repack output layers after a weight update, and return how many were repacked.
 
         On a CPU, vLLM keeps a packed copy of the output layer. If this layer is tied to the embedding, an update changes only
         the embedding. Without repacking, the packed copy would keep the initial weights.
