@@ -130,7 +130,8 @@ ADVICE: dict[str, Advice] = {
     "train/ratio_mean": Advice("near 1 with one optimizer step per synchronous rollout", _OFF_POLICY, 0.9, 1.1),
     "train/ratio_std": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.5),
     "train/clip_fraction": Advice(
-        "near 0 with one optimizer step per synchronous rollout. With more steps, GSPO clips a larger fraction than GRPO",
+        "near 0 with one optimizer step per synchronous rollout. With several optimizer steps, GSPO clips a larger fraction "
+        "than GRPO",
         _OFF_POLICY,
         0,
         0.2,
@@ -237,8 +238,8 @@ ADVICE: dict[str, Advice] = {
         _RISING_PAIRS,
         low=0,
     ),
-    "train/pair_accuracy": Advice("depends on the initial model in the first step, later 0.6 to 0.95", _RISING_PAIRS),
-    "train/pair_reward_margin": Advice("rises, with SimPO to --simpo-gamma or above", _RISING_PAIRS),
+    "train/pair_accuracy": Advice("that of the initial model in the first step, later 0.6 to 0.95", _RISING_PAIRS),
+    "train/pair_reward_margin": Advice("rises; with SimPO, reaches --simpo-gamma or more", _RISING_PAIRS),
     "train/pair_chosen_reward": Advice(
         "below 0 with SimPO, because the reward is --simpo-beta times the mean log-prob of the answer",
         "If chosen and rejected rewards fall far, the model forgets its answers: lower --lr or --epochs",
@@ -248,7 +249,7 @@ ADVICE: dict[str, Advice] = {
     "train/critic_explained_variance": Advice(
         "below 0 in the first steps, later 0.3 or more",
         "If the metric stays near 0, raise --critic-lr. areno train has two more options that can help: "
-        "--critic-warmup-steps, and for mostly truncated answers --no-bootstrap-truncated",
+        "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,
         1,
     ),
