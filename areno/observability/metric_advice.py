@@ -249,7 +249,7 @@ ADVICE: dict[str, Advice] = {
     "train/critic_explained_variance": Advice(
         "below 0 in the first steps, later 0.3 or more",
         "If the metric stays near 0, raise --critic-lr. areno train has two more options that can help: "
-        "--critic-warmup-steps, and for mostly truncated answers --no-bootstrap-truncated",
+        "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,
         1,
     ),

@@ -56,8 +56,8 @@ _SAMPLES: _Rows = (
     (
         "sampling_cut_mass",
         "probability",
-        "probability mass that `--top-k`, `--top-p` and grammars remove, averaged over tokens. Agents' `tool_choice` and "
-        "structured output use grammars",
+        "probability mass that `--top-k`, `--top-p` and grammars remove, averaged over tokens. Grammars constrain "
+        "the tool calls of agents (`tool_choice`) and structured output",
     ),
     (f"reward_model_raw_reward_{_SUMMARY}", "reward", "with `--reward-ckpt`: scores of the reward model"),
     (
@@ -105,7 +105,7 @@ _UPDATE: _Rows = (
     (
         "logp_diff_mean",
         "nats",
-        "mean of train log-prob minus rollout log-prob per token, in the first optimizer step of a batch",
+        "mean over tokens of train log-prob minus rollout log-prob, in the first optimizer step of a batch",
     ),
     (
         "logp_abs_diff_mean",
@@ -122,8 +122,8 @@ _UPDATE: _Rows = (
         "update_skipped",
         "fraction",
         "fraction of updates that were skipped, because the gradient was not finite or no parameter had a gradient. Five "
-        "consecutive updates with a gradient that is not finite stop the run, not counting "
-        "updates after which areno can still lower `loss_scale`",
+        "consecutive updates with a gradient that is not finite stop the run. Updates after which areno can still lower "
+        "`loss_scale` do not count",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
@@ -132,7 +132,7 @@ _UPDATE: _Rows = (
     (
         f"kl_reward_{_SUMMARY}",
         "reward",
-        "with `--kl-reward-coef`: KL reward of a row. The KL reward is the negative coefficient times the sum of the KL "
+        "with `--kl-reward-coef`: KL reward of a row. The KL reward is minus the coefficient times the sum of the KL "
         "estimates of the row's tokens",
     ),
     (f"ref_logprob_{_SUMMARY}", "nats", "with a KL term: log-prob of the trained tokens under the reference model"),
