@@ -66,7 +66,7 @@ class AlgorithmSpec:
             the field's name as prefix. If none of these options has a value, the field is None.
         uses: names of built-in options of other algorithms that this algorithm also reads, such as ``grpo_clip_eps``.
         trains: kind of the trained model: ``policy``, or ``reward`` (a sequence classifier with one score per sequence).
-        min_samples: minimum ``--n-samples``; 2 if the algorithm compares the samples of a prompt.
+        min_samples: minimum ``--n-samples``; set it to 2 if the algorithm compares the samples of a prompt.
         presets: default values by option name, which replace the defaults in ``options``.
         renamed: maps the name of a loss parameter to the name of its built-in option, if these names differ.
     """
@@ -180,7 +180,7 @@ def _sections(declaration: type) -> dict[str, type]:
 
 
 def resolve_reference(reference: Any) -> Any:
-    """Import the object ``module:attribute``. A reference that is not a string is returned unchanged."""
+    """Import and return the object ``module:attribute``. A reference that is not a string is returned unchanged."""
     if not isinstance(reference, str):
         return reference
     module, _, attribute = reference.partition(":")
@@ -215,7 +215,10 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Return the algorithm ``name``, a name in any case or ``file.py:NAME``. Raises UsageError if none exists."""
+    """Return the algorithm with this name (case-insensitive), or the algorithm in a user's file (``file.py:NAME``).
+
+    Raises UsageError if the algorithm does not exist.
+    """
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():
@@ -244,7 +247,7 @@ def _from_file(text: str, option: str) -> AlgorithmSpec:
     if not hasattr(module, name):
         specs = [key for key, value in vars(module).items() if isinstance(value, AlgorithmSpec)]
         raise UsageError(
-            f"{option} {path} defines no {name}; name an AlgorithmSpec of this file (found: "
+            f"{option} {path} defines no {name}; choose an AlgorithmSpec of this file (found: "
             f"{', '.join(specs) or 'none'})"
         )
     return _checked(getattr(module, name), f"{option} {text}")
@@ -263,7 +266,7 @@ def _from_entry_point(entry: importlib.metadata.EntryPoint, option: str) -> Algo
 
 def _checked(spec: Any, label: str) -> AlgorithmSpec:
     if not isinstance(spec, AlgorithmSpec):
-        raise UsageError(f"{label} is a {type(spec).__name__}; name an areno.config.AlgorithmSpec instead")
+        raise UsageError(f"{label} is a {type(spec).__name__}; pass an areno.config.AlgorithmSpec instead")
     return spec
 
 

@@ -54,7 +54,7 @@ def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1)
         kind: kind of TRL training: ``grpo``, ``sft`` or ``dpo``.
         devices: number of devices of the TRL run, whose settings count rows per device.
 
-    Raises UsageError if a number cannot be read.
+    Raises UsageError if the value of a numeric setting is invalid.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     rules = VERL if tool == "verl" else TRL | OF_GRPO if kind == "grpo" else TRL

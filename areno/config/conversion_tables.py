@@ -46,7 +46,7 @@ def _whole(value: Any) -> int:
 
 
 def text_of(value: Any) -> str:
-    """The text of a value, or of the only item of a list."""
+    """Return a value as text. For a list with one item, return this item as text."""
     return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
@@ -145,7 +145,7 @@ def count_of(settings: Settings, name: str, default: int) -> int:
 
 @contextmanager
 def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]:
-    """Replace an error in reading a setting's value with a UsageError that names the setting."""
+    """Run a block that reads a setting's value. If the block fails, raise a UsageError that names the setting."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,5 +1,6 @@
-"""Finds the options that have no effect in a run, and the reasons. Setting an option without effect is an error.
-``config.yaml`` omits options without effect.
+"""Finds the options that have no effect in a run, and the reasons.
+
+If the user sets such an option, areno reports an error. ``config.yaml`` omits these options.
 """
 
 from collections.abc import Iterator, Sequence

@@ -76,7 +76,8 @@ class EvalOptions(CommandOptions):
     dataset_loader_fn: str | None = option_from(
         BasicOptions,
         "dataset_loader_fn",
-        help="Python function that converts the data to rows with a prompt; by default load_training_dataset in the file.",
+        help="Python function that converts the data to rows with a prompt. By default, areno calls the file's "
+        "function load_training_dataset.",
     )
     seed: int = option_from(BasicOptions, "seed", help="Seed of all sampling; the same seed reproduces the evaluation.")
     device: str = option_from(BasicOptions, "device")

@@ -231,8 +231,8 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
     ("name", "expected"),
     [
         ("algo.py", "names no algorithm"),
-        ("algo.py:nope", r"defines no nope; name an AlgorithmSpec of this file \(found: mine, other\)"),
-        ("algo.py:number", "is a int; name an areno.config.AlgorithmSpec"),
+        ("algo.py:nope", r"defines no nope; choose an AlgorithmSpec of this file \(found: mine, other\)"),
+        ("algo.py:number", "is a int; pass an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
         ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, icepop, m2po, ppo, rm, sapo, sft, simpo"),

@@ -76,14 +76,14 @@ class ParallelStrategy:
 
     @property
     def expert_parts(self) -> int:
-        """Number of devices that hold one copy of all experts together."""
+        """Number of devices that together hold one copy of all experts."""
         return self.pipeline * self.expert_tensor * self.expert
 
     @property
     def expert_ranks(self) -> int:
-        """Number of tensor-parallel groups per copy of a stage's experts: ``expert`` x ``expert_tensor`` / ``tensor``.
+        """Number of tensor-parallel groups that together hold one copy of a stage's experts.
 
-        0 if the quotient is not an integer.
+        The number is ``expert`` x ``expert_tensor`` / ``tensor``, or 0 if this quotient is not an integer.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
@@ -115,7 +115,7 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Parse the text of one engine, such as ``fsdp:d2t2``. If the text contains no name, the engine is called ``name``.
+        """Parse the text of one engine, such as ``fsdp:d2t2``. The argument ``name`` applies if the text contains no name.
 
         Raises:
             InvalidAllocationModeError: the syntax is invalid, the backend does not support a size letter, or attn and ffn have
@@ -316,7 +316,8 @@ def translate_legacy(text: str) -> str:
     - ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.
     - Sizes without engines, such as ``d2p2m1``, allocate the same devices to generation and training.
 
-    If the text gives no training backend, the backend is megatron with pipeline or expert parallelism, and fsdp otherwise.
+    If the text gives no training backend, the sizes decide: the backend is megatron if there is pipeline or expert parallelism,
+    and fsdp if there is not.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:

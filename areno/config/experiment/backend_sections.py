@@ -1,8 +1,8 @@
 """Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
 All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron. The
-engine applies the layouts of these backends, and the settings that have an equivalent. FP8 is an error. Other settings have no
-effect.
+engine applies the layouts of these backends, and the settings that have an equivalent. Requesting FP8 is an error. Other
+settings have no effect.
 """
 
 import shlex
@@ -29,7 +29,7 @@ _MEGATRON = "The Megatron backend's setting of the same name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
 _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 setting of the same name.")
 
-NO_STAGES = "there is only one pipeline stage, because backend has no p"
+NO_STAGES = "there is only one pipeline stage, because the setting backend does not contain p"
 ZERO_BUBBLE = "runs as Interleaved1F1B: areno does not split the backward pass"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
 _NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
@@ -161,7 +161,7 @@ def _command_problems(command: str) -> Problems:
 
 @dataclass
 class ArchonFP8Config:
-    """FP8 training, which areno does not support. If ``actor.backend`` is archon, ``mode`` must be disabled."""
+    """FP8 training, which areno does not support. If ``actor.backend`` is archon, ``mode`` must be ``disabled``."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
     exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=OWN_ENGINE)
@@ -205,12 +205,12 @@ class ArchonEngineConfig:
     reshard_after_forward_policy: str = setting(
         "default",
         "Whether to free the gathered weights of a layer between the forward and the backward pass. With "
-        "default, areno frees these weights only without pipeline parallelism.",
+        "default, areno frees these weights if there is no pipeline parallelism, and otherwise keeps them.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(
         ArchonFP8Config,
-        "FP8 training, which areno does not support. If backend is archon, the mode must be disabled.",
+        "FP8 training, which areno does not support. If backend is archon, mode must have the value disabled.",
         no_effect=OWN_ENGINE,
     )
     use_deterministic_algorithms: bool = setting(
@@ -226,12 +226,15 @@ class ArchonEngineConfig:
         return Stages(self.pp_schedule != "1F1B", None, self.pp_layers_per_stage, less)
 
     def reshards(self, pipeline: int) -> bool:
-        """Whether a layer's gathered weights are freed between forward and backward pass, with ``pipeline`` stages."""
+        """Whether a layer's gathered weights are freed between the forward and the backward pass.
+
+        ``pipeline``: number of pipeline stages.
+        """
         policy = self.reshard_after_forward_policy
         return pipeline == 1 if policy == "default" else policy == "always"
 
     def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield each setting that has no effect with ``pipeline`` stages, and the reason."""
+        """Yield each setting that has no effect, and the reason. ``pipeline``: number of pipeline stages."""
         names = [name for name in vars(self) if name.startswith("pp_")]
         if pipeline == 1:
             yield from ((name, NO_STAGES) for name in changed(self, names))
@@ -239,7 +242,7 @@ class ArchonEngineConfig:
             yield "pp_schedule", ZERO_BUBBLE
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effects.
+        """Yield each setting with a non-default value that areno's engine applies, and its effect.
 
         ``sharded``: whether weights are sharded.
         """
@@ -350,7 +353,7 @@ class MegatronEngineConfig:
 
     @staticmethod
     def reshards(pipeline: int) -> bool:
-        """Whether a layer's gathered weights are freed between forward and backward pass."""
+        """Whether a layer's gathered weights are freed between the forward and the backward pass."""
         return True
 
     @property
@@ -359,7 +362,10 @@ class MegatronEngineConfig:
         return self.use_torch_fsdp2 or self.use_custom_fsdp
 
     def unused(self, pipeline: int, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield each setting that has no effect with ``pipeline`` stages or without ``sharded`` weights, and the reason."""
+        """Yield each setting that has no effect, and the reason.
+
+        ``pipeline``: number of pipeline stages. ``sharded``: whether weights are sharded.
+        """
         if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
             yield "virtual_pipeline_parallel_size", NO_STAGES
         if not sharded:
@@ -367,7 +373,7 @@ class MegatronEngineConfig:
             yield from ((name, "the actor's weights are not sharded in this run") for name in changed(self, names))
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield changed settings that areno's engine applies, and their effects.
+        """Yield each setting with a non-default value that areno's engine applies, and its effect.
 
         ``sharded``: whether weights are sharded.
         """

@@ -89,13 +89,16 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
     if role == "rollout":
         yield from _servers(config)
     if tensor > 1 and allocation.backend not in SERVERS and (problem := tensor_parallel_problem()):
-        yield f"{where}: {problem}, or remove t"
+        yield f"{where}: {problem}, or remove t from {role}.backend"
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
-        yield f"actor.load_in_4bit is not supported with {where}: 4-bit weights cannot be sharded; remove t or load_in_4bit"
+        yield (
+            f"actor.load_in_4bit is not supported with {where}: 4-bit weights cannot be sharded; remove t from {role}.backend, "
+            "or remove actor.load_in_4bit"
+        )
     if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
         yield (
             f"rollout.speculate {config.rollout.speculate} is not supported with {where}: speculative decoding needs one rank "
-            "per replica; remove t or rollout.speculate"
+            "per replica; remove t from rollout.backend, or remove rollout.speculate"
         )
     if role != "actor":
         return
@@ -116,12 +119,13 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
             if getattr(actor, name):
                 yield (
                     f"actor.{name} is not supported with {where}: pipeline parallelism trains only full weights that are "
-                    "loaded from a checkpoint; remove p"
+                    "loaded from a checkpoint; remove p from actor.backend"
                 )
         if isinstance(config, PPOConfig) and takes_turns(config):
             yield (
                 f"rollout and training alternate, but with {where} the actor cannot generate, because its layers are on "
-                "several stages; give rollout its own devices (scheduling_strategy.type=separation), or remove p"
+                "several stages; give rollout its own devices (scheduling_strategy.type=separation), or remove p from "
+                "actor.backend"
             )
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
@@ -142,7 +146,10 @@ def unshardable(config: Any) -> Iterator[str]:
     if config.actor.load_in_4bit:
         yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
-        yield f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or use d without t"
+        yield (
+            f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or remove t from "
+            "actor.backend"
+        )
 
 
 def sharding_requested(actor: TrainEngineConfig) -> bool:

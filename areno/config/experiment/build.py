@@ -35,8 +35,8 @@ MOVED = {
     "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
         "is now the section rejection_sampling; instead of token_mask, write {level: token, action: mask}; instead of "
-        "token_truncate, write {level: token, action: clamp}; for sequence_mask and sequence_truncate, write level: sequence; "
-        "instead of disabled, write null"
+        "token_truncate, write {level: token, action: clamp}; instead of sequence_mask, write {level: sequence, action: mask}; "
+        "instead of sequence_truncate, write {level: sequence, action: clamp}; instead of disabled, write null"
     ),
     "group_size": "is gconfig.n_samples in areno; set gconfig.n_samples, the number of answers per prompt, and remove the key",
     "dynamic_sampling": "is not a setting of areno; use workflow.dynamic_filter_fn, or success_rate_lb and success_rate_ub, to "
@@ -104,8 +104,8 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         TrainEngineConfig
     ):  # deprecated form of teacher, with its own engine
         return (
-            "teacher: the actor's engine runs the teacher, so the section has no engine settings; keep path, rl_loss_weight "
-            "and distill_loss_weight, and remove the other settings"
+            "teacher: areno starts no separate engine for the teacher, so the section has no engine settings; keep path, "
+            "rl_loss_weight and distill_loss_weight, and remove the other settings"
         )
     if last in MOVED:
         return f"{path} {MOVED[last]}"
@@ -215,9 +215,10 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 
 
 def _followed(value: Any, root: Tree) -> Any:
-    """Return a copy in which each ``${path}`` is replaced by the value at the path, 30 ms faster than OmegaConf.
+    """Return a copy in which each ``${path}`` is replaced by the value at the path. OmegaConf takes 30 ms longer.
 
-    Raises LookupError if a value is not a number, text or null, or if ``${...}`` is not the path of such a value.
+    Raises LookupError if a value outside dicts and lists is not a number, text or null. Also raises LookupError if
+    ``${...}`` is not the path of a number, text or null.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}

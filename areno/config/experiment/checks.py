@@ -216,7 +216,7 @@ def _reference(config: PPOConfig) -> Iterator[str]:
 
 
 def _reward_model(config: PPOConfig) -> Iterator[str]:
-    """Check that no setting conflicts with the reward model, which scores single-turn answers of complete batches."""
+    """Check that no setting conflicts with the reward model, which scores the single-turn answers of a complete batch."""
     reward, workflow = config.reward_section, config.workflow_section
     if not reward.path:
         return
@@ -336,7 +336,7 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check that the teacher's settings agree with the settings of the actor's engine, which runs the teacher."""
+    """Check that the teacher's model is usable, and that the teacher's engine settings agree with the rest of the run."""
     if config.teacher is None:
         return
     if config.actor.init_from_scratch and config.teacher.path == config.actor.path:
@@ -358,7 +358,8 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
             agrees = value in same or key in ("consumer_batch_size", "max_concurrent_rollouts", "temperature")
             if not entry.is_section and not agrees:
                 setting_text = f"teacher.{name}.{path} {shown(value)}".strip()
-                yield f"{setting_text} has no effect, because the actor's engine runs the teacher; remove the setting"
+                because = "because areno starts no separate engine for the teacher"
+                yield f"{setting_text} has no effect, {because}; remove the setting"
 
 
 def _refusals(config: BaseExperimentConfig) -> Iterator[str]:

@@ -66,8 +66,8 @@ class FSDPEngineConfig:
     offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
     memory_efficient_load: bool = setting(
         False,
-        "Load sharded weights on one rank, which sends them to the other ranks layer by layer (with e above "
-        "1: all at once). With t above 1, the setting has no effect.",
+        "Read sharded weights from disk only on the first rank of each pipeline stage. This rank sends the weights to the "
+        "stage's other ranks layer by layer (with e above 1: all at once). With t above 1, the setting has no effect.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
@@ -101,7 +101,7 @@ class TrainEngineConfig:
     attn_impl: str = setting(
         AUTO,
         "Attention implementation: auto, eager, sdpa or flash_attention_2. areno does not support "
-        "flash_attention_3, flex_attention or kernels from the Hugging Face Hub.",
+        "flash_attention_3, flex_attention or attention kernels from the Hugging Face Hub.",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
         shown="auto (flash_attention_2 on a single machine with GPUs if installed, else sdpa)",
@@ -252,7 +252,8 @@ class NamedAlgorithm:
     algorithm: str = setting(
         "",
         "Algorithm that provides the loss, as for areno train --algo: gmpo, simpo, or your own as "
-        "file.py:NAME. Variants of the policy loss, such as cispo, only change default settings.",
+        "file.py:NAME. The name of a variant of the policy loss, such as cispo, only changes the defaults of "
+        "other settings.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 
@@ -334,7 +335,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         return self.needs_proximal if self.use_decoupled_loss else self.recompute_logprob
 
     def problems(self) -> Problems:
-        """Yield the problems that matter even if the actor is not trained."""
+        """Yield the problems that also matter for a model that is not trained, such as the reference."""
         return TrainEngineConfig.problems(self)
 
     def policy_problems(self) -> Problems:
@@ -350,7 +351,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         if self.kl_loss_coef == 0:
             yield from ineffective(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef above 0")
         if any(not key.strip() for key in self.log_agent_stats_keys):
-            yield "log_agent_stats_keys", "contains an empty key; write the name of a number, or remove the key"
+            yield "log_agent_stats_keys", "contains an empty key; replace it with the key of a number, or remove it"
         if not self.log_agent_stats:
             yield from ineffective(self, ("log_agent_stats_keys",), "without log_agent_stats; set log_agent_stats too")
         overlong = ("overlong_tokens", "overlong_penalty_factor")
@@ -408,7 +409,8 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Section that may be set: rollout or train. In both cases, the actor's engine or a server runs the teacher.",
+        "Which of the sections rollout and train may be set. With either value, the teacher runs in the actor's "
+        "engine, or on a server if teacher.path is an address.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(

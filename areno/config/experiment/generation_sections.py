@@ -23,7 +23,7 @@ of_gateway = partial(setting, no_effect="only read with _version v2, which is no
 """Declares a setting of gateway services."""
 
 loading_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
-"""Declares a timeout for starting a process, without loading a model."""
+"""Declares a timeout for starting a process. The timeout does not include the loading of a model."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -227,8 +227,8 @@ class InferenceEngineConfig:
     )
     max_head_offpolicyness: int = setting(
         0,
-        "Number of weight versions by which the rollout may be ahead of training when an episode starts. With "
-        "0, training is synchronous.",
+        "Maximum number of weight versions by which the rollout may be ahead of training when an episode "
+        "starts. With 0, training is synchronous.",
         minimum=0,
     )
     max_staleness: int | None = setting(

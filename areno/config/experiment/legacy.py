@@ -70,7 +70,8 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "max_head_offpolicyness": LegacyKey(
         "rollout.max_head_offpolicyness",
-        "Number of weight versions by which the rollout may be ahead of training. With 0, training is synchronous.",
+        "Maximum number of weight versions by which the rollout may be ahead of training. With 0, training is "
+        "synchronous.",
         "0",
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
@@ -180,7 +181,7 @@ def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_setting(path: str, settings: Mapping[str, Setting]) -> bool:
-    """Whether ``path`` is a setting, or a key of a setting with free keys, such as ``workflow.kwargs.max_turns``."""
+    """Whether ``path`` is a setting, or a key in a setting that accepts any key, such as ``workflow.kwargs.max_turns``."""
     name = re.sub(r"\.\d+(?=\.|$)", ".0", ALIASES.get(path, path))
     parts = name.split(".")
     parents = [settings.get(".".join(parts[:end])) for end in range(1, len(parts))]

@@ -60,8 +60,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params is not an option of a run, because a resumed run needs the same sizes; find suitable sizes "
-                    f"with `areno plan {file or 'FILE.yaml'} --tune-params`"
+                    "--tune-params is not an option of a run, because a run must keep its sizes when it is resumed; find "
+                    f"suitable sizes with `areno plan {file or 'FILE.yaml'} --tune-params`"
                 )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
@@ -137,8 +137,8 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    Settings count as set if they were set when the configuration was built, or if their value differs from the default. Raises
-    UsageError if the configuration is invalid.
+    A setting counts as set by the user if it was set when the configuration was built, or if its value differs from the
+    default. Raises UsageError if the configuration is invalid.
     """
     return config_from(_set_values(config, config.explicit_paths), type(config))
 

@@ -37,7 +37,7 @@ class Machine:
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
-    """Replace ``auto`` and unset sizes in a checked configuration by values that suit the machine.
+    """In a checked configuration, replace each ``auto`` and each unset size by a value that suits the machine.
 
     Returns:
         Lines for the log, such as ``actor.dtype = bfloat16 (GPU)``.
@@ -51,7 +51,7 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     )
     for path, entry, value in walk(config):
         if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
-            lines.append(f"{path} = sdpa (on a GPU, sdpa uses the kernels of flash_attention_2)")
+            lines.append(f"{path} = sdpa (on a GPU, sdpa and flash_attention_2 use the same kernels)")
     for path, section, name, value in _choices(config, machine):
         setattr(section, name, value)
         lines.append(f"{path}.{name} = {value} ({_reason(config, machine, name)})")
@@ -88,7 +88,8 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
     """Return ``cluster.n_gpus_per_node``; None means all GPUs.
 
-    The result is also None on a cluster, or if the setting is null or has the default that AReaL documents.
+    The result is None on a cluster. It is also None if the setting is null, or if its value is the default that AReaL
+    documents.
     """
     if config.scheduler.type in CLUSTERS:
         return None
@@ -103,9 +104,10 @@ def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
 
 
 def _alternation(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Let rollout and training alternate on the actor's engine if there are too few GPUs to run both at once.
+    """Let rollout and training alternate on the actor's engine if the GPUs suffice for only one of them at a time.
 
-    If rollout and training alternate, ``max_head_offpolicyness`` is set to 0. Yields lines for the log.
+    This requires equal parallel sizes of rollout and actor, and no inference servers. If rollout and training alternate,
+    ``max_head_offpolicyness`` is set to 0. Yields lines for the log.
     """
     if not isinstance(config, PPOConfig):
         return
@@ -124,8 +126,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         return
     if requested == 0:
         yield (
-            "cluster.n_gpus_per_node 0 requests no GPU, but this machine has GPUs; remove the setting to use the GPUs, or hide "
-            "the GPUs with CUDA_VISIBLE_DEVICES="
+            "cluster.n_gpus_per_node 0 requests no GPU, but this machine has GPUs; remove the setting to use the GPUs, or "
+            "hide the GPUs by setting the environment variable CUDA_VISIBLE_DEVICES to an empty string"
         )
     elif requested is not None and requested > machine.gpus:
         yield (
@@ -148,7 +150,7 @@ _FOR_GPUS = ("enable_offload", "offload", "offload_activations", "offload_params
 
 
 def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield GPU settings on a machine without GPUs, and CPU settings on a machine with GPUs."""
+    """Yield problems with GPU-only settings on a machine without GPUs, and with CPU-only settings on a machine with GPUs."""
     for path, entry, value in walk(config):
         if entry.name in _FOR_GPUS and value and not machine.gpus:
             yield f"{path} true has no effect on a CPU, because all data is in host memory; remove the setting"
@@ -166,8 +168,8 @@ def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[st
         if section.offload_params:
             yield (
                 f"actor.{name}.offload_params true has no effect with actor.backend {actor.backend}, because the weights are "
-                "not sharded in this run; remove the setting, or shard the weights across d2 or more "
-                "(actor.fsdp.shard_weights)"
+                "not sharded in this run; remove the setting, or use d2 or more and set "
+                "actor.fsdp.shard_weights"
             )
 
 

@@ -1,4 +1,4 @@
-"""The setting ``actor.algorithm``, which selects an algorithm by name like ``areno train --algo``."""
+"""The setting ``actor.algorithm``, which selects an algorithm by name, as ``areno train --algo`` does."""
 
 from collections.abc import Iterator
 from dataclasses import fields

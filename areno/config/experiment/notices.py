@@ -22,8 +22,8 @@ _SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
 def notice(config: BaseExperimentConfig) -> str:
     """Return the notice; empty if there is nothing to list.
 
-    The notice lists changed settings without effect, by reason. The notice also lists changed settings of a replaced backend
-    that areno's engine applies.
+    The notice is about settings that differ from their defaults. It lists the settings without effect, by reason. It also
+    lists the settings of a replaced backend that areno's engine applies.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -33,7 +33,7 @@ def notice(config: BaseExperimentConfig) -> str:
     if lines:
         lines.insert(0, "settings that are accepted but have no effect in this run:")
     if applied := [f"  {path}: {effect}" for path, effect in _mapped(config)]:
-        lines += [f"settings of {backend_of(config)} that areno's engine applies instead:", *applied]
+        lines += [f"settings of the backend {backend_of(config)} that areno's engine applies:", *applied]
     return "\n".join(lines)
 
 
@@ -46,7 +46,7 @@ def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def backend_of(config: BaseExperimentConfig) -> str:
-    """Return the name of the actor's backend; empty if the setting ``backend`` is malformed."""
+    """Return the name of the actor's backend; empty if the experiment has no section ``actor``."""
     actor = engine_of(config, "actor")
     return actor.backend.partition(":")[0].partition("[")[0].partition("(")[0].strip() if actor is not None else ""
 
@@ -66,7 +66,7 @@ def _join_names(names_by_section: dict[str, dict[str, None]]) -> str:
 
 
 def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield each changed setting or section that has no effect, and the reason."""
+    """Yield each setting or section that differs from its default but has no effect, and the reason."""
     backend, unused = backend_of(config), set()
     for path, entry, value in walk(config):
         reason = entry.info.no_effect
@@ -191,7 +191,9 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if config.actor.use_sapo_loss:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:
-        yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine runs the teacher")
+        yield from _changed(
+            "teacher", config.teacher, ("engine_type",), "areno starts no separate engine for the teacher"
+        )
     agent, reward = config.rollout.agent, config.reward
     if isinstance(reward, RewardConfig) and not config.built_in_workflow:
         because = (

@@ -260,7 +260,7 @@ def test_zero_gpus_per_node_is_accepted_only_on_a_cpu_machine():
 
 
 def test_sdpa_on_a_gpu_reports_that_it_uses_the_flash_attention_kernels():
-    line = "actor.attn_impl = sdpa (on a GPU, sdpa uses the kernels of flash_attention_2)"
+    line = "actor.attn_impl = sdpa (on a GPU, sdpa and flash_attention_2 use the same kernels)"
     assert line in resolve_for_machine(rl(actor__attn_impl="sdpa"), NODE)
     assert line not in resolve_for_machine(rl(actor__attn_impl="sdpa"), CPU)
 
