@@ -66,8 +66,8 @@ class FSDPEngineConfig:
     offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
     memory_efficient_load: bool = setting(
         False,
-        "Read sharded weights from disk only on the first rank of each pipeline stage. This rank sends the weights to the "
-        "stage's other ranks layer by layer (with e above 1: all at once). With t above 1, the setting has no effect.",
+        "Read sharded weights only on each pipeline stage's first rank, which sends them to the other ranks "
+        "layer by layer (with e above 1: all at once). No effect with t above 1.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
@@ -252,8 +252,7 @@ class NamedAlgorithm:
     algorithm: str = setting(
         "",
         "Algorithm that provides the loss, as for areno train --algo: gmpo, simpo, or your own as "
-        "file.py:NAME. The name of a variant of the policy loss, such as cispo, only changes the defaults of "
-        "other settings.",
+        "file.py:NAME. A variant of the policy loss, such as cispo, only changes the defaults of other settings.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 
