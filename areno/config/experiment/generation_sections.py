@@ -155,7 +155,7 @@ class AgentConfig:
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
-        "Has no effect: a request continues from the recorded tokens of its conversation whenever possible.",
+        "Has no effect: with either value, a request reuses the recorded tokens of its conversation whenever possible.",
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
