@@ -93,8 +93,8 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 def import_user_file(path: Path, *, option: str) -> ModuleType:
     """Import a Python file under a unique module name. An unchanged file is imported only once.
 
-    Raises UsageError if the file cannot be read, is not valid Python, or raises an exception. If the line is known, the
-    message contains the line.
+    Raises UsageError if the file cannot be read, is not valid Python, or raises an exception during the import. If the line of
+    the error is known, the message contains the line number.
     """
     path = path.resolve()
     try:

@@ -23,9 +23,9 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     The options are returned unchanged on a CPU, with ``--device cuda:N``, and in a resumed run.
 
     Otherwise, ``--world-size`` is the number of visible GPUs that rollout processes do not need, rounded down to a multiple
-    of ``--tp-size``. With eight ranks, ``--tp-size`` is normally 4. The size is 1 with ``--fsdp`` or ``--load-in-4bit``, or
-    if too few GPUs remain for rollout processes. The size is also 1 if the model's ``config.json`` or the installed
-    transformers does not support a size of 4.
+    of ``--tp-size``. With eight ranks, ``--tp-size`` is normally 4. ``--tp-size`` is 1 with any other number of ranks, with
+    ``--fsdp`` or ``--load-in-4bit``, or if too few GPUs remain for rollout processes. ``--tp-size`` is also 1 if the model's
+    ``config.json`` or the installed transformers does not support a size of 4.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options
@@ -95,8 +95,8 @@ def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
         return ""
     return (
         f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size), "
-        f"starting with GPU {first}, and rollout needs {ranks} more, but this machine has {gpus} GPUs; use fewer "
-        "GPUs, or remove --rollout and --rollout-backend"
+        f"starting with GPU {first}, and rollout needs {ranks} more, but this machine has {gpus} GPUs; lower "
+        "--world-size or --rollout-replicas, or remove --rollout and --rollout-backend"
     )
 
 

@@ -47,8 +47,8 @@ PLAN = CommandText(
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
     "Estimate the memory of each phase of a training run, and report whether the run fits into the free memory of this "
     "machine. If the run does not fit, the report suggests changes. The command takes the options of areno train, needs "
-    "neither data nor rewards, and reads no weights. With a file and settings of areno run, the command estimates each engine "
-    "of that experiment; --tune-params then also prints the largest concurrency and microbatch size that fit. "
+    "neither data nor rewards, and reads no weights. With FILE.yaml, an experiment of areno run, the command estimates each "
+    "engine of the experiment; --tune-params then also prints the largest concurrency and microbatch size that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
@@ -187,7 +187,9 @@ def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
 def convert_values(
     raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
 ) -> dict[str, Any]:
-    """Convert raw flag or YAML values, by option name. Unknown names and wrong types are added to ``problems``.
+    """Convert raw values of flags or YAML. In ``raw`` and in the result, the keys are option names.
+
+    Unknown names and wrong types are added to ``problems``.
 
     ``label`` maps an option name to its name in messages. If ``known_only`` is true, unknown names are ignored, because they
     may be options of an algorithm that was not found.

@@ -197,5 +197,5 @@ def unwritable(path: Path, option: str) -> str:
     if not existing.is_dir():
         return f"{option} {path}: {existing} is a file; choose a directory"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{option} {path}: {existing} is not writable; choose another directory, or change its permissions"
+        return f"{option} {path}: {existing} is not writable; make {existing} writable, or choose another directory"
     return ""

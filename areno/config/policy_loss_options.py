@@ -19,7 +19,9 @@ class PolicyLossOptions:
         None, minimum=0, help="Use 1 + eps_clip_higher as the upper bound of the clip range (clip-higher)."
     )
     c_clip: float | None = option(
-        None, above=1, help="Dual clip: limit the loss of a token to c_clip times the magnitude of its advantage."
+        None,
+        above=1,
+        help="Dual clip: limit the loss of a token with negative advantage to c_clip times the advantage's magnitude.",
     )
     importance_sampling_level: str = option(
         "token",
@@ -38,19 +40,19 @@ class PolicyLossOptions:
     use_decoupled_loss: bool = option(
         False,
         help="Use the decoupled PPO loss. The clipped ratio is relative to the proximal policy (the policy before "
-        "the update). Importance weights correct for the behavior policy.",
+        "the update). Importance weights correct for the difference between proximal and behavior policy.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
         help="Source of the proximal log-probs: a forward pass (recompute, metrics), interpolation (loglinear, "
-        "linear) or the rollout (rollout). The method metrics also reports the errors of the others.",
+        "linear) or the rollout (rollout). With metrics, areno reports the errors of the last three methods.",
     )
     m2_threshold: float | None = option(
         None,
         above=0,
-        help="Upper bound on the mean squared log-ratio of the trained tokens (M2PO). areno masks the tokens with "
-        "the largest log-ratios until the mean is below this bound.",
+        help="Upper bound on the mean squared log-ratio of proximal to behavior policy (M2PO). areno masks the tokens with "
+        "the largest squared log-ratios until the mean is below this bound.",
     )
 
     @property
@@ -93,8 +95,7 @@ class PolicyLossOptions:
 
 @dataclass
 class RejectionSamplingConfig:
-    """Bounds for tokens on which the proximal and the behavior policy differ too much. This section requires
-    ``use_decoupled_loss``.
+    """Bounds on the difference between the proximal and the behavior policy. This section requires ``use_decoupled_loss``.
 
     Tokens outside the bounds are masked, or their weights are clamped. The importance weight r of a token is its probability
     under the proximal policy divided by its probability under the behavior policy. The setting ``metric`` determines which
@@ -114,7 +115,7 @@ class RejectionSamplingConfig:
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
         help="Bounded quantity: the importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - "
-        "1 (kl_k3), or the larger KL divergence of the token's Bernoulli distributions (binary_kl).",
+        "1 (kl_k3), or the larger of the two Bernoulli KL divergences between the policies (binary_kl).",
     )
     agg: str = option(
         "mean",
@@ -124,7 +125,8 @@ class RejectionSamplingConfig:
     )
     upper: float = option(5.0, help="Upper bound of rejection sampling.")
     lower: float | None = option(
-        None, help="Lower bound of rejection sampling. If unset, there is no lower bound (0 with action clamp)."
+        None,
+        help="Lower bound of rejection sampling. If unset, action mask has no lower bound, and action clamp uses 0.",
     )
 
     def __post_init__(self) -> None:
@@ -140,8 +142,8 @@ class RejectionSamplingConfig:
             if upper <= 1:
                 yield (
                     "upper",
-                    f"{upper} would reject every increase in probability, because its ratio is above 1; use a bound "
-                    "above 1, such as 5",
+                    f"{upper} would reject every increase in probability, because the ratio of an increase is above 1; use a "
+                    "bound above 1, such as 5",
                 )
             if lower is not None and lower <= 0 and self.action == "mask":
                 yield (
@@ -156,7 +158,8 @@ class RejectionSamplingConfig:
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (
                 "upper",
-                f"{upper} would reject every change in probability, because its {self.metric} is positive; use a bound above 0",
+                f"{upper} would reject every change in probability, because the {self.metric} of a change is positive; use a "
+                "bound above 0",
             )
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
             yield "agg", f"{self.agg} has no effect with level token, where nothing is aggregated; use level sequence"

@@ -33,7 +33,7 @@ _NOT_REPEATED: dict[str, Any] = {
     **dict.fromkeys(("max_steps", "max_sequences", "early_stop_patience", "resume")),
     **{"track": (), "trace": False, "keep_best": False},
 }
-"""Values to which a replay resets options of evaluation, reporting, saving and the length of the run."""
+"""Options of evaluation, reporting, saving and run length, with the values to which a replay resets these options."""
 _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},

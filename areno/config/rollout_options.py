@@ -83,7 +83,7 @@ class RolloutOptions:
     return_routed_experts: bool = _rollout(
         False,
         help="Routing replay: record the experts of each token in the rollout and use them in training. Routing "
-        "differences then do not change log-probs. On a CPU, replay disables compiled decode steps.",
+        "differences then do not change log-probs. On a CPU, this option disables compiled decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
         False,
@@ -165,7 +165,7 @@ class RolloutOptions:
         minimum=0,
         maximum=1,
         help="Agentic rollout: maximum fraction of a step's samples that may fail after all retries. Within this "
-        "limit, the run drops the failed samples. The run stops if more or all samples fail. With --workflow, "
+        "limit, the run drops the failed samples. The run stops if more samples fail, or if all samples fail. With --workflow, "
         "the fraction counts prompts.",
     )
     train_tool_results: bool = _rollout(
@@ -215,8 +215,8 @@ class RolloutOptions:
         None,
         above=0,
         unset="no limit",
-        help="Memory limit in GiB of each process that runs the reward function. A record that exceeds the limit "
-        "fails.",
+        help="Memory limit in GiB of each process that runs the reward function. A reward call that exceeds "
+        "the limit fails.",
     )
     on_reward_error: str = _rollout_free(
         "stop",
@@ -243,5 +243,5 @@ class TuningOptions:
     tune_max_samples: int = _tuning(
         256,
         minimum=1,
-        help="Upper limit for tuning: the number of concurrent sequences, and of rows per step, never exceeds this value.",
+        help="Upper limit for tuning, which applies to the number of concurrent sequences and to the number of rows per step.",
     )

@@ -140,7 +140,7 @@ class CheckpointOptions:
     )
     keep_best: bool = _checkpoint(
         False,
-        help="Also keep the checkpoint with the best evaluation, in the folder best next to the other checkpoints.",
+        help="Also keep the checkpoint with the best evaluation, in a folder named best next to the other checkpoints.",
     )
     model_save_interval: int | None = _checkpoint(
         None,
@@ -167,7 +167,7 @@ class CheckpointOptions:
         minimum=1,
         stored=False,
         unset="the newest complete checkpoint",
-        help="Resume from the checkpoint after N steps. areno keeps later checkpoints under hidden names.",
+        help="Resume from the checkpoint of step N. areno renames the checkpoints of later steps (.rewound-...).",
     )
 
 

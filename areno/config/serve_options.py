@@ -1,4 +1,4 @@
-"""Options of ``areno serve`` and ``areno chat``. An option of ``areno train`` has the same meaning in these commands."""
+"""Options of ``areno serve`` and ``areno chat``. Options with the same name as in ``areno train`` have the same meaning."""
 
 import ipaddress
 import os
@@ -226,7 +226,10 @@ def key_problems(host: str, key: str | None) -> Iterator[str]:
 
 def _origin_problems(options: ServeOptions) -> Iterator[str]:
     if options.allowed_host and options.api_key is not None:
-        yield "--allowed-host has no effect with an API key, which allows any host name; use only one of them"
+        yield (
+            "--allowed-host has no effect with an API key, because the server then accepts any host name; use only one of "
+            "them"
+        )
     for host in options.allowed_host:
         if not host or {"/", " "} & set(host) or (":" in host and not _is_address(host)):
             yield f"--allowed-host {host!r} is not a host name; omit scheme and port, as in proxy.example.org"

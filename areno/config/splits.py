@@ -16,10 +16,10 @@ _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
     """Return the data files of a split in a folder.
 
-    A file belongs to the split whose name begins the file's name, as in ``test.jsonl`` or ``test-00000-of-00002.parquet``.
-    The names ``valid``, ``val`` and ``dev`` mean ``validation``, and ``eval`` means ``test``. If no file name starts with
-    ``train``, the training data are the files whose names start with no split name. If no file name starts with a split name,
-    all files belong to every split.
+    A file belongs to a split if the file's name starts with the split's name, as in ``test.jsonl`` or
+    ``test-00000-of-00002.parquet``. The names ``valid``, ``val`` and ``dev`` mean ``validation``, and ``eval`` means
+    ``test``. If no file name starts with ``train``, the training data are the files whose names start with no split name. If
+    no file name starts with a split name, all files belong to every split.
 
     Raises UsageError if the split has no files, or if its files have different formats.
     """

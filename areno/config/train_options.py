@@ -155,8 +155,8 @@ class UpdateOptions:
     kl_reward_coef: float = _policy(
         0.0,
         minimum=0,
-        help="Weight of the KL penalty against the reference, which is subtracted from the reward of each token. "
-        "With 0, there is no penalty.",
+        help="Weight of the KL penalty that is subtracted from the reward of each token. The penalty measures the "
+        "divergence from the reference. With 0, there is no penalty.",
     )
     kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of the KL penalty in the reward.")
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the importance ratio of a token.")
@@ -175,14 +175,22 @@ class UpdateOptions:
     bootstrap_truncated: bool = _ppo(
         True,
         help="For truncated answers, use the critic's value at the last token as the return of the missing tokens. "
-        "If most answers are truncated, disable this option. Otherwise, values grow without bound.",
+        "If most answers are truncated, disable this option, because values would grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")
-    lam: float = _ppo(0.95, minimum=0, maximum=1, help="GAE lambda: trades bias for variance in advantage estimation.")
+    lam: float = _ppo(
+        0.95,
+        minimum=0,
+        maximum=1,
+        help="GAE lambda. A larger value lowers the bias of the advantages, but raises their variance.",
+    )
 
     def takes_reference(self, ppo: bool) -> bool:
-        """Whether rows need log-probs of the reference model. If ``ppo`` is true, PPO's option for the KL term decides."""
+        """Whether rows need log-probs of the reference model.
+
+        The KL term in the loss is set by ``use_kl_loss`` if ``ppo`` is true, and by ``kl_coef`` otherwise.
+        """
         return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)
 
 

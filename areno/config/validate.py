@@ -183,8 +183,7 @@ def decoding_problems(options: TrainOptions) -> Iterator[str]:
         longest, limits = options.max_context_len, f"--max-context-len {options.max_context_len}"
     if options.kv_cache_tokens is not None and 0 < options.kv_cache_tokens < longest:
         yield (
-            f"--kv-cache-tokens {options.kv_cache_tokens} is less than one sequence may need ({limits}); use at least "
-            f"{longest}"
+            f"--kv-cache-tokens {options.kv_cache_tokens} is too small for one sequence ({limits}); use at least {longest}"
         )
 
 
@@ -260,8 +259,8 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         yield f"--tp-size {options.tp_size}: {problem}, or use --tp-size 1"
     if options.speculate and options.tp_size > 1:
         yield (
-            f"--speculate {options.speculate} with --tp-size {options.tp_size}: speculative decoding needs replicas of one "
-            "rank; use only one of them"
+            f"--speculate {options.speculate} with --tp-size {options.tp_size}: speculative decoding does not support "
+            "tensor parallelism; use only one of them"
         )
     if options.fsdp:
         yield from _fsdp(options)
@@ -288,7 +287,10 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
     if options.uses_lora and options.tp_size > 1:
         yield "--fsdp with --lora-rank and --tp-size: adapters of tensor-parallel layers are not sharded; use --tp-size 1"
     if options.tune_params:
-        yield "--fsdp with --tune-params: tuning does not support FSDP; set the sizes yourself, or use --no-fsdp"
+        yield (
+            "--fsdp with --tune-params: tuning does not support FSDP; remove --tune-params and set the batch sizes yourself, "
+            "or use --no-fsdp"
+        )
 
 
 def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
@@ -323,9 +325,8 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
         yield f"{flag} with --load-in-4bit: rollout processes cannot use 4-bit weights; use only one of them"
     if options.tune_params:
         yield (
-            f"{flag} with --tune-params: tuning does not cover the memory of rollout processes; set the sizes "
-            "yourself, or remove "
-            f"{flag}"
+            f"{flag} with --tune-params: tuning does not cover the memory of rollout processes; remove --tune-params and "
+            f"set the batch sizes yourself, or remove {flag}"
         )
 
 

@@ -54,7 +54,7 @@ WRONG = [
         [*BASE, "--reward-ckpt", "model", "--reward-weights", "a=1"],
         "--reward-weights a=1 has no effect with --reward-ckpt",
     ),
-    ([*EVAL, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is less than one sequence may need"),
+    ([*EVAL, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is too small for one sequence"),
     ([*EVAL, "--device", "tpu"], "--device 'tpu' is unknown"),
     ([*EVAL, "--dtype", "fp16"], "--dtype 'fp16' is unknown; choose auto, float32, bfloat16"),
     (["--ckpt", "./gone", *EVAL[2:]], "--ckpt folder does not exist: ./gone"),

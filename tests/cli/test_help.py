@@ -83,7 +83,7 @@ def test_defaults_are_shown(capsys):
         "Default: 1e-06.",
     ):
         assert part in text
-    assert "GAE lambda: trades bias for variance in advantage estimation. Default: 0.95. (ppo)" in text
+    assert "lowers the bias of the advantages, but raises their variance. Default: 0.95. (ppo)" in text
 
 
 def test_commands_are_listed_sorted_with_their_descriptions(capsys):

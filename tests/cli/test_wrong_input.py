@@ -47,7 +47,7 @@ TRAIN = [
     ([*GSPO, "--keep-checkpoints", "0"], "--keep-checkpoints must be positive"),
     ([*GSPO, "--reward-timeout-s", "0"], "--reward-timeout-s must be positive"),
     ([*GSPO, "--on-reward-error", "skip"], "--on-reward-error 'skip' is unknown; choose stop, drop"),
-    ([*GSPO, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is less than one sequence may need"),
+    ([*GSPO, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is too small for one sequence"),
     ([*GSPO, "--stop", ""], "--stop must not be empty"),
     ([*GSPO, "--greedy"], "--greedy with --n-samples 8: all samples of a prompt would be identical"),
     ([*GSPO, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
@@ -59,7 +59,7 @@ TRAIN = [
     ([*GSPO, "--world-size", "3", "--tp-size", "2"], "--world-size must be divisible by --tp-size, got 3 and 2"),
     (
         [*GSPO, "--world-size", "2", "--tp-size", "2", "--speculate", "4"],
-        "--speculate 4 with --tp-size 2: speculative decoding needs replicas of one rank; use only one of them",
+        "--speculate 4 with --tp-size 2: speculative decoding does not support tensor parallelism; use only one of them",
     ),
     (
         [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],

@@ -207,5 +207,5 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     elif agent.chat_template_type != "hf":
         yield (
             "rollout.agent.chat_template_type",
-            "a request continues from the recorded tokens of its conversation whenever possible",
+            "with either value, a request reuses the recorded tokens of its conversation whenever possible",
         )

@@ -83,7 +83,8 @@ class MicroBatchSpec:
     n_mbs_divisor: int = setting(1, "Make the number of microbatches a multiple of this value.", minimum=1)
     packing_algorithm: str = setting(
         "ffd",
-        "Make few microbatches (ffd: first-fit decreasing), or microbatches of similar size (kk: Karmarkar-Karp).",
+        "How to pack rows: into few microbatches (ffd: first-fit decreasing), or into microbatches of similar size "
+        "(kk: Karmarkar-Karp).",
         choices=("ffd", "kk"),
     )
 
@@ -117,7 +118,7 @@ class NormConfig:
     eps: float = setting(1e-05, "Constant added to the standard deviation.", minimum=0)
     group_size: int = setting(
         1,
-        "Number of answers per prompt. If a level is group, this number must equal gconfig.n_samples.",
+        "Number of answers per prompt. If mean_level or std_level is group, this number must equal gconfig.n_samples.",
         minimum=1,
         inherits="gconfig.n_samples",
         shown="gconfig.n_samples",

@@ -48,7 +48,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return a problem if ``model_type`` of the checkpoint differs from the setting of the model section at ``path``."""
+    """Return a problem if the checkpoint's ``model_type`` differs from ``model_type`` of the section at ``path``."""
     if model_type == engine.model_type:
         return ""
     return (

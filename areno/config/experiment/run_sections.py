@@ -65,7 +65,9 @@ class FrequencyConfig:
         "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
     trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root folder of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    fileroot: str = setting(
+        "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
+    )
     freq_epochs: int | None = setting(None, "Interval in epochs, or null for no such interval.", minimum=1)
     freq_steps: int | None = setting(None, "Interval in steps, or null for no such interval.", minimum=1)
     freq_secs: int | None = setting(None, "Interval in seconds, or null for no such interval.", minimum=1)
@@ -82,8 +84,8 @@ class SaverConfig(FrequencyConfig):
 
     mode: str = setting(
         "auto",
-        "Write while training waits (sync), write a copy of the model in the background (async), or save no "
-        "models (off). auto means async if the model can be copied, else sync.",
+        "Write each model while training waits (sync), write a copy of the model in the background (async), or save "
+        "no models (off). auto means async if the model can be copied, else sync.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
 
@@ -207,7 +209,9 @@ class StatsLoggerConfig:
         "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
     trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root folder of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    fileroot: str = setting(
+        "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
+    )
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases.")
     swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab.")
     tensorboard: TensorBoardConfig = section(TensorBoardConfig, "TensorBoard.")
@@ -233,7 +237,9 @@ class PerfTracerConfig:
         "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
     )
     trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
-    fileroot: str = setting("", "Root folder of the files.", inherits="cluster.fileroot", shown="cluster.fileroot")
+    fileroot: str = setting(
+        "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
+    )
     enabled: bool = setting(False, "Write traces.")
     save_interval: int = setting(1, "Write the traces every N steps. Values below 1 count as 1.")
     profile_steps: list[int] | None = setting(
@@ -306,6 +312,6 @@ class WorkflowConfig:
     kwargs: dict[str, Any] = setting({}, "Arguments of the workflow, such as max_turns and turn_discount.")
     dynamic_filter_fn: str = setting(
         "",
-        "Filter function, as file.py:NAME or module.NAME. The function gets the trajectory of a group and "
-        "returns whether to train on the group. If empty, all groups are kept.",
+        "Filter function, as file.py:NAME or module.NAME. The function gets a group's samples as one "
+        "dictionary of tensors, and returns whether to train on the group. If empty, there is no filter function.",
     )

@@ -1,9 +1,9 @@
 """Declares experiment settings as dataclass fields, with ``setting(...)`` or ``section(...)``.
 
 YAML keys, overrides, checks of types and bounds, help and ``docs/configuration.md`` are derived from these fields. In the same
-way, flags are derived from ``option(...)``. Unlike options, settings can be nested in sections, and an unset setting can
-inherit the value of another setting (``inherits``). Plain dataclass fields of a user's subclass are also settings. Their help
-is ``metadata["help"]``.
+way, command-line flags are derived from ``option(...)``. Unlike command-line options, settings can be nested in sections, and
+an unset setting can inherit the value of another setting (``inherits``). Plain dataclass fields of a user's subclass are also
+settings. Their help is ``metadata["help"]``.
 """
 
 import copy
@@ -81,8 +81,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
     """Declare a section as a dataclass field.
 
     Args:
-        factory: function that creates the default: the section's class, or a function that returns a list of sections. If it is
-            None, the default is null.
+        factory: function that creates the default: the section's class, or a function that returns a list of sections. If
+            ``factory`` is None, the default is null.
         help: one or two sentences.
         **info: other fields of `OptionInfo`.
     """
@@ -138,7 +138,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
 def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
     """Return all dotted paths of a configuration class, including optional sections.
 
-    Fields of a list of sections have the index 0, as in ``rollout.scheduling_spec.0.mem``.
+    The path of a field in a list of sections contains the index 0, as in ``rollout.scheduling_spec.0.mem``.
     """
     paths = {}
     for name, entry in settings_of(declaration).items():
@@ -166,7 +166,7 @@ def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str =
 
 
 def at(path: str, problems: Problems) -> Iterator[str]:
-    """Return messages about the problems with the section at ``path``, with the full paths of the settings."""
+    """Return messages about the problems with the section at ``path``. Each message starts with the full path of a setting."""
     return (f"{path}.{name} {problem}" for name, problem in problems)
 
 

@@ -1,10 +1,10 @@
 """Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
-Overrides use a subset of Hydra's grammar. ``key=value``, ``+key=value`` and ``++key=value`` set any field. ``~key`` removes a
-key of the file. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+Overrides use a subset of Hydra's grammar. ``key=value``, ``+key=value`` and ``++key=value`` are equivalent, and set any field.
+``~key`` removes a key of the file. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
 
-Values are YAML. If a setting is text, only null, quoted text and values in brackets are read as YAML. Other values of the
-setting are taken as written, as in ``trial_name=2024_01``.
+Values are YAML. For a setting of type text, only null, quoted text and values in brackets are read as YAML. Other values of
+such a setting are taken as written, as in ``trial_name=2024_01``.
 """
 
 import re
@@ -74,8 +74,8 @@ _TextLoader.yaml_implicit_resolvers = {
 def parse_override(text: str, declaration: type | None = None) -> Override:
     """Parse one override from the command line.
 
-    ``declaration`` is the experiment's class, which shows whether the setting is text. Without ``declaration``, every value is
-    read as YAML.
+    ``declaration`` is the configuration class of the experiment. This class declares whether the setting has the type text.
+    Without ``declaration``, every value is read as YAML.
 
     Raises UsageError: ``text`` is not of the form ``key=value`` or ``~key``, or the value is not YAML.
     """
@@ -91,9 +91,9 @@ def parse_override(text: str, declaration: type | None = None) -> Override:
 
 
 def _is_text(path: str, declaration: type) -> bool:
-    """Whether a setting, or an item of a list, is free text.
+    """Whether the value of a setting, or of a list item, is free text.
 
-    A setting with choices is not free text: YAML reads values such as on and off as booleans.
+    A setting with choices is not free text. Its value is read as YAML, as in a file, where on and off are booleans.
     """
     paths = paths_of(declaration)
     path = re.sub(r"\.\d+(?=\.)", ".0", path)

@@ -15,7 +15,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Schedulers that read a setting, by the text of ``no_effect`` of the setting."""
+"""Maps the ``no_effect`` text of a setting to the schedulers that read the setting."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -126,8 +126,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How a role uses Ray placement groups. Each engine gets its own group. With shared, engines with a "
-        "single worker share one group.",
+        "How a role uses Ray placement groups. With separate and deferred, each engine gets its own group. With shared, "
+        "engines with a single worker share one group, and each larger engine gets its own group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
