@@ -1,7 +1,7 @@
 """Generate tokens with continuous batching. Requests are answered with tokens and log-probs.
 
 - ``loop``: the thread that serves all requests of an engine; ``decode``: one decode step; ``threads``: the number of CPU
-  threads for a pass.
+  threads for a forward pass.
 - ``scheduler``: admission, preemption and cache slots; ``sequence``: the scheduled samples and requests.
 - ``slot_cache``: a KV cache with one slot per sequence; ``prefix_store``: keys and values of finished samples, for requests
   with the same prefix.

@@ -381,7 +381,7 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """Prefill contexts after their ``cached`` tokens, up to ``stop``. Return the last hidden states [contexts, C]."""
+        """Prefill contexts after ``cached`` tokens, up to ``stop``. Return the last tokens' hidden states [contexts, C]."""
         tokens: list[int] = []
         spans: list[PrefillSpan] = []
         for members, start in zip(shared, cached, strict=True):
@@ -396,7 +396,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample the next token of each sample. ``hidden`` holds the last hidden states of the contexts [contexts, C]."""
+        """Sample the next token of each sample. ``hidden`` [contexts, C]: hidden states of the contexts' last tokens."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:

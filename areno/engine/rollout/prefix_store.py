@@ -39,7 +39,7 @@ class PrefixStore:
         self._keys = count()
 
     def find(self, context: Seq[int], version: int) -> Hit | None:
-        """Return the longest stored prefix of a context, which is shorter than the context; None if no prefix is stored."""
+        """Return the longest stored prefix that is shorter than ``context``; None if no prefix is stored."""
         if version != self._version or not self._entries:
             return None
         best, matched = None, 0

@@ -25,6 +25,8 @@ class CacheShape:
 def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     """Prefill a few tokens, decode two more tokens, and compare the logits with those of one forward pass over all tokens.
 
+    Return the layout of the KV cache.
+
     Raises:
         UnsupportedModelError: the logits differ by more than rounding.
     """
@@ -48,8 +50,9 @@ def validate_decoding(model: CausalLM, name: str) -> CacheShape:
     gap = (torch.cat(decoded).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
     if not gap <= tolerance:
         raise UnsupportedModelError(
-            f"{name}: decoding token by token gives other logits than one forward pass over the same tokens (relative gap "
-            f"{float(gap):.1e}); {type(model.module).__name__} keeps a state between tokens that areno does not support"
+            f"{name}: decoding token by token gives different logits than one forward pass over the same tokens (relative "
+            f"difference {float(gap):.1e}); {type(model.module).__name__} probably keeps a state between tokens that areno "
+            "does not support"
         )
     layers = tuple(
         LayerShape(layer, keys.shape[1], keys.shape[3], cache.values[layer].shape[3])

@@ -1,8 +1,8 @@
 """Sample tokens for a batch of rows with different sampling parameters. Each row is reproducible by itself.
 
 Each token is found by inverting the cumulative distribution at a uniform random number. A counter-based generator computes the
-random number from the sample's seed and the token's index. The random numbers of a sample therefore do not change with the
-other rows of the batch, with preemptions, or with restarts.
+random number from the sample's seed and the token's index. The random numbers of a sample therefore do not depend on the other
+rows of the batch, on preemptions, or on restarts.
 
 A row is plain if it needs only temperature sampling or greedy decoding. If all rows are plain, a decode step may sample without
 this module, with the same result up to rounding. See ``plain_draw`` in :mod:`areno.engine.rollout.compiled.traced` and
@@ -43,7 +43,7 @@ class Draw:
         return Draw(self.tokens[index], self.logprobs[index], cut, top)
 
     def top_lists(self, counts: Seq[int]) -> list[list[tuple[int, float]] | None]:
-        """Return, for each row, as many of the most likely tokens as its count, with log-probs; None if the count is 0."""
+        """Return the ``counts[i]`` most likely tokens of each row ``i``, with log-probs; None for a row whose count is 0."""
         if self.top is None:
             return [None] * len(counts)
         tokens, values = self.top[0].tolist(), self.top[1].tolist()
@@ -83,7 +83,7 @@ class SamplingTable:
 
     @property
     def plain(self) -> bool:
-        """Whether all rows need neither filters nor logit edits nor top log-probs."""
+        """Whether no row needs filters, logit edits or top log-probs."""
         return not (self.edits or self.filters or self.most_top)
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class SamplingTable:
         return self._padded
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
-        """Sample one token per row from the logits [B, V]. ``counters`` holds the index of each row's token to sample."""
+        """Sample one token per row from the logits [B, V]. ``counters`` holds, per row, the index of the token to sample."""
         scaled = scale_logits(logits, self.temperatures) if self.scales else logits.float()
         highest = scaled.amax(-1)
         weights = self._weight_buffer(scaled)

@@ -76,7 +76,7 @@ class Scheduler:
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:
-        """Return the number of cells (rows times columns) of the cache."""
+        """Return the number of cache cells (rows times columns) that the live sequences occupy."""
         return self.held() * self.columns()
 
     def admit(self, tokens: int) -> list[list[Sequence]]:
@@ -87,7 +87,7 @@ class Scheduler:
                 ``chunked_prefill``. Until the chunked prefill is done, no other sequence is admitted.
 
         Returns:
-            Lists of sequences with the same context. Each list needs one prefill. Another call admits more sequences.
+            Lists of sequences with the same context. Each list needs one prefill. Another call may admit more sequences.
         """
         shared: list[list[Sequence]] = []
         used = 0

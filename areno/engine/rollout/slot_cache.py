@@ -194,7 +194,7 @@ class PrefillSpan:
 
 
 class PrefillPlan(PackedPlan):
-    """Plan for the prefill of packed spans. The keys and values of a span are written to all slots that have this context.
+    """Plan for the prefill of packed spans. The keys and values of a span are written to all slots with the span's context.
 
     Args:
         cache: KV cache with enough slots and columns, which already contains the tokens before each span.

@@ -5,8 +5,8 @@ Each block of 256 numbers has one fp32 scale, which is the number of largest mag
 its block, and stored as the code of the nearest factor. The relative spacing of the factors is finest near 1, and the
 smallest positive factor is below 1e-6. Three features distinguish this module from other implementations.
 
-*The square root of the second moment is stored*, not the moment itself. A positive root is never rounded to 0, because
-AdamW would then divide a nonzero first moment by epsilon alone. The root spans half as many decades as the second
+*The square root of the second moment is stored*, not the moment itself. A positive root is never rounded to 0. With a
+root of 0, AdamW would divide a nonzero first moment by epsilon alone. The root spans half as many decades as the second
 moment. The denominator of a weight is therefore accurate enough even if the weight's gradients are a thousandth of the
 largest gradients in the block.
 
@@ -129,9 +129,9 @@ class LowPrecisionAdam(torch.optim.Optimizer, ABC):
     """Base class of replacements for :class:`torch.optim.AdamW` that store the moments in low precision.
 
     The updated tensors are weights, fp32 master weights, or flat shards of weights or master weights. ``params``
-    contains contiguous fp32 tensors, or groups of them. The ``quantised`` of a group is whether :class:`Adam8bit`
-    stores the group's moments in 8 bits. If ``quantised`` is None or missing, the size of each tensor determines the
-    format of its moments.
+    contains contiguous fp32 tensors, or groups of them. The key ``quantised`` of a group states whether
+    :class:`Adam8bit` stores the group's moments in 8 bits. If ``quantised`` is None or missing, the size of each tensor
+    determines the format of its moments.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """Create a tensor's state from moments in the form of :func:`moments_in`. Moments in fp32 keep their shapes."""
+    """Create a tensor's state from moments as :func:`moments_in` returns them. Moments in fp32 keep their shapes."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}

@@ -3,7 +3,7 @@
 Each step computes in fp32, and rounds the new moments. The first moment is rounded to the nearest bf16 number. The
 second moment is rounded up or down at random. If beta2 is near 1, a step changes the second moment by less than the
 spacing of bf16 numbers. With rounding to the nearest number, the second moment would never decrease. Weights and master
-weights are not rounded to bf16, because rounding would undo an update of a thousandth of a weight.
+weights are not rounded to bf16, because rounding would undo an update that changes a weight by a thousandth.
 """
 
 from __future__ import annotations

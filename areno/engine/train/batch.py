@@ -108,7 +108,10 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """Raise ValueError if some rows lack a per-token list that other rows have. Training would use zeros instead."""
+    """Raise ValueError if some rows lack a per-token list that other rows have.
+
+    Without this check, training would use zeros for the missing lists.
+    """
     for name in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):

@@ -142,7 +142,7 @@ class FullyShardedAdamW(Optimizer):
         return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's shards, except of shards that have no gradient."""
+        """Return the gradients of this rank's shards. Shards without a gradient are skipped."""
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:

@@ -46,7 +46,7 @@ class MicroBatching:
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide rows of token ids into microbatches of ascending row indices. Microbatches are sorted by their first rows."""
+        """Divide rows of token ids into microbatches (lists of ascending row indices), sorted by their first row indices."""
         indices = range(len(rows))
         blocks = [indices[start : start + self.granularity] for start in indices[:: self.granularity]]
         weights = [sum(len(rows[row]) for row in block) for block in blocks]

@@ -258,7 +258,7 @@ class Optimizer(ABC):
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the JSON fields of any saved state. ``counts`` has the number of updates of each parameter."""
+        """Return the JSON fields that all optimizers save. ``counts`` has the number of updates of each parameter."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -331,7 +331,7 @@ class MasterAdamW(Optimizer):
         self._adam.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return the accumulated fp32 gradients, except of parameters that have no gradient."""
+        """Return the accumulated fp32 gradients. Parameters without a gradient are skipped."""
         return [master.grad for master in self._masters if master.grad is not None]
 
     @torch.no_grad()
@@ -397,7 +397,7 @@ class MasterAdamW(Optimizer):
 
 
 def is_rounded(parameter: Tensor) -> bool:
-    """Return whether a parameter is a rounded copy. If so, a saved state includes the fp32 master weights."""
+    """Return whether a parameter is a rounded copy of its master weights. If so, a saved state includes the master weights."""
     return parameter.dtype != torch.float32
 
 

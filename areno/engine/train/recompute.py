@@ -63,7 +63,7 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
-    """Context manager that moves the floating-point tensors that autograd saves to host memory.
+    """Context manager under which autograd keeps its saved floating-point tensors in host memory.
 
     Copies from a GPU are exact, and use page-locked memory. Each copy runs in stream order with the other work of the
     GPU, so the next layer can reuse the GPU memory.

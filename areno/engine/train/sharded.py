@@ -393,7 +393,7 @@ class ZeroAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Yield the moments of a parameter's part in this rank's shard.
+        """Yield the moments of the part of a parameter that is in this rank's shard.
 
         If the quantization blocks are those of the unsharded tensor, 8-bit codes are yielded. Otherwise decoded moments
         are yielded.

@@ -71,7 +71,7 @@ def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[S
 
 
 def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: RankContext) -> None:
-    """Replace ``folder`` by the state of one optimizer. All ranks must call this function with the same folder."""
+    """Replace the contents of ``folder`` with the state of one optimizer. All ranks must call this with the same folder."""
     if peers.first and folder.exists():  # another layout's files have different names
         shutil.rmtree(folder)
     peers.all_reduce_min(0)  # barrier

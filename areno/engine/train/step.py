@@ -57,7 +57,10 @@ MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 
 
 def most_tokens(device_type: str) -> int:
-    """Return the maximum number of tokens of a forward pass on a device type, for losses that declare their unit."""
+    """Return the maximum number of tokens of a forward pass on a device type.
+
+    The maximum applies only to losses that declare their unit (token, sequence or pair).
+    """
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
@@ -141,9 +144,9 @@ class TrainStep:
             All other statistics are means over the optimizer steps of this call.
 
         Raises:
-            ValueError: there are no rows, rows have different per-token lists, the rows cannot be divided as requested,
-                ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is set for a reward
-                model.
+            ValueError: there are no rows, some rows lack a per-token list that other rows have, the rows cannot be
+                divided as requested, ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is
+                set for a reward model.
             EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. An update does not count if
                 the loss scale could still be reduced.
         """
@@ -169,7 +172,8 @@ class TrainStep:
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute gradients over this replica's rows, and discard the gradients, to check whether memory suffices.
 
-        Common prefixes are computed separately for each row, because rows may be synthetic. Without FSDP, this method
+        Even with tree training, common prefixes are computed separately for each row. The rows are synthetic and share
+        unrealistically long prefixes, so computing them once would underestimate the memory. Without FSDP, this method
         does not communicate with other replicas, and therefore also works if another replica has failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
@@ -183,7 +187,7 @@ class TrainStep:
         """Compute the loss and the statistics over all rows, in evaluation mode and without gradients.
 
         Raises:
-            ValueError: there are no rows, rows have different per-token lists, or a pair is incomplete.
+            ValueError: there are no rows, some rows lack a per-token list that other rows have, or a pair is incomplete.
         """
         if not rows:
             raise ValueError("measure needs at least one row, got none")

@@ -1,7 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
 The build is a separate process at the lowest priority, so the parent process can continue. The build reads the model's
-configuration, but not the weights: memory for the weights is allocated, but neither read nor written. The build exits when the
+configuration, but not the weights. Memory for the weights is allocated, but neither read nor written. The build exits when the
 parent process exits.
 """
 

@@ -81,17 +81,17 @@ class StepPackage:
         self._load()
 
     def _load(self) -> None:
-        """Pass the addresses of the weights to PyTorch's loader.
+        """Pass the weight tensors to PyTorch's loader, which takes their addresses.
 
-        PyTorch 2.13 never frees the references that the loader holds to these tensors. The loader therefore always gets the
-        same tensor objects, and :meth:`refresh` and :meth:`close` replace the memory of these objects. As a result, each call
-        of this method leaks only 8 KB instead of the weights.
+        PyTorch 2.13 never frees the loader's references to these tensors. Each call therefore passes the same tensor objects,
+        and :meth:`refresh` and :meth:`close` replace the memory of these objects. A call then leaks only 8 KB. With new tensor
+        objects, a call would leak the memory of all weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Run one random step compiled and uncompiled, on two copies of the cache, and compare the logits and the caches."""
+        """Run a step on random inputs, compiled and uncompiled, on separate copies of the cache. Compare logits and caches."""
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments
@@ -112,10 +112,10 @@ class StepPackage:
             )
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Fill the cache columns that the step reads with keys and values that the model computes.
+        """Let the model compute keys and values of random tokens for the cache columns that the step reads.
 
         With random keys and values, each layer of a trained model would amplify rounding differences. In 16-bit dtypes, the
-        differences would reach a third of the largest logit, even between two operators of PyTorch.
+        differences would reach a third of the largest logit, even between two equivalent operators of PyTorch.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

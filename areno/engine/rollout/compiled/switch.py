@@ -1,14 +1,14 @@
 """Choose how decode steps run: with PyTorch's operators, with areno's kernels, or compiled.
 
-Steps use areno's kernels if the model is large enough. The kernels are built once per machine, before the first step; the build
-takes seconds. Steps are compiled if compiling saves time. A compiled step avoids PyTorch's overhead between operators. This
-overhead is most of a step's time for a tiny model, and 7 to 22 % for a model of 135 M parameters.
+On a CPU, steps use areno's kernels if the model is large enough. The kernels are built once per machine, before the first step.
+The build takes seconds. A compiled step avoids PyTorch's overhead between operators. This overhead is most of a step's time for
+a tiny model, and 7 to 22 % for a model of 135 M parameters.
 
-If a compiled step is on disk, the step is loaded at once. Otherwise, the step is compiled as soon as the remaining generation
-work justifies the compile time, which is 40 seconds or more on one core. Compiling does not delay generation, because a
-separate process at the lowest priority compiles the step. Decoding switches to the compiled step between two steps. If a step
-cannot be compiled in mode ``auto``, a log line reports the reason, and decoding continues without the compiled step. Compiled
-steps are cached on disk, so the next run of the same model uses the compiled step from the start.
+In mode ``auto``, a compiled step that is on disk is loaded at once. Otherwise, the step is compiled as soon as the expected
+savings exceed the compile time, which is 40 seconds or more on one core. Compiling does not delay generation, because a
+separate process at the lowest priority compiles the step. Decoding switches to the compiled step between two steps. If the step
+cannot be compiled, a log line reports the reason, and decoding continues without a compiled step. Compiled steps are cached on
+disk, so the next run of the same model uses the compiled step from the start.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class DecodeSwitch:
             self.decoder.step.refresh()
 
     def close(self) -> None:
-        """Stop a running build, and release the weights. After this call, no decode step can run."""
+        """Stop a running build, and release the weights of a compiled step. Afterwards, the compiled step cannot run."""
         self._end_build()
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.close()
@@ -201,7 +201,11 @@ class DecodeSwitch:
         self._take_over()
 
     def _pays(self, remaining: Callable[[], int]) -> bool:
-        """Return whether compiling saves more time than it costs, if the remaining work is at least the work done so far."""
+        """Return whether the expected savings exceed the compile time.
+
+        ``remaining()`` does not count tokens of future requests. The remaining decode time is therefore assumed to be at least
+        the decode time so far.
+        """
         if not self._generated:
             return False
         ahead = remaining() * self._spent_s / self._generated

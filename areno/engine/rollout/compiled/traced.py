@@ -93,8 +93,9 @@ class DecodeStep(nn.Module):
 
 
 def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, for rows that have neither filters nor logit edits. The result equals
-    :meth:`SamplingTable.draw`.
+    """Sample one token per row, for rows that have neither filters nor logit edits.
+
+    The results equal those of :meth:`SamplingTable.draw` up to rounding.
 
     Returns:
         Sampled tokens [B], and the log-probs of these tokens [B].
@@ -127,7 +128,8 @@ def example_inputs(
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Return random arguments of a step, for tracing and validation.
 
-    B is ``rows``, and L is ``columns``. The caches have ``cached`` columns. ``cached`` must be greater than ``columns``.
+    In the shapes of :meth:`DecodeStep.forward`, B is ``rows``, and L is ``columns``. The caches have ``cached`` columns.
+    ``cached`` must be greater than ``columns``.
     """
     random = torch.Generator().manual_seed(0)
 

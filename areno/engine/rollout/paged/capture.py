@@ -25,7 +25,10 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
         self._stream: Any = None
 
     def clear(self) -> None:
-        """Free all graphs and the memory pool. Older versions of PyTorch abort a capture into a pool that has no graphs."""
+        """Free all graphs and the memory pool.
+
+        The pool is not kept, because older versions of PyTorch abort a capture into a pool that has no graphs.
+        """
         super().clear()
         self._pool = None
 
@@ -52,7 +55,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Run the program twice, which compiles kernels and finds synchronizations with the host, then capture the program."""
+        """Run the program twice, to compile kernels and to find synchronizations with the host. Then capture the program."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)

@@ -2,8 +2,8 @@
 
 A row's input token is either a token from the host, or the previous step's output, which is still on the device. A step can
 therefore be launched before the host has read the tokens of the previous step. The other inputs of a row are numbers that the
-host knows: the position of the input token, the index of the token to sample, and the seed. On a CPU, with ``--eager-decode``,
-or if the step cannot be captured, the same code runs eagerly.
+host knows: the position of the input token, the index of the token to sample, and the seed. The same code runs eagerly in three
+cases: on a CPU, with ``--eager-decode``, and if the step cannot be captured.
 """
 
 import logging
@@ -64,7 +64,10 @@ class StepResult:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Return the batch sizes to capture, up to ``most``. Small sizes are closer together, because padding costs more."""
+    """Return the batch sizes to capture, up to ``most``.
+
+    Small sizes are closer together, because padding rows are a larger share of a small batch.
+    """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
     return [*(size for size in sizes if size < most), most]
 
@@ -100,8 +103,8 @@ class DeviceDecode:
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
         """Launch a step for the first rows of the block table, and return before the step's result is ready.
 
-        ``version`` is the version of the weights. If ``version`` has changed since the last call, CUDA graphs of weights that
-        have moved in memory are dropped.
+        ``version`` is the version of the weights. If ``version`` has changed since the last call, and weights have moved in
+        memory, all CUDA graphs are dropped.
         """
         size = self._bucket(len(rows))
         self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)

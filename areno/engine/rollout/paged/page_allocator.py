@@ -14,12 +14,12 @@ SPARE_PAGE = 0
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
     """Return the number of pages with which no allocation fails while the scheduler stays within its budget.
 
-    The scheduler counts each live sequence with the length of the longest sequence, rounded up to a multiple of
-    :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the scheduler
-    counts. Sequences that share pages need fewer pages. A single sequence may exceed the budget, but not the budget rounded up
-    to :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may allocate one
-    more page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages. The returned
-    number includes the spare page.
+    The scheduler counts each live sequence as if it were as long as the longest sequence. This length is rounded up to a
+    multiple of :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the
+    scheduler counts. Sequences that share pages need fewer pages. A single sequence may exceed the budget, but not the budget
+    rounded up to :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may
+    allocate one more page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages.
+    The returned number includes the spare page.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
@@ -51,7 +51,7 @@ class PageAllocator:
         """Allocate a page.
 
         Raises:
-            EngineError: no page is free. If the number of pages comes from :func:`pages_for`, the scheduler has a bug.
+            EngineError: no page is free. If :func:`pages_for` chose the number of pages, this error means a scheduler bug.
         """
         if not self._free:
             raise EngineError(

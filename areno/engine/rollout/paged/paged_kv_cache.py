@@ -44,7 +44,7 @@ class PagedCache(KVCache):
             spare page.
         reclaim: function that is called if no page is free. The function tries to free pages, and returns whether another call
             might free more pages.
-        epoch: counter that is incremented when a tensor that captured CUDA graphs read moves in memory.
+        epoch: counter that is incremented when a tensor of the cache gets new memory. Captured CUDA graphs are then invalid.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class PagedCache(KVCache):
         self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
 
     def publish(self) -> None:
-        """Copy pages on the device where copies are pending, and upload the changed entries of the block table."""
+        """Run the pending page copies on the device, and upload the changed entries of the block table."""
         if self._copies:
             pairs = torch.tensor([list(self._copies), list(self._copies.values())])
             pairs = pairs.to(self.device, non_blocking=True)
@@ -215,7 +215,10 @@ class PagedCache(KVCache):
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the cells [N] of the tokens at ``positions`` [N] in ``rows`` [N]. Position -1 means the spare page."""
+        """Return the cells [N] of the tokens at ``positions`` [N] in ``rows`` [N]. Position -1 means the spare page.
+
+        A cell is the index of a token in the concatenated pages.
+        """
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
         cells = pages * self.page_size + at % self.page_size

@@ -18,7 +18,7 @@ from areno.engine.rollout.slot_cache import ROW_STEP, PrefillPlan, PrefillSpan
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Plan for the prefill of packed spans. Each context is cached once; :meth:`finish` shares its pages with other slots."""
+    """Plan for the prefill of packed spans. Each context is cached once. :meth:`finish` shares the pages with other slots."""
 
     cache: PagedCache  # type: ignore[assignment]
 
