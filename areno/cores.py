@@ -65,7 +65,7 @@ def read_cpu_times(root_pid: int) -> CpuTimes | None:
     """Read the current times; None if the system does not report the times.
 
     Args:
-        root_pid: id of the process that started this run. The run consists of this process and its descendants.
+        root_pid: id of the process that started this run. The run consists of the root process and its descendants.
     """
     import psutil
 

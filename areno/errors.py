@@ -45,7 +45,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine or the cluster failed, or was used in the wrong order. The message includes the cause."""
+    """The engine or the cluster failed, or its methods were called in the wrong order. The message includes the cause."""
 
 
 class GrammarError(EngineError):

@@ -8,7 +8,7 @@ _NODES = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")
 
 
 def visible_gpus(nodes: Path = Path("/dev")) -> int:
-    """Return the number of GPUs that PyTorch sees, which ``CUDA_VISIBLE_DEVICES`` may reduce."""
+    """Return the number of GPUs that PyTorch sees. ``CUDA_VISIBLE_DEVICES`` may reduce this number."""
     no_driver = sys.platform == "linux" and not any(path for name in _NODES for path in nodes.glob(name))
     if no_driver and "torch" not in sys.modules:
         return 0

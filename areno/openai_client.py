@@ -36,7 +36,7 @@ class OpenAIClient:
         self._http: httpx.Client | None = None
 
     def model(self) -> str:
-        """Return the model's name on the server. Raises ServerError."""
+        """Return the model's name on the server. Raises ServerError if the name must be requested, and the request fails."""
         if self._model is None:
             self._model = self._listed()
         return self._model

@@ -7,7 +7,7 @@ import sys
 def python_command(python: str = sys.executable) -> list[str]:
     """Return a command that starts Python.
 
-    The option ``-P`` removes the working directory from the search path. Otherwise, a file in this directory, such as
+    The option ``-P`` removes the working directory from the search path. Without ``-P``, a file in this directory, such as
     ``datasets.py``, would shadow a package that areno imports. If this process imports from the working directory, ``-P`` is
     omitted.
     """

@@ -8,9 +8,9 @@
 - ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
 - ``stats``: exactly aggregated statistics; ``units``: losses that are means over tokens or pairs.
 
-To add a loss, write a function with the interface of ``loss_interface``. Name this function in the ``SPEC`` of a new
-file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or in your own file for ``--algo FILE.py:NAME``. See
-docs/algorithms.md#your-own.
+To add a loss, write a function with the interface of ``loss_interface``. Then declare an ``AlgorithmSpec`` that uses this
+function. The spec is either the variable ``SPEC`` of a new file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or
+the variable ``NAME`` of your own file, which you pass as ``--algo FILE.py:NAME``. See docs/algorithms.md#your-own.
 """
 
 from areno.loss_fns.advantages import compute_group_advantages

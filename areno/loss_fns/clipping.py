@@ -20,16 +20,16 @@ class Clip:
     """Bounds on the importance ratio r.
 
     Attributes:
-        eps_high: width of the range above 1. If None, the width is ``eps``. A wider range lets the probability of
+        eps_high: the upper bound is 1 + ``eps_high``; None means 1 + ``eps``. A higher bound lets the probability of
             unlikely tokens grow faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
         dual: upper bound on the loss where the advantage A is negative, as a multiple of abs(A) (Ye et al. 2020,
             arXiv:1912.09729). If None, the loss has no upper bound.
 
     Raises:
-        ValueError: a width is negative, or the dual bound is not above 1.
+        ValueError: ``eps`` or ``eps_high`` is negative, or ``dual`` is not above 1.
     """
 
-    eps: float  # width of the range below 1
+    eps: float  # the lower bound is 1 - eps
     eps_high: float | None = None
     dual: float | None = None
 
@@ -42,7 +42,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Create bounds, and raise ValueError if a width is not positive."""
+        """Create bounds. Raise ValueError if ``eps`` or ``eps_high`` is 0 or negative."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")
@@ -154,7 +154,7 @@ def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
-    """Return the statistics that all policy losses report. ``ratio`` has the importance ratio of each token [A]."""
+    """Return the statistics that all policy losses report. ``ratio`` is the importance ratio of each token [A]."""
     mask = pack["packed_response_mask"]
     difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)

@@ -40,9 +40,9 @@ def grpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t.
 
-    The importance ratio of token t is r_t = pi(t) / pi_rollout(t), where the rollout recorded log pi_rollout. In the
-    first optimizer step on new samples, the ratio is about 1. Clipping therefore has an effect only after the policy
-    has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
+    The importance ratio of token t is r_t = pi(t) / pi_rollout(t). The rollout recorded log pi_rollout, which is
+    ``packed_logprobs``. In the first optimizer step on new samples, the ratio is about 1. Clipping therefore has an
+    effect only after the policy has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
 
     - ``token``: over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476)
     - ``sequence``: over the tokens of each sequence, then over sequences (Shao et al.)
@@ -54,12 +54,12 @@ def grpo_loss_fn(
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
             ``packed_num_sequences``. A KL term also needs ``packed_ref_logprobs``.
-        clip_eps: width of the clip range below 1.
-        clip_eps_high: width of the clip range above 1. If None, the width is ``clip_eps``.
+        clip_eps: eps; the lower bound of the clip range is 1 - ``clip_eps``.
+        clip_eps_high: eps_high; the upper bound of the clip range is 1 + ``clip_eps_high``. None means ``clip_eps``.
         dual_clip: upper bound on the loss where the advantage A is negative, as a multiple of abs(A). If None, the loss
             has no upper bound.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
-        max_tokens: divisor of ``dr_grpo``: the maximum response length in tokens.
+        max_tokens: the divisor for ``dr_grpo``, normally the maximum response length in tokens.
         kl_coef: weight of the KL divergence to the reference policy; 0 disables the KL term.
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 

@@ -32,10 +32,10 @@ def gspo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute L = mean over sequences i of -min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i.
 
-    The importance ratio of sequence i is s_i = exp(mean of log pi - log pi_rollout) over the response tokens. A_i and
-    KL_i are the means of the advantage and of the KL estimate over the response tokens. A sequence without response
-    tokens contributes 0 to the sum, but counts in the number of sequences. :func:`~areno.loss_fns.grpo.grpo_loss_fn`
-    describes the clip range and the KL term.
+    The importance ratio of sequence i is s_i = exp(mean_t(log pi(t) - log pi_rollout(t))). mean_t is the mean over the
+    response tokens t of the sequence. A_i is mean_t of the advantage, and KL_i is mean_t of the KL estimate. A sequence
+    without response tokens contributes 0 to the sum, but counts in the number of sequences.
+    :func:`~areno.loss_fns.grpo.grpo_loss_fn` describes the clip range and the KL term.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and

@@ -53,7 +53,10 @@ _LISTS = {
     ),
     "packed_advantages": ("advantages", "areno.compute_group_advantages computes advantages from rewards"),
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes the log-probs"),
-    "packed_values": ("values", "trainer.score_values('critic', token_rows) computes the values"),
+    "packed_values": (
+        "values",
+        "entry i is the value before token i, which is entry i - 1 of trainer.score_values('critic', token_rows)[row]",
+    ),
     "packed_returns": ("returns", "areno.compute_gae computes returns from rewards and values"),
 }
 
@@ -96,7 +99,10 @@ def reduction_of(loss_fn: LossFn) -> Reduction:
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
-    """Return whether a loss declares its unit. If so, its rows may be divided into microbatches of any size."""
+    """Return whether a loss declares its unit.
+
+    If so, the engine may divide the rows of a step into any microbatches that do not separate a pair.
+    """
     return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 

@@ -16,10 +16,10 @@ Level = Literal["batch", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Normalization y = (x - mu) / (sigma + eps) of the entries that are not masked.
+    """Normalization y = (x - mu) / (sigma + eps) of the entries that the mask selects.
 
-    mu is the mean over the batch or the group, this mean without the entry itself (leave one out), or 0. sigma is the
-    root mean square of x - mu.
+    mu is the mean over the batch or the group, or 0. With ``mean_leave1out``, this mean excludes the entry itself (leave
+    one out). sigma is the root mean square of x - mu.
 
     Attributes:
         std_level: compute sigma over the ``batch`` or the ``group``. None disables the division.
@@ -61,7 +61,7 @@ class Norm:
             are returned unchanged.
 
         Raises:
-            ValueError: lengths differ, or an unmasked entry is not finite.
+            ValueError: lengths differ, or an entry to normalize is not finite.
         """
         x = torch.as_tensor(values, dtype=torch.float64)
         ids = torch.as_tensor(groups, dtype=torch.long, device=x.device)

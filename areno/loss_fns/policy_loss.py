@@ -104,12 +104,13 @@ def policy_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute L = (rl_loss_weight / N) sum_t w_t l_t over the N response tokens t of the optimizer step.
 
-    The ratio rho is pi / pi_p of a token, or the geometric mean of pi / pi_p over the kept tokens of a sequence. The
-    loss l_t of a token is
+    The ratio rho is pi / pi_p of a token. If ``importance_sampling_level`` is ``sequence``, rho is the geometric mean of
+    pi / pi_p over the tokens of a sequence, without masked tokens. The loss l_t of a token is
 
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
-    - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347),
+    - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347), where tau is ``sapo_tau_pos`` if
+      A > 0 and ``sapo_tau_neg`` if A <= 0,
     - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
 
     By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
@@ -118,8 +119,8 @@ def policy_loss_fn(
 
     Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
     response tokens. The gradient of this score-function term is an unbiased estimate of the gradient of the per-token
-    reverse KL divergence to the teacher. The KL term adds kl_coef times the mean KL divergence to the reference over
-    all response tokens.
+    reverse KL divergence to the teacher. The KL term adds kl_coef times the KL divergence to the reference policy,
+    averaged over all response tokens.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
@@ -187,7 +188,7 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: i
 
 
 def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
-    """Return the log-probs [A] that are the denominator of the ratio."""
+    """Return the log-probs [A] of the policy in the denominator of the ratio."""
     if not knobs.use_decoupled_loss:
         return behavior
     if knobs.needs_proximal:

@@ -34,15 +34,15 @@ def ppo_loss_fn(
 
     The clipped loss is l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t). Where A_t < 0, l_t is at most
     clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). The importance ratio is r_t = pi(t) /
-    pi_old(t), where the rows contain log pi_old. KL_t is the KL divergence to the reference policy, or to pi_old if the
-    batch has no reference log-probs.
+    pi_old(t), and ``packed_logprobs`` contains log pi_old. KL_t is the KL divergence to the reference policy, or to
+    pi_old if the batch has no reference log-probs.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and
             ``packed_num_sequences``. ``packed_ref_logprobs`` is optional.
-        clip_eps: width of the clip range below 1.
-        clip_eps_high: width of the clip range above 1. If None, the width is ``clip_eps``.
-        clip_ratio_c: bound of the dual clip, above 1.
+        clip_eps: eps; the lower bound of the clip range is 1 - ``clip_eps``.
+        clip_eps_high: eps_high; the upper bound of the clip range is 1 + ``clip_eps_high``. None means ``clip_eps``.
+        clip_ratio_c: bound of the dual clip; must be above 1.
         use_kl_loss: whether to add the KL term.
         kl_loss_coef: weight of the KL term.
         kl_loss_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.

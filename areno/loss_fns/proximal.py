@@ -22,7 +22,7 @@ def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
     """Return alpha of each token [A], 0 to 1.
 
     ``versions`` are the weight versions that sampled the tokens, and ``version`` is the version that the update
-    produces. alpha is 0 for tokens that ``version`` itself sampled, and for prompt tokens, whose versions are negative.
+    produces. alpha is 0 for tokens whose version equals ``version``, and for prompt tokens, whose versions are negative.
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)

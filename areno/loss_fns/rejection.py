@@ -1,10 +1,11 @@
-"""Rejection sampling: mask tokens or sequences on which the proximal and the behavior policy differ too much.
+"""Rejection sampling: handle tokens or sequences on which the proximal and the behavior policy differ too much.
 
-Instead of masking, the importance weights of such tokens or sequences can be clamped.
+The action ``mask`` excludes these tokens or sequences from the loss. The action ``clamp`` keeps all tokens, and clamps the
+importance weights that are outside the bounds.
 
 The importance weight r = pi_proximal / pi_behavior corrects for stale samples (decoupled PPO, Hilton et al. 2022,
-arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks tokens whose ratio
-is outside a lower and an upper bound.
+arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks tokens whose r is
+below a lower bound or above an upper bound.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
         pair, named without ``rm_``.
 
     Raises:
-        ValueError: there is not one score per sequence, or a sequence is unpaired.
+        ValueError: the number of scores differs from the number of sequences, or a sequence is unpaired.
     """
     sequences = data_pack["packed_num_sequences"]
     if scores.shape != (sequences,):

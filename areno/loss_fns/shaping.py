@@ -44,8 +44,8 @@ class RewardShaping:
     With ``mask_no_eos_with_zero``, the task reward and the advantages of a truncated answer are 0, and ``adv_norm``
     ignores the answer. :func:`untruncated` removes truncated rows from an update.
 
-    With ``bootstrap_truncated``, the return after the last token of a truncated answer is the critic's value at this
-    token. Otherwise the return is 0.
+    With ``bootstrap_truncated`` and a critic, the return after the last token of a truncated answer is the critic's value
+    after this token. In all other cases, the return after the last token is 0.
 
     Raises:
         ValueError: a setting is out of range, or a setting of the overlong penalty is missing.
@@ -140,7 +140,7 @@ def shape_advantages(
         advantages before ``adv_norm``).
 
     Raises:
-        ValueError: there are no rows, a KL reward lacks reference log-probs, or a number is not finite.
+        ValueError: there are no rows, a row lacks log-probs for the KL reward, or a number is not finite.
     """
     if not rows:
         raise ValueError("shape_advantages needs at least one row, got none")
@@ -205,8 +205,8 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
         return [0.0] * sum(row.trainable())
     if not row.ref_logprobs or not row.logprobs:
         raise ValueError(
-            f"kl_ctl={shaping.kl_ctl} needs reference log-probs, which the rows lack; "
-            "configure a reference model (ref), or set kl_ctl=0"
+            f"kl_ctl={shaping.kl_ctl} needs logprobs and ref_logprobs (log-probs of the reference model) in every row, but a "
+            "row lacks at least one of them; configure a reference model (ref), or set kl_ctl=0"
         )
     columns = [trained_values([row], name) for name in ("logprobs", "ref_logprobs")]
     old, reference = torch.tensor(columns, dtype=torch.float64)
@@ -215,7 +215,10 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalize(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalize advantages over the trained tokens, and set the advantages of masked answers to 0."""
+    """Normalize advantages over the trained tokens.
+
+    With ``mask_no_eos_with_zero``, truncated answers are ignored, and their advantages become 0.
+    """
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
@@ -281,7 +284,7 @@ def untruncated(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
 
 
 def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> float:
-    """Mark the tokens that M2PO keeps in ``keep`` of each row; see :func:`second_moment_keep`.
+    """Set ``keep`` of each row to True for the tokens that M2PO keeps; see :func:`second_moment_keep`.
 
     Args:
         rows: all rows of the batch, before the division into optimizer steps, with ``logprobs`` and ``prox_logprobs``.

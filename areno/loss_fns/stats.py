@@ -1,7 +1,7 @@
 """Statistics that are aggregated exactly over microbatches.
 
-A loss reports objects of this module. The engine merges the parts of these objects (sums, counts, and bounds) over the
-optimizer step and all ranks, and converts the result to scalars. A plain number in the metrics is averaged over the
+A loss reports objects of this module. The engine merges the parts of these objects (sums, counts, minima and maxima) over
+the optimizer step and all ranks, and converts the result to scalars. A plain number in the metrics is averaged over the
 microbatches with the same weights as the loss.
 """
 
@@ -66,8 +66,8 @@ class Count:
 class TokenFlags:
     """One flag per action, bool [A], not reported as a scalar.
 
-    The flags ``clipped`` of a loss mark the tokens whose gradient was removed by clipping. Recorded samples show these
-    flags.
+    The statistic ``clipped`` of a loss marks the tokens whose gradient was removed by clipping. ``samples.jsonl`` contains
+    these flags.
     """
 
     values: Tensor
@@ -82,7 +82,7 @@ def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
 
 
 def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:
-    """Merge the parts of two microbatches or ranks."""
+    """Merge the parts that two microbatches or ranks reported for one statistic."""
     merged = [a + b for a, b in zip(left, right, strict=True)]
     if kind == "range":
         merged[2:] = [min(left[2], right[2]), max(left[3], right[3])]
@@ -115,7 +115,10 @@ def masked_spread(values: Tensor, mask: Tensor) -> Spread:
 
 
 def masked_range(values: Tensor, mask: Tensor) -> Range:
-    """Return mean, minimum and maximum of the values under the mask. If no entry is True, the bounds are infinite."""
+    """Return mean, minimum and maximum of the values under the mask.
+
+    If no entry of the mask is True, the minimum is inf and the maximum is -inf.
+    """
     values = values.detach().double()
     bounds = [torch.where(mask, values, bound) for bound in (torch.inf, -torch.inf)]
     empty = torch.tensor([torch.inf], dtype=torch.float64, device=values.device)

@@ -25,7 +25,7 @@ class Quantity(NamedTuple):
 UnitsFn = Callable[..., dict[str, Quantity]]
 Summary = Literal["mean", "range", "count"]
 Names = Mapping[str, tuple[str, Summary]]
-"""Maps each reported name to a quantity and its summary."""
+"""Maps each reported name to the name of a quantity and to the kind of summary."""
 
 
 def of_all(values: Tensor) -> Quantity:
@@ -34,7 +34,7 @@ def of_all(values: Tensor) -> Quantity:
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Turn a unit function into a loss, which is the mean of the quantity ``loss`` over units."""
+    """Create a decorator that turns a unit function into a loss. The loss is the mean of the quantity ``loss`` over units."""
 
     def decorate(units: UnitsFn) -> LossFn:
         @functools.wraps(units)
@@ -76,5 +76,5 @@ def _summary(quantity: Quantity, kind: Summary) -> Statistic:
 
 
 def means(prefix: str, *quantities: str) -> Names:
-    """Create names that report the mean of each quantity under ``prefix`` plus the quantity's name."""
+    """Create a table that reports the mean of each quantity under the name ``prefix`` plus the quantity's name."""
     return {f"{prefix}{name}": (name, "mean") for name in quantities}

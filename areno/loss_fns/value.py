@@ -6,7 +6,7 @@ from torch import Tensor
 from areno.loss_fns.loss_interface import DataPack, in_float, required
 from areno.loss_fns.units import Names, Quantity, mean_loss, means
 
-_REMEDY = "set values and returns in every row, for example with areno.compute_gae"
+_REMEDY = "set values and returns in every row, for example with areno.loss_fns.gae.fill_gae"
 
 
 _NAMES: Names = {
@@ -28,7 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""Maps each statistic of a critic in an experiment to a quantity that the loss returns, and its summary."""
+"""Maps each critic statistic that an experiment reports to the name of a quantity and to the kind of summary."""
 
 
 @mean_loss("token", _NAMES)
@@ -37,13 +37,13 @@ def value_loss_fn(
 ) -> dict[str, Quantity]:
     """Compute L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2).
 
-    R is the return, and V_clip is V_old + clip(V - V_old, -eta, eta). Because of the maximum, a value that has already
-    moved towards R by more than eta gets no gradient.
+    R is the return, and V_clip is V_old + clip(V - V_old, -eta, eta). If V differs from V_old by more than eta and is
+    closer to R than V_clip, the maximum selects the term with V_clip, which has no gradient.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
         values: current value before each action [A].
-        cliprange_value: maximum change eta of a value before clipping, in units of reward.
+        cliprange_value: eta, the maximum change of a value that is not clipped, in units of reward.
         value_loss_coef: weight of the loss.
 
     Returns:

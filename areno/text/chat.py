@@ -1,8 +1,8 @@
 """Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes the content of one user message. A text that already contains markers of a chat template is used
-unchanged. If the model uses a BOS token, its chat template writes this token. Without a template, a text that does not
-start with BOS gets the BOS token that the tokenizer adds by default.
+A text prompt becomes the content of one user message. If there are no tools, a text that already contains markers of a
+chat template is used unchanged. If the model uses a BOS token, its chat template writes this token. If no template
+renders the prompt, and the tokenizer adds BOS by default, BOS is prepended where it is missing.
 """
 
 import json
@@ -111,7 +111,10 @@ def render_generation_prompt(
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
-    """Encode each prompt to token ids. Text that no template rendered gets the tokenizer's BOS token if BOS is missing."""
+    """Encode each prompt to token ids.
+
+    If the tokenizer adds BOS by default, BOS is prepended to text that no template rendered and that lacks BOS.
+    """
     if not prompts:
         return []
     bos = _automatic_bos(tokenizer)

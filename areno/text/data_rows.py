@@ -47,7 +47,10 @@ def text_or_messages(
 
 
 def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
-    """Return the response text of a row; callers drop rows with an empty response. Raises DataError if there is no text."""
+    """Return the response text of a row; empty if the response is null. Callers drop rows with an empty response.
+
+    Raises DataError if the row has no ``response``, or if the response is not text.
+    """
     if "response" not in row:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `response`, but its keys are: {', '.join(map(str, row))}. "
@@ -136,8 +139,8 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
     a response becomes an empty list, and the pair is dropped later. All other rows, and rows with a ``prompt``, are
     returned unchanged.
 
-    If ``with_template`` is False, the pair remains text. In this case, the prompt is the common prefix of both
-    transcripts, up to the last ``Assistant:`` in this prefix.
+    Set ``with_template`` to False if the tokenizer has no chat template. The pair then remains text, and the prompt is
+    the common prefix of both transcripts, up to the last ``Assistant:`` in this prefix.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):

@@ -23,7 +23,7 @@ from areno.text.tool_calls.schema import resolved, types_of
 from areno.types import TokenConstraint
 
 ConstraintFactory = Callable[[Any], TokenConstraint]
-"""Creates the grammar state of one sample from the tokenizer of the process that samples. A factory can be pickled."""
+"""Takes the tokenizer of the process that generates, and creates the grammar state of one sample. A factory can be pickled."""
 
 # White space in JSON: one space, or a newline with indentation. Unlimited white space would let a model loop.
 _JSON_STYLE = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
@@ -50,13 +50,16 @@ class Grammar:
     eos_ids: tuple[int, ...]
 
     def __call__(self, tokenizer: Any) -> TokenConstraint:
-        """Create the state of a new sample. The grammar is compiled if this process has not cached a compiled grammar."""
+        """Create the state of a new sample. If the cache of this process does not contain the compiled grammar, compile it."""
         return _compiler(tokenizer, {"vocab_size": self.vocab_size, "eos_ids": self.eos_ids}).state(self)
 
 
 @dataclass(frozen=True, slots=True)
 class OptionalReasoning:
-    """A constraint for optional reasoning: ``reasoned`` applies if the first token is ``opener``, and otherwise ``direct``."""
+    """A constraint for optional reasoning.
+
+    If the first token of the response is ``opener``, the constraint ``reasoned`` applies. If not, ``direct`` applies.
+    """
 
     direct: ConstraintFactory
     reasoned: ConstraintFactory
@@ -194,7 +197,7 @@ class _GrammarState:
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         self._choices = int(mask.sum())
         if not self._choices:
-            raise EngineError("the grammar rejects all tokens of this model as continuation of the response")
+            raise EngineError("the grammar rejects every token of this model as the next token of the response")
         return mask
 
     def forces(self, token: int) -> bool:
@@ -287,8 +290,10 @@ class _Compiler:
         return " ".join(parts)
 
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
-        """Return rules for text up to and including ``end``. ``any_token`` allows special tokens before a special token
-        ``end``.
+        """Return rules for text up to and including ``end``.
+
+        If ``end`` contains a special token, ``any_token`` determines whether the text before ``end`` may contain other
+        special tokens.
         """
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]

@@ -1,7 +1,8 @@
 """Parse tool calls in complete or streamed messages, and detect the format of a model's calls.
 
-``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. The method ``stream(tools)`` creates
-a parser for one streamed message. To add a format, register a :class:`ToolCallParser` under a name.
+``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls. ``parser_for(tokenizer).stream(tools)``
+creates a parser for one streamed message. To add a format, call :func:`register_tool_call_parser` with a name and a
+:class:`ToolCallParser`.
 
 - ``registry``: lists the formats by name, and detects a model's format
 - ``parser``: the parser that all formats share

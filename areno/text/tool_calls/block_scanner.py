@@ -36,11 +36,11 @@ class BlockBody(ABC):
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """Return the calls of the closed body, at least one. ``source`` is the part of ``text`` that is the block."""
+        """Return the calls of the closed body; never empty. ``source`` is the part of ``text`` that is the whole block."""
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], BlockBody]) -> CallFormat:
-    """Create a format of blocks that end with one of ``closers``. If ``closers`` is empty, a block ends with its body."""
+    """Create a format of blocks that end with one of ``closers``. If ``closers`` is empty, a block ends where its body ends."""
     return CallFormat(
         (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan
     )

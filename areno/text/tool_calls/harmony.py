@@ -1,4 +1,4 @@
-"""gpt-oss's tool-call format: a part of a message that is addressed to a tool. The reasoning parser normalizes such parts."""
+"""gpt-oss's tool-call format: message parts that are addressed to a tool. The reasoning parser normalizes these parts."""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import ToolCallParser

@@ -46,7 +46,10 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of the call number ``index`` of a message. Only the first piece of a call has ``id`` and ``name``."""
+    """A piece of a call. ``index`` is the number of the call in the message, counted from 0.
+
+    Only the first piece of a call has ``id`` and ``name``.
+    """
 
     index: int
     id: str | None
@@ -139,7 +142,7 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallParser:
-    """A named set of call formats, which can parse any number of messages."""
+    """A named set of call formats. One parser can parse any number of messages."""
 
     name: str  # as in ``--tool-call-parser``
     formats: tuple[CallFormat, ...]  # the formats in which the model writes calls
@@ -157,8 +160,8 @@ class ToolCallParser:
 
         Args:
             tools: tools in OpenAI's format, or in the flat format ``{"name", "parameters"}``.
-            tool_choice: ``auto``, ``required``, ``none``, or the only tool that may be called, in a format of
-                ``tools``. For ``none``, the whole message is text.
+            tool_choice: ``auto``, ``required``, ``none``, or the only tool that may be called, in one of the formats
+                allowed for ``tools``. For ``none``, the whole message is text.
 
         Raises:
             UsageError: a tool or ``tool_choice`` is invalid.

@@ -78,7 +78,10 @@ def _items(text: str) -> Sequence[RawCall | Malformed]:
 
 
 def _sources(text: str, nodes: Sequence[ast.expr]) -> list[str]:
-    """Return the source text of each node in linear time. ``ast.get_source_segment`` would split the whole text per node."""
+    """Return the source text of each node in linear time.
+
+    ``ast.get_source_segment`` would take quadratic time, because each call splits the whole text into lines.
+    """
     data = text.encode()
     lines = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", data))]
     return [

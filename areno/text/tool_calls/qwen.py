@@ -17,7 +17,10 @@ _SPACE = re.compile(r"\s*")
 
 
 def _tag_or_json(*tags: str) -> CallFormat:
-    """Create a format of ``<tool_call>`` blocks with JSON. A block with one of ``tags`` instead of JSON is only a wrapper."""
+    """Create a format of ``<tool_call>`` blocks with JSON.
+
+    If a block contains one of ``tags`` instead of JSON, ``<tool_call>`` is treated as a wrapper around another format.
+    """
     (json_block,) = HERMES.formats
 
     def scanner(start: int) -> Scan:
