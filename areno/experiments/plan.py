@@ -235,10 +235,11 @@ def _largest_pass(config: Any, longest: int) -> int:
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
-    """Return the largest concurrency and microbatch size with which an experiment fits into memory, by setting.
+    """Return the largest concurrency and microbatch size with which an experiment fits into memory.
 
-    The dict is empty if no sizes fit. The concurrency is the largest value at which the rollout cache holds all answers at
-    maximum length. Microbatches get the remaining memory. The call changes the microbatch settings of ``config``.
+    The result maps settings to values, and is empty if no sizes fit. The concurrency is the largest value at which the rollout
+    cache holds all answers at maximum length. Microbatches get the remaining memory. The call changes the microbatch settings
+    of ``config``.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):

@@ -27,7 +27,7 @@ _POLL_S, _AT_ONCE = 0.05, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A worker process to start. Its Python module must connect to its starter with :func:`areno.launch.links.dial`.
+    """A worker process to start. Its Python module must call :func:`areno.launch.links.dial` to connect to this process.
 
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.

@@ -10,7 +10,7 @@ Placement = dict[str, list[str]]
 
 
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Choose a node for each worker of each role. The first worker gets the first node that its role allows.
+    """Choose a node for each worker of each role. The first worker of the first role gets its first allowed node.
 
     Workers with GPUs fill one node after another. A worker without GPUs is placed on the node with the fewest cores in use.
 
