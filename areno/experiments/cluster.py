@@ -50,9 +50,9 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
 
 
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
-    """Return the launcher for the workers of an experiment with resolved settings; None on one machine.
+    """Return the launcher for the workers of an experiment; None for an experiment on one machine.
 
-    The caller must close the launcher.
+    All settings of ``config`` must be resolved. The caller must close the launcher.
 
     Raises:
         UsageError: the cluster has too few resources for the roles.

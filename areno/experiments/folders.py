@@ -55,7 +55,10 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
 
 
 def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> None:
-    """Raise UsageError if the trial has run already and recovery is disabled, before any file of the earlier run changes."""
+    """Raise UsageError if the trial has run already and recovery is disabled.
+
+    Up to this check, no file of the earlier run changes.
+    """
     if not config.recover.enabled and run_dir.read_metrics():
         raise UsageError(
             f"trial_name {config.trial_name!r}: {config.experiment_name}/{config.trial_name} has run already, in "
@@ -65,7 +68,7 @@ def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> N
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
-    """Hold locks on the run directory of the trial, and on the checkpoint directories that are below other roots."""
+    """Hold locks on the run directory of the trial, and on its checkpoint directories outside ``cluster.fileroot``."""
     default, roots = ExperimentFolders.of(config), (config.saver.fileroot, config.recover.fileroot)
     elsewhere = {ExperimentFolders.of(config, root).checkpoints.resolve() for root in roots}
     with ExitStack() as locks:
@@ -76,7 +79,7 @@ def _locked(config: BaseExperimentConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolders:
-    """The directories of a trial, by default of the current user. The properties do not create directories."""
+    """The directories of a trial. ``user`` defaults to the current user. The properties do not create directories."""
 
     fileroot: str | Path
     experiment: str

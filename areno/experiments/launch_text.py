@@ -25,11 +25,15 @@ def launch_text(words: Sequence[str]) -> str:
         )
     lines = []
     for role, need in needs_of(config, gpus=config.cluster.n_gpus_per_node != 0).items():
-        where = f" colocated with {need.beside}" if need.beside else f" ({need.ray_placement_strategy})"
-        memory = f", {need.memory_gb} GB" if need.memory_gb else ""
+        where = (
+            f" colocated with {need.beside}"
+            if need.beside
+            else f" (ray_placement_strategy={need.ray_placement_strategy})"
+        )
+        memory = f", {need.memory_gb} GB of memory" if need.memory_gb else ""
         lines.append(f"{role}: {need.workers} workers{where}, each with {need.cpu} CPUs, {need.gpu} GPUs{memory}\n")
     if config.cluster.n_gpus_per_node is None:
         lines.append(
-            "if the nodes have no GPUs, workers get no GPU, and 1 CPU per rank unless scheduling_spec sets cpu\n"
+            "these numbers assume GPUs; on nodes without GPUs, each rank gets scheduling_spec.cpu CPUs, by default 1\n"
         )
     return "".join(lines)

@@ -148,7 +148,7 @@ class ExperimentPlan:
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
     """Plan the memory of an experiment. ``available`` is the available memory in bytes.
 
-    If ``available`` is None, the free memory of this machine or of its GPU is available.
+    If ``available`` is None, the plan uses the free memory of the GPU or, without a GPU, of this machine.
     """
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
@@ -171,14 +171,17 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     engine = engines.engine_config(actor, trains="nothing", neighbors=parallel.data, shares_device=together, **running)
     left = available - trains.of_all(trains.phases[0]) if together else available
     generates = plan_sizes(ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True), left)
-    titles = (titles[0], f"one rollout replica of {parallel.data} (rollout.backend {config.rollout.backend})")
+    titles = (titles[0], f"one rollout replica, of {parallel.data} in total (rollout.backend {config.rollout.backend})")
     shared = on_cpu and actor.weight_update_mode != "disk"
     transfer = generates.trained * engine.dtype.itemsize if shared else 0
     return ExperimentPlan(trains, generates, titles, transfer, together, share)
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Return the bytes on the fullest training rank, without the process itself; 0 with neither FSDP nor pipeline stages."""
+    """Return the largest number of bytes that a training rank needs, without the memory of the process itself.
+
+    Return 0 if the layout uses neither FSDP nor pipeline stages.
+    """
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
         return 0
@@ -232,10 +235,11 @@ def _largest_pass(config: Any, longest: int) -> int:
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
-    """Return the largest concurrency and microbatch size with which an experiment fits into memory; empty if none fits.
+    """Return the largest concurrency and microbatch size with which an experiment fits into memory.
 
-    The concurrency is the largest value at which the rollout cache holds all answers at maximum length. Microbatches get the
-    remaining memory. The call changes the microbatch settings of ``config``.
+    The result maps settings to values, and is empty if no sizes fit. The concurrency is the largest value at which the rollout
+    cache holds all answers at maximum length. Microbatches get the remaining memory. The call changes the microbatch settings
+    of ``config``.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):
@@ -302,7 +306,7 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
     if plan.share:
         lines.append(
             "The actor's plan is an upper bound, because it assumes unsharded weights on each rank. With the sharding of "
-            f"actor.backend, the fullest rank needs about {plan.share / 2**20:,.1f} MiB, plus the memory of the process "
+            f"actor.backend, a rank needs at most about {plan.share / 2**20:,.1f} MiB, plus the memory of the process "
             "itself (docs/layouts.md)."
         )
     if plan.transfer:

@@ -48,8 +48,8 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 def run_experiment(config: BaseExperimentConfig) -> None:
     """Check the configuration, create the trainer, and run the experiment to its end.
 
-    If recovery is enabled, an engine failure, such as a dead process, does not end the run. The run resumes from the newest
-    recovery checkpoint, at most ``recover.retries`` times.
+    If recovery is enabled, the run survives up to ``recover.retries`` engine failures, such as dead processes. After each
+    failure, the run resumes from the newest recovery checkpoint.
     """
     check_inputs(config)
     with open_log(config):
@@ -75,7 +75,10 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
             if attempt > retries:
                 raise
             _log.warning(
-                "retry %d of %d starts from the newest recovery checkpoint, after: %s", attempt, retries, error
+                "retry %d of %d, from the newest recovery checkpoint, after an engine failure: %s",
+                attempt,
+                retries,
+                error,
             )
 
 
@@ -108,7 +111,7 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
     logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
         raise UsageError(
-            f"--resume {run}: the run is not in the directory of its configuration; move the run back to {logs}"
+            f"--resume {run}: according to its config.yaml, this run belongs in {logs}; move the run back to this directory"
         )
     if not config.recover.enabled:
         raise UsageError(
@@ -118,7 +121,10 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
 
 
 def _dry_run(config: BaseExperimentConfig) -> str:
-    """Check the configuration and its inputs, and return a description of the run. Neither load a model nor write a file."""
+    """Check the configuration and its inputs, and return a description of the run.
+
+    The function neither loads a model nor writes a file.
+    """
     from areno.experiments.trainers.engines import machine_of
     from areno.experiments.trainers.row_source import RowSource, load_dataset
 

@@ -104,7 +104,7 @@ def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
 
 
 def _show(output: Path, shown: int) -> int:
-    """Print the file from byte ``shown`` on, and return the new value of ``shown``."""
+    """Print the output after the first ``shown`` bytes, and return the new value of ``shown``."""
     if not output.exists():
         return shown
     with open(output, "rb") as file:

@@ -27,7 +27,7 @@ _POLL_S, _AT_ONCE = 0.05, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A process to start, whose Python module connects to this process (:func:`areno.launch.links.dial`).
+    """A worker process to start. Its Python module must call :func:`areno.launch.links.dial` to connect to this process.
 
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.
@@ -75,9 +75,9 @@ class RoleNeed:
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Return the number of workers of ``holder`` whose cores and GPUs one worker of this colocated role shares.
+        """Return how many workers of ``holder`` share their cores and GPUs with one worker of this colocated role.
 
-        Worker ``n`` uses the GPUs of ``span`` consecutive workers of ``holder``, from number ``n * span`` on.
+        Worker ``n`` of this role uses the GPUs of ``span`` consecutive workers of ``holder``, starting at ``n * span``.
         """
         return max(math.ceil(self.gpu / max(holder.gpu, 1)), 1)
 
@@ -136,7 +136,7 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The name service of a run's tasks. ``root`` is the prefix of all names, which is unique to the run."""
+    """The name service of a run's tasks. ``root`` is the prefix of all names. Each run has a unique prefix."""
 
     options: NameOptions
     root: str
@@ -243,7 +243,7 @@ def _wait_for_connection(
         code = process.poll()
         where = f"{task.name} on {process.node}" if process.node else task.name
         if code is not None and not connection.done():
-            raise EngineError(f"{where} exited with code {code} before connecting to this process")
+            raise EngineError(f"{where} exited with code {code} before connecting to the process that started it")
         if time.monotonic() > deadline:
             raise EngineError(
                 f"{where} has not connected within {timeout_s:g} s; make sure that the worker's machine can reach all ports of "

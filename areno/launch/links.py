@@ -22,8 +22,10 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker. On another machine, ``LINK`` is ``HOST:PORT/NAME``, and ``KEY`` is the run's key in hex.
-On the starter's machine, ``LINK`` is the file descriptor of an inherited socket, and ``KEY`` is not set.
+"""Environment variables of a worker.
+
+On a Ray or Slurm cluster, ``LINK`` is ``HOST:PORT/NAME``, and ``KEY`` is the run's key in hex. Otherwise, ``LINK`` is the file
+descriptor of an inherited socket, and ``KEY`` is not set.
 """
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
@@ -80,7 +82,7 @@ class Listener:
         return future
 
     def forget(self, name: str) -> None:
-        """Do not accept the connection of a worker any longer."""
+        """Stop waiting for the connection of a worker."""
         self._expected.pop(name, None)
 
     def environment(self, name: str) -> dict[str, str]:

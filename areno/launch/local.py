@@ -1,4 +1,4 @@
-"""Starts processes on this machine, and connects each process to this process by a private socket pair."""
+"""Starts workers on this machine. A private socket pair connects each worker to the process that starts it."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Uses the environment and the commands of roles; reserves no resources."""
+    """See :class:`areno.launch.launcher.Launcher`. Applies the roles' environments and commands, but reserves no resources."""
 
     names: Names | None = None
     host = "127.0.0.1"

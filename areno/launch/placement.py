@@ -10,7 +10,7 @@ Placement = dict[str, list[str]]
 
 
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Choose a node for each worker of each role. The first worker of the first role is on its first allowed node.
+    """Choose a node for each worker of each role. The first worker of the first role gets its first allowed node.
 
     Workers with GPUs fill one node after another. A worker without GPUs is placed on the node with the fewest cores in use.
 
@@ -38,8 +38,8 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
             )
             if not fitting:
                 raise UsageError(
-                    f"{need.workers} workers of {role} need {need.gpu} GPUs each, but the other roles leave too few free GPUs "
-                    f"on {len(nodes)} nodes with {gpus_per_node} GPUs each; raise cluster.n_nodes, or use smaller sizes in "
+                    f"{need.workers} workers of {role} need {need.gpu} GPUs each, but too few GPUs are free on "
+                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each; raise cluster.n_nodes, or use smaller sizes in "
                     f"{role}.backend"
                 )
             node = fitting[0] if gpus_needed else min(fitting, key=lambda name: cores[name])
@@ -50,9 +50,9 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
 
 
 def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> list[str]:
-    """Return the nodes of colocated workers, each of which shares the cores and GPUs of ``span`` other workers.
+    """Return the node of each colocated worker. Each such worker shares the cores and GPUs of ``span`` other workers.
 
-    ``holders`` are the nodes of these other workers.
+    ``holders`` are the nodes of the other workers, in the order of these workers.
     """
     shared = [holders[at : at + span] for at in range(0, len(holders) - span + 1, span)][: need.workers]
     if divided := next((nodes for nodes in shared if len(set(nodes)) > 1), None):
@@ -81,7 +81,7 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int, int]:
-    """Return the maxima over the nodes of the cores in use, of the GPUs in use and of the requested memory in GB."""
+    """Return the maximum number of cores, of GPUs and of GB of memory that the workers need on a single node."""
     cores, gpus, memory = dict[str, int](), dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

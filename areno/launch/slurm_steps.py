@@ -194,11 +194,11 @@ def size() -> tuple[int, int]:
 def exit_code_of(job: str) -> int | None:
     """Return the exit code of a job; None if the job is pending or running.
 
-    The exit code of a job that a signal killed is 128 + signal. The function retries for a minute, because a controller that
-    restarts may not know the job yet.
+    The exit code of a job that a signal killed is 128 + signal. The function retries for a minute, because a
+    restarted Slurm controller may not know the job yet.
 
     Raises:
-        EngineError: the controller does not respond, or does not know the job.
+        EngineError: the Slurm controller does not respond, or does not know the job.
     """
     deadline = time.monotonic() + _AWAY_S
     while True:

@@ -52,7 +52,7 @@ def connect(setting: str) -> Any:
 
 
 class _StoreActor(MemoryStore):
-    """A memory store in which a repeated call returns the result of the first call and changes nothing."""
+    """A memory store that executes each call only once. If a call is retried, the first result is returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class _StoreActor(MemoryStore):
 class RayStore:
     """See :class:`NameStore`. Raises UsageError if there is no Ray cluster.
 
-    The actor outlives the processes that use the store. After Ray has restarted the actor, the store is empty until the next
-    :meth:`touch` of each process, which writes the values of the process again.
+    The actor outlives the processes that use the store. If Ray restarts the actor, the store is empty at first. Each
+    process then writes its values again at its next :meth:`touch`.
     """
 
     def __init__(self, actor_name: str) -> None:

@@ -1,4 +1,4 @@
-"""The client of a name store, which adds and reads names and keeps values alive."""
+"""The client of a name store. The client adds, reads and deletes names, and keeps values alive."""
 
 import logging
 import threading
@@ -110,8 +110,8 @@ class Repository:
     ) -> None:
         """Call ``call_back`` once, in a thread, when one of the names loses its value.
 
-        A name that gets no value within ``wait_timeout`` seconds also leads to the call. This time starts again whenever the
-        store is unreachable.
+        If a name gets no value within ``wait_timeout`` seconds, ``call_back`` is also called. This timeout restarts whenever
+        the store is unreachable.
         """
         watched = [_normal(name) for name in ([names] if isinstance(names, str) else names)]
 

@@ -1,7 +1,7 @@
 """Name stores in the memory of a process, or in files of a shared folder.
 
-The operations of a store are atomic, and never wait for a value. :class:`areno.name_resolve.repository.Repository` adds
-waiting for values.
+The operations of a store are atomic, and never wait for a value. To wait for a value, use
+:meth:`areno.name_resolve.repository.Repository.wait`.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ def train_tokenizer(
 
 
 def make_checkpoint(folder: Path, seed: int) -> int:
-    """Save the quickstart's randomly initialized model and its tokenizer; returns the number of parameters."""
+    """Save the quickstart's randomly initialized model and its tokenizer. Return the number of parameters."""
     return save_random_model(folder, make_tokenizer(), seed)
 
 

@@ -1,9 +1,9 @@
 """The toy task of the quickstart: sums of three-digit numbers with a verifiable reward.
 
-Demonstrations of "Step by step, what is 347 + 182?" always show the work, which is the addition digit by digit.
-Demonstrations of the plain wordings mostly state only the answer. After SFT, the model rarely shows the work for a plain
-wording. GSPO rewards only the correct answer, and the model learns to show the work for every wording. A hash of the two
-numbers decides whether a sum is held out.
+A question has one of three wordings. For the wording "Step by step, what is 347 + 182?", all demonstrations show the work,
+which is the addition digit by digit. For the plain wordings, such as "What is 347 + 182?", most demonstrations state only the
+answer. After SFT, the model rarely shows the work for a plain wording. GSPO rewards only the correct answer, and the model
+learns to show the work for every wording. A hash of the two numbers decides whether a sum is held out.
 """
 
 import hashlib

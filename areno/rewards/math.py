@@ -4,7 +4,7 @@ Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The answer of a compl
 box, math-verify searches the text. Some answers take long to verify, such as a tower of powers. In a worker process, such an
 answer counts as wrong after a few seconds, so that a run does not stall.
 
-math-verify parses the content of a box as one expression, such as ``72 dollars`` as the product of 72 and seven letters.
+math-verify parses the content of a box as one expression. For example, ``72 dollars`` is the product of 72 and seven letters.
 Words around a single expression are therefore removed. If both answers consist of words, the answers are compared as text.
 """
 
@@ -46,7 +46,7 @@ _text_warning_logged = threading.Event()
 
 
 def math_verify_reward(completion: str, answer: Any) -> float:
-    """Return the reward of a completion, which is compared with the reference answer.
+    """Compare a completion with the reference answer, and return the reward.
 
     Args:
         completion: text of the completion.
@@ -78,7 +78,7 @@ def math_verify_reward(completion: str, answer: Any) -> float:
 
 
 def _final(reference: str) -> str:
-    """The final answer of a reference: its last box, else the text after ``####`` or ``answer is``, else the entire text."""
+    """Return the final answer in a text: the last box, else the text after ``####`` or ``answer is``, else the entire text."""
     if (box := reference.rfind("\\boxed")) >= 0:
         return reference[box:]
     if _FINAL_MARK in reference:
@@ -100,7 +100,7 @@ def _boxed(text: str, warn: bool = False) -> str:
 
 
 def _box_content(text: str) -> str | None:
-    """The content of the box with which ``text`` starts. None if the braces of the box do not close."""
+    """Return the content of the box with which ``text`` starts; None if the braces of the box do not close."""
     depth = 0
     start = len("\\boxed")
     for index, character in enumerate(text[start:], start):
@@ -111,7 +111,7 @@ def _box_content(text: str) -> str | None:
 
 
 def _words(answer: str) -> str | None:
-    """The words of an answer that consists of words, in lower case. None for numbers, and for expressions such as ``xy``."""
+    """Return the words of an answer in lower case; None if the answer is a number or an expression, such as ``xy``."""
     content = _box_content(answer) if answer.startswith("\\boxed") else answer
     text = _PLAIN_TEXT.sub(r"\1", content or "").replace("$", "").strip(" \n.,;:?!")
     words = re.findall(r"[^\W\d_]+", text.lower())
@@ -121,7 +121,7 @@ def _words(answer: str) -> str | None:
 
 
 def _expression(text: str) -> str | None:
-    """The expression in a text, such as ``72`` in ``72 dollars.``. None unless the text has exactly one expression."""
+    """Return the expression in a text, such as ``72`` in ``72 dollars.``; None if the text has none or several."""
     words = [match["word"].lower() for match in _TOKEN.finditer(text) if match["word"]]
     prose = [word for word in words if word in _UNITS or (len(word) > 2 and word not in _MATH_WORDS)]
     pieces = [text]
@@ -149,7 +149,7 @@ def _warn_of_text(text: str) -> None:
         return
     _text_warning_logged.set()
     _log.warning(
-        "the reference answer %r is not a single number or expression, so only the same text is correct; "
-        "drop such rows in the loader, or reduce them to their result (logged once)",
+        "the reference answer %r is not a single number or expression, so only an answer with the same text is "
+        "correct; in the loader, drop such rows, or replace their answers by the results (logged once)",
         text[:200],
     )

@@ -214,7 +214,7 @@ class RewardRunner:
             )
 
     def _time_to_deadline(self) -> float:
-        """Seconds until the earliest deadline of the workers, at most ``_MAX_WAIT_S``."""
+        """Return the seconds until the earliest deadline of the workers, at most ``_MAX_WAIT_S``."""
         now = time.monotonic()
         deadlines = [self._deadline(slot) for slot in self._pool.slots if not slot.idle]
         return min(max(min(deadlines, default=now) - now, 0.0), _MAX_WAIT_S)

@@ -64,7 +64,7 @@ def fork_supervised(lifeline: int, connection: int | None = None) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Running descendants of a process."""
+    """Return the running descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

@@ -72,7 +72,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def source_file(function: Callable[..., Any]) -> str:
-    """The file that defines ``function``; empty for built-ins."""
+    """Return the file that defines ``function``; empty for built-ins."""
     inner = inspect.unwrap(getattr(function, "func", function))
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return code.co_filename if code else ""
@@ -95,8 +95,8 @@ def as_reward(value: Any) -> PartValues:
         return _as_number(value)
     if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
         raise RewardError(
-            f"returned parts named {list(value)!r:.80}; return at least one part; a name has letters, digits, `_`, "
-            "`.` and `-`, and starts with a letter or `_`"
+            f"returned parts named {list(value)!r:.80}; return at least one part; a part name has letters, digits, "
+            "`_`, `.` and `-`, and starts with a letter or `_`"
         )
     return {name: _as_number(part, f" as the part {name}") for name, part in value.items()}
 
@@ -210,8 +210,8 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def timeout_text(timeout_s: float) -> str:
-    """The error message of a record that exceeded its deadline."""
-    return f"no result within {timeout_s:g} s (--reward-timeout-s)"
+    """Return the error message of a record that exceeded its deadline."""
+    return f"no result within {timeout_s:g} s (--reward-timeout-s, reward.timeout_seconds)"
 
 
 def _truncate(text: str) -> str:

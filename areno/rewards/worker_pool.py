@@ -92,7 +92,7 @@ class WorkerProcess:
             self._process.wait(timeout_s)
 
     def exit_reason(self) -> str:
-        """Reason why the process exited. Call this method after the process has closed the connection."""
+        """Return why the process exited. Call this method after the process has closed the connection."""
         try:
             code = self._process.wait(timeout=_CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ class RewardProcess(WorkerProcess):
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
-        """Send jobs to an idle worker, which reads them at once. A worker that reads nothing for a minute is killed."""
+        """Send jobs to an idle worker, which reads them immediately. A worker that reads nothing for a minute is killed."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
         except TimeoutError:
@@ -165,7 +165,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Reason why the thread ended with an error. Empty after :meth:`request_exit`."""
+        """Return why the thread ended with an error; empty after :meth:`request_exit`."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
@@ -227,7 +227,7 @@ class WorkerPool:
         self.slots[position] = self._started(position)
 
     def close(self) -> None:
-        """Stop all workers. Idle workers get a second to clean up."""
+        """Stop all workers. Idle workers get one second to clean up."""
         idle = [slot for slot in self.slots if slot.idle]
         deadline = time.monotonic() + _CLOSE_GRACE_S
         self._selector.close()

@@ -1,6 +1,6 @@
 """Reads and writes the files of a run, such as its checkpoints, without importing torch.
 
-- ``run_layout``: paths of each front end, and a run's newest model
+- ``run_layout``: paths of ``areno train`` and ``areno run``, and the lookup of a run's newest model
 - ``run_dir``: the files of a run directory
 - ``run_lock``: one writer per run
 - ``run_status``: how a run ended

@@ -39,7 +39,10 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of a run below ``root``, which the first save creates. Keeps the newest ``keep``, or all if None."""
+    """The checkpoints of a run below ``root``, which the first save creates.
+
+    Only the newest ``keep`` checkpoints are kept, or all checkpoints if ``keep`` is None.
+    """
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class CheckpointFolder:
         return None
 
     def rewind(self, step: int) -> None:
-        """Rename the checkpoints of the steps after ``step``, which the run repeats, to ``.rewound-...``."""
+        """Rename the checkpoints of the steps after ``step`` to ``.rewound-...``, because the run repeats these steps."""
         for path_step, path in self._newest_first():
             if path_step > step:
                 hidden = self._set_aside(path, _REWOUND)
@@ -147,7 +150,7 @@ class CheckpointFolder:
     def _newest_first(self) -> list[tuple[int, Path]]:
         """Return steps and folders of all checkpoints, also of incomplete checkpoints, newest first.
 
-        At equal steps, ``best`` comes last. A damaged ``best`` is renamed unless there is no other checkpoint.
+        At equal steps, ``best`` comes last. If there are other checkpoints, a damaged ``best`` is renamed.
         """
         if not self.root.is_dir():
             return []
@@ -181,7 +184,9 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete all checkpoints except the newest ``keep``, and except the newest of at most ``sound_until`` steps.
+        """Delete all checkpoints except the newest ``keep``.
+
+        The newest checkpoint of at most ``sound_until`` completed steps is kept too.
 
         Raises CheckpointError if a checkpoint cannot be deleted.
         """
@@ -220,7 +225,10 @@ class CheckpointFolder:
         return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of a step. If the deletion is interrupted, the checkpoint is either intact or hidden."""
+        """Delete the checkpoint of a step.
+
+        If the deletion is interrupted, the checkpoint either is intact or already has a temporary name.
+        """
         trash = self.root / f"{_TRASH}{self.path(step).name}"
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(self.path(step), trash)

@@ -63,7 +63,7 @@ def check_files(folder: Path, *, required: bool = False) -> None:
     """Verify a checkpoint against its manifest. A missing manifest is an error only if ``required`` is set.
 
     Raises:
-        DamagedCheckpointError: a file differs from the manifest, or the manifest is malformed or missing.
+        DamagedCheckpointError: a file is missing or differs from the manifest, or the manifest itself is malformed or missing.
         CheckpointError: a file cannot be read.
     """
     path = folder / STATE_FOLDER / _MANIFEST

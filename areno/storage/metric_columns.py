@@ -97,7 +97,7 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """Return the beginning of the line before the read position, which changes only if the file is replaced."""
+        """Return the beginning of the line that was read last. These bytes change only if the file is replaced."""
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

@@ -31,7 +31,7 @@ class RunDirectory:
     """The files of one run. Methods that write a file raise ArenoError on failure.
 
     Args:
-        layout: paths that depend on the front end.
+        layout: paths that differ between ``areno train`` and ``areno run``.
         opened: function that opens a file for reading.
     """
 

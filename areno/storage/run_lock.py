@@ -97,7 +97,10 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
 
 
 def _take(descriptor: int) -> None:
-    """Take the lock, or raise OSError after about 0.2 s of retries, because :func:`is_locked` briefly holds the lock."""
+    """Take the lock, or raise OSError after about 0.2 s.
+
+    The call retries, because :func:`is_locked` briefly holds the lock.
+    """
     for _ in range(_TRIES - 1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -39,8 +39,8 @@ def recorded_status(run_dir: RunDirectory) -> Iterator[None]:
 def read_status(run_dir: RunDirectory) -> dict[str, Any]:
     """Return the recorded status of a run; {} if there is no record.
 
-    The keys include ``state``, ``started`` and ``ended``. The status of a stopped run also has ``signal``, and the status of a
-    failed run has ``error``. If the process exited without recording its end, ``state`` is ``killed``.
+    The keys include ``state`` and ``started``. A run that has recorded its end also has ``ended``. A stopped run also has
+    ``signal``, and a failed run has ``error``. If the process exited without recording its end, ``state`` is ``killed``.
     """
     status = run_dir.read_json(run_dir.status_path)
     if status.get("state") == RUNNING and not is_locked(run_dir.path):

@@ -1,4 +1,4 @@
-"""The index of ``samples.jsonl``, with a fixed-size entry per sample. A list of a million samples needs only the index.
+"""The index of ``samples.jsonl``, with a fixed-size entry per sample. To list all samples, a reader needs only the index.
 
 The writer appends to ``samples.jsonl``, and then to ``samples.index``. If a run is killed between the two writes, the last
 samples have no entry. A reader therefore scans the samples after the last entry.
@@ -163,7 +163,10 @@ def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
 
 
 def _indexed(samples: Path, opened: Opener) -> Entries:
-    """Return the entries of the index, without memory mapping, which is fatal if another process truncates the file."""
+    """Return the entries of the index.
+
+    The file is not memory-mapped, because this process would crash if another process truncated the file.
+    """
     path = index_path(samples)
     if not path.exists():
         return np.zeros(0, ENTRY)

@@ -37,10 +37,7 @@ def test_an_experiment_without_recovery_checkpoints_is_refused(experiment, capsy
 def test_a_moved_experiment_is_refused(experiment, capsys):
     moved = experiment.rename(experiment.with_name("moved"))
     assert main(["run", "--resume", str(moved)]) == 2
-    assert (
-        f"the run is not in the directory of its configuration; move the run back to {experiment}"
-        in capsys.readouterr().err
-    )
+    assert f"this run belongs in {experiment}; move the run back to this directory" in capsys.readouterr().err
 
 
 def test_an_unknown_setting_is_refused(experiment, capsys):

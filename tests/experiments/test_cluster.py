@@ -227,7 +227,7 @@ def test_launch_shows_the_job_and_starts_nothing(tmp_path, capsys):
     assert main([*words, "scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=0"]) == 0
     assert "#SBATCH --nodes=2" in capsys.readouterr().out
     assert main([*words, "scheduler.type=ray", "rollout.backend=areno:d3"]) == 0
-    assert "rollout: 3 workers (shared), each with 8 CPUs, 1 GPUs" in capsys.readouterr().out
+    assert "rollout: 3 workers (ray_placement_strategy=shared), each with 8 CPUs, 1 GPUs" in capsys.readouterr().out
     assert main(words) == 2
     assert "set scheduler.type to ray or slurm" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

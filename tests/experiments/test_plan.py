@@ -105,7 +105,7 @@ def test_the_size_of_a_cluster_is_not_that_of_this_machine(tiny_checkpoint, tmp_
     sizes = {"actor.backend": "fsdp:d4", "scheduler.type": kind, "cluster.n_gpus_per_node": 8}
     plan = plan_experiment(settings_of_kind("rl", tiny_checkpoint, tmp_path, RL | sizes), GIB)
     assert plan.rollout is not None
-    assert plan.titles == ("actor, fsdp:d4", "one rollout replica of 2 (rollout.backend areno:d2)")
+    assert plan.titles == ("actor, fsdp:d4", "one rollout replica, of 2 in total (rollout.backend areno:d2)")
 
 
 def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpoint, tmp_path, capsys, monkeypatch):
@@ -122,7 +122,7 @@ def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpo
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
-    titles = ("actor, fsdp:d1:", "one rollout replica of 1 (rollout.backend areno:d1):")
+    titles = ("actor, fsdp:d1:", "one rollout replica, of 1 in total (rollout.backend areno:d1):")
     assert all(words in text for words in (*titles, "Fits: yes."))
     monkeypatch.setattr("areno.experiments.plan.available_bytes", lambda _: 700 * 2**20)
     assert main(["plan", str(file), "--json"]) == 1

@@ -97,7 +97,7 @@ def test_hanging_record_is_killed_at_its_deadline_and_only_that_record_fails(rew
     with RewardRunner(path=path, timeout_s=0.5, workers=1, on_error="drop") as runner:
         outcomes = runner.run(records("a", "hang", "b", "hang", "c"))
         assert _values(outcomes) == [1.0, None, 1.0, None, 1.0]
-        assert "no result within 0.5 s (--reward-timeout-s)" in outcomes[1].error
+        assert "no result within 0.5 s (--reward-timeout-s, reward.timeout_seconds)" in outcomes[1].error
         assert 0.5 <= outcomes[1].seconds < 3
         assert _values(runner.run(records("a"))) == [1.0], "the runner keeps working"
     assert time.monotonic() - start < 8

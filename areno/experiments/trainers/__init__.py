@@ -7,7 +7,8 @@ A step of reinforcement learning is ``PPOTrainer.run_step`` in ``rl``:
 3. advantage and update: :mod:`areno.training.objectives.policy`, with settings and loss from ``update``
 4. new weights: ``update_weights`` of :class:`areno.rollouts.fleet.fleet.RolloutFleet` sends the weights to the replicas
 
-- ``row_source``: reads the data; ``engines``: creates engines from sections; ``experiment_reporter``: reports steps.
+- ``row_source``: reads the data; ``engines``: creates engines from configuration sections.
+- ``experiment_reporter``: reports steps.
 """
 
 from areno.experiments.trainers.rl import PPOTrainer

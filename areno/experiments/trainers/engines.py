@@ -46,7 +46,7 @@ _ROWS_PER_PASS = 8
 
 
 def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield problems with the ``model_type`` of hub models. Downloads only the configurations of these models."""
+    """Yield problems with the ``model_type`` of models on the Hugging Face Hub. Download only their configurations."""
     for path, _, section in walk(config):
         if (
             isinstance(section, TrainEngineConfig)
@@ -100,7 +100,7 @@ def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> La
         if total % size:
             raise UsageError(
                 f"actor.archon.pp_layers_per_stage={stages.layers_per_run} divides the {layers} layers of {actor.path} into "
-                f"{total} chunks, which is not a multiple of the {size} stages; use "
+                f"{total} chunks, but {total} is not a multiple of the {size} stages; use "
                 f"{-(-(layers + sum(stages.less)) // (chunks * size))}"
             )
         chunks = total // size
@@ -126,7 +126,7 @@ def machine_of(config: BaseExperimentConfig) -> Machine:
 def engine_config(
     section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, gpu: bool | None = None, **more: Any
 ) -> EngineConfig:
-    """Return the engine configuration for the model of a section, whose ``auto`` values must be resolved.
+    """Return the engine configuration for the model of a section. All ``auto`` values of the section must be resolved.
 
     ``gpu`` is whether to use a GPU. If ``gpu`` is None, the engine uses a GPU if this machine has one.
     """
@@ -277,7 +277,7 @@ def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
     """Return the device of each rollout rank; None on a CPU.
 
-    The rollout ranks use the devices after the actor's devices or, with ``colocation``, the actor's devices.
+    Colocated rollout ranks use the actor's devices. Otherwise, rollout ranks use the devices after the actor's devices.
     """
     if not gpus:
         return None

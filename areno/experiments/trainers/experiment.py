@@ -65,7 +65,10 @@ def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = Fal
 
 
 class ExperimentTrainer(TrainingLoop):
-    """Base class of the trainers, for use as a context manager. A dataset that is None is loaded from its section."""
+    """Base class of the trainers, for use as a context manager.
+
+    A dataset that is None is loaded from the source that its configuration section names.
+    """
 
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
@@ -149,7 +152,10 @@ class ExperimentTrainer(TrainingLoop):
     def _read_rows(
         self, train: Sequence[Any] | None, valid: Sequence[Any] | None
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """Load the datasets that were not passed, before a model is loaded, because data errors are frequent."""
+        """Return the training and the evaluation dataset. Load each dataset that was not passed.
+
+        Data is loaded before a model, because data errors are frequent.
+        """
         config, passed = self.config, {"train_dataset": train, "valid_dataset": valid}
         Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if passed[name] is None)))
         if train is None and valid is None and held_out_is_trained(config):
@@ -168,7 +174,7 @@ class ExperimentTrainer(TrainingLoop):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Raise :class:`DataError` if the first row of the section ``name`` lacks a value that the experiment needs."""
+        """Raise :class:`DataError` if the first row of the dataset ``name`` lacks a value that the experiment needs."""
         section, loader = getattr(config, name) or config.train_dataset, f"{name}.dataset_kwargs.{LOADER}"
         if cls.needs and (problem := row_problem(cls.needs, rows[0], f"{name} {section.path}", loader)):
             raise DataError(problem)
@@ -272,7 +278,10 @@ class ExperimentTrainer(TrainingLoop):
         return self._data_size
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the steps in order. Each step fetches its own rows, because rollout reads rows of later steps."""
+        """Yield the steps in order, without rows.
+
+        :meth:`run_step` fetches the rows itself, because the rollout may run ahead and read the rows of later steps.
+        """
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step, state.step, self.rows.steps_per_epoch, self._total_steps)
         if at.epoch_step >= at.steps_per_epoch:
@@ -329,7 +338,7 @@ class ExperimentTrainer(TrainingLoop):
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Finish pending saves, and save the models of the last step unless they are saved or ``saver.mode`` is off."""
+        """Finish pending saves. Then save the last step's models, unless they are already saved or ``saver.mode`` is off."""
         self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)

@@ -80,7 +80,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:
-        """Show the step if the output is a terminal. Otherwise do nothing, because the log has a table."""
+        """Show the step if the output is a terminal. Otherwise do nothing, because the log shows the statistics."""
         if isinstance(self.display, LiveProgress):
             super().show(step, outcome)
 
@@ -97,7 +97,7 @@ class ExperimentReporter(Reporter):
         return self._stats_logger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the statistics logger, and drop the lines of later steps."""
+        """Restore the state of the statistics logger, and drop the lines of later steps from the run's files."""
         self._stats_logger.load_state_dict(state)
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ generation and training.
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
       -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
 
-While the model trains on a batch, the next batches are generated. ``rollout.max_head_offpolicyness`` is the maximum number of
-weight versions by which generation is ahead of training.
+With separate processes, the next batches are generated while the model trains on a batch. Generation may be ahead of training
+by at most ``rollout.max_head_offpolicyness`` weight versions.
 """
 
 import logging
@@ -416,7 +416,10 @@ class PPOTrainer(ExperimentTrainer):
         return self.optimize(rows, loss, engines.micro_batching(critic.mb_spec), rate, update.CRITIC)
 
     def measure(self) -> dict[str, float]:
-        """Run the evaluation workflow on the held-out rows, while generation for training continues."""
+        """Run the evaluation workflow on the held-out rows, and return the metrics.
+
+        Generation for training continues meanwhile.
+        """
         assert self.eval_rows is not None
         rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None

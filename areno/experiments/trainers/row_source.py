@@ -1,4 +1,4 @@
-"""Loads the rows of a dataset, and iterates over the rows in epochs from a position that checkpoints contain."""
+"""Loads the rows of a dataset, and iterates over the rows in epochs. Checkpoints contain the position in the data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -90,7 +90,7 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, sequences=numbers.get(f"{self.section}/n_seqs", self.rows.batch_size))
 
     def measure(self) -> dict[str, float]:
-        """Return the loss on the held-out rows, and its statistics."""
+        """Return the loss and the other statistics on the held-out rows."""
         assert self.eval_rows is not None
         rows = sequences(self.eval_rows)
         stats = self.engine.measure(rows, self.loss_fn, self.batching)
@@ -132,7 +132,10 @@ class DPOTrainer(SupervisedExperimentTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Set the reference log-probs of all rows, unless ``actor.algorithm`` is set, whose loss uses no reference."""
+        """Set the reference log-probs of all rows.
+
+        If ``actor.algorithm`` is set, do nothing, because its loss uses no reference.
+        """
         if self.config.actor.algorithm:
             return
         self.display.phase("reference")
@@ -153,7 +156,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
 
 
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
-    """Return the preference loss of a section.
+    """Return the preference loss that the ``actor`` section configures.
 
     IPO compares log-probs averaged per token, so its target 1 / (2 beta) does not depend on the length. If the loss of
     ``actor.algorithm`` is made by :func:`areno.loss_fns.units.mean_loss`, its statistics have the names that DPO uses.

@@ -94,7 +94,10 @@ def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.p
 
 
 def with_version(loss: functools.partial[Any], version: int) -> functools.partial[Any]:
-    """Bind ``version``, the weight version that the update produces, if the loss has this parameter."""
+    """Return the loss with its parameter ``version`` bound to the weight version that the update produces.
+
+    A loss without this parameter is returned unchanged.
+    """
     return functools.partial(loss, version=version) if "version" in inspect.signature(loss).parameters else loss
 
 
