@@ -230,7 +230,8 @@ def _read_arrow(path: Path) -> pa.Table:
                 return pa.ipc.open_stream(file).read_all()
     except pa.ArrowException as error:
         raise DataError(
-            f"{path}: the file is in neither Arrow's file format nor Arrow's stream format: {first_line(error)}"
+            f"{path}: the file is in neither Arrow's file format nor Arrow's stream format: {first_line(error)}; write the "
+            "file again"
         ) from error
 
 

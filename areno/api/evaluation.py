@@ -181,12 +181,12 @@ def _completions(
 def _checked(scores: Sequence[float | None], expected: int) -> list[float | None]:
     if len(scores) != expected:
         raise RewardError(
-            f"the reward source returned {len(scores)} rewards for {expected} answers; return one reward per answer"
+            f"the reward function returned {len(scores)} rewards for {expected} answers; return one reward per answer"
         )
     non_finite = [score for score in scores if score is not None and not math.isfinite(score)]
     if non_finite:
         raise RewardError(
-            f"the reward source returned {non_finite[0]}; return a finite number, or None for a reward that failed"
+            f"the reward function returned {non_finite[0]}; return a finite number, or None for a reward that failed"
         )
     return list(scores)
 
@@ -236,8 +236,8 @@ class _EvalTotals:
     def metrics(self) -> dict[str, float]:
         if not self.lengths:
             raise RewardError(
-                f"the evaluation has no answers: {self.skipped_long} prompts are too long, and all samples of the other "
-                "prompts failed; see the log for the errors"
+                f"the evaluation has no answers: all samples of all {self.num_prompts} prompts failed or were dropped, and "
+                f"{self.skipped_long} prompts were skipped because they are too long; see the log for the errors"
             )
         if not self.rewards:
             raise RewardError(

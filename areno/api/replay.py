@@ -37,7 +37,10 @@ class ReplayTrainer(RolloutTrainer):
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and set the step number of the recorded rows. The weights may be from an earlier step."""
+        """Create the objective, and set the current step to that of the recorded rows.
+
+        The weights may be from an earlier step.
+        """
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}

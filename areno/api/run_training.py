@@ -209,7 +209,10 @@ def run_evaluation(
 
 
 def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type | None = None) -> DatasetTrainer:
-    """Create the algorithm's training loop, which uses an SDK trainer. ``kind`` replaces the loop's class."""
+    """Create a training loop that uses an SDK trainer.
+
+    The class of the loop is ``kind`` or, by default, the algorithm's trainer class.
+    """
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()

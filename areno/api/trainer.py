@@ -51,7 +51,10 @@ class Trainer(Sampler):
         self._skipped = [0, 0]  # number of prompts that were too long: since the last step, and in total
 
     def init(self) -> None:
-        """Load the tokenizer and the model. Call this method before all other methods, and again after :meth:`close`."""
+        """Load the tokenizer and the model. Call this method before all other methods.
+
+        To use the trainer again after :meth:`close`, call this method again.
+        """
         super().init()
         self._events = EventWriter(self._metrics_log_dir) if self._metrics_log_dir else None
 

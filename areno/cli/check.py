@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def checks(report: dict[str, Any]) -> list[Check]:
-    """Return the results of all checks of a report by ``areno env``."""
+    """Run all checks on a report of ``areno env``, and return the results."""
     parts = (_python, _required, _devices, _mps, _cuda, _optional, _compiler, _folders, _memory)
     return [check for part in parts for check in part(report)]
 

@@ -74,9 +74,9 @@ def _find(entries: Entries, name: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {name}: this sample is not recorded; for the first prompts of each step, the run records only "
-        f"each prompt's best, worst and first sample, from {sample_id(entries[0])} to {sample_id(entries[-1])}; omit "
-        "--sample to list the recorded samples"
+        f"--sample {name}: this sample is not recorded; for each of the first prompts of a step, a run records only the "
+        f"best, the worst and the first sample; omit --sample to list the recorded samples ({sample_id(entries[0])} to "
+        f"{sample_id(entries[-1])})"
     )
 
 

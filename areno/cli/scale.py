@@ -11,8 +11,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno scale",
-        description="Change the number of rollout replicas of a run in progress. Without REPLICAS and --add, print the "
-        "current number.",
+        description="Change the number of rollout replicas of a run in progress. If neither REPLICAS nor --add is given, "
+        "print the current number.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -7,8 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """When to save, evaluate or write a checkpoint. An action is due when any of its three intervals has passed; None
-    disables an interval.
+    """When to save a model, evaluate, or write a checkpoint.
+
+    An action is due when any of its three intervals has passed; None disables an interval.
     """
 
     epochs: int | None = None

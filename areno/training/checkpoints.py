@@ -65,7 +65,10 @@ class Checkpoints:
         check_files(checkpoint, required=self.spec.strict)
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
-        """Prepare to continue from a checkpoint. Renames checkpoints of later steps, and deletes the oldest over the limit."""
+        """Prepare to continue from a checkpoint.
+
+        Renames the checkpoints of later steps. Deletes the oldest checkpoints if there are more than ``spec.newest``.
+        """
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)

@@ -158,7 +158,7 @@ class TrainingLoop(ABC):
     def keep_rollouts(self, steps: str | None) -> None:
         """Save the rows of each following step, and keep the rows of the newest ``steps`` steps.
 
-        ``steps`` is a number or ``all``. If None, the method has no effect; by default, no rows are saved.
+        ``steps`` is a number or ``all``. If ``steps`` is None, the method has no effect; by default, no rows are saved.
         """
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)

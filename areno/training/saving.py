@@ -66,7 +66,7 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role. If a save is due, :meth:`save` the model and return its path, otherwise None."""
+        """Count a finished step of a role. If a save is due, call :meth:`save` and return the path; otherwise, return None."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 

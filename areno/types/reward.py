@@ -26,8 +26,8 @@ class RewardRecord:
     Attributes:
         prompt: prompt text.
         completion: text that the model generated. The turns of an agent are joined by newlines.
-        rendered_completion: for agents, the text of the last conversation after its first prompt, with special tokens. For
-            other samples, equal to ``completion``.
+        rendered_completion: for agents, the conversation up to the last answer, decoded with special tokens but without the
+            first prompt. For other samples, equal to ``completion``.
         final_answer: text of the last assistant turn.
         answer: reference answer. It is ``solutions`` of the data row or, if missing, ``answer`` of the data row.
         messages: all messages of the conversation, including tool results.

@@ -267,7 +267,7 @@ class RolloutSequence:
             (cancelled).
         text: decoded response, cut before a stop string.
         versions: version of the weights that sampled each token.
-        cut_mass: mean over the tokens of the probability mass that top-k, top-p, min-p and a grammar removed together.
+        cut_mass: probability mass that top-k, top-p, min-p and a grammar removed together, averaged over the tokens.
         top_logprobs: the most likely tokens at each position, with their log-probs. Empty if not requested.
         temperature: temperature of the log-probs, which is 1 for greedy decoding.
         routed_experts: experts that the routers chose for each token of prompt and response (see :mod:`areno.types.routing`).

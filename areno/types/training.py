@@ -170,7 +170,7 @@ class ModelRole:
 
     @property
     def predicts(self) -> Literal["policy", "value", "reward"]:
-        """Kind of the role. ``auto`` is resolved by the name of the role."""
+        """Kind of the role. If ``kind`` is ``auto``, the name of the role determines the kind."""
         if self.kind != "auto":
             return self.kind
         if self.name.startswith(("critic", "value")):

@@ -43,7 +43,7 @@ def test_a_template_that_refuses_a_conversation_is_reported():
 def test_findings_explain_the_consequences():
     [finding] = lint_chat_template(tokenizer_of(FORMATS["thinking"]))
     text = str(finding)
-    assert "drops the reasoning of earlier turns after a user message" in text
+    assert "drops the reasoning of earlier turns when a user message follows an answer with reasoning, " in text
     assert "several training rows with the same reward" in text
 
 

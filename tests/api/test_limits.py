@@ -184,7 +184,9 @@ def test_prompts_that_leave_no_room_for_an_answer_are_skipped_and_counted(tokeni
     data = [{"prompt": "What is 1 plus 2? " * n} for n in (1, 20, 1)]
     [batch] = iter_prompt_batches(data, tokenizer, batch_size=8, max_prompt_tokens=1000, context_limit=60)
     assert (len(batch.items), batch.skipped_long) == (2, 1)
-    with pytest.raises(UsageError, match=r"longer than 3 tokens, which leaves no room for an answer in a context of 4"):
+    with pytest.raises(
+        UsageError, match=r"3 tokens \(longer prompts leave no room for an answer in a context of 4 tokens"
+    ):
         list(iter_prompt_batches(data, tokenizer, batch_size=8, max_prompt_tokens=1000, context_limit=4))
 
 
@@ -201,7 +203,7 @@ def test_a_training_step_stays_within_the_context(short, tmp_path, caplog):
     assert outcome.skipped_long == 4
     assert {len(row.tokens) for row in outcome.rows} == {CONTEXT}
     assert outcome.stats["truncated_ratio"] == 1.0
-    assert "skipped 4 prompts longer than 31 tokens, which leaves no room for an answer" in caplog.text
+    assert "skipped 4 prompts longer than 31 tokens (longer prompts leave no room for an answer" in caplog.text
 
 
 def test_max_context_len_also_limits_prompt_rollouts(tiny_checkpoint, tmp_path):

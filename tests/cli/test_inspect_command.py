@@ -147,7 +147,7 @@ def test_the_error_about_a_missing_sample_names_the_existing_ones(name, tmp_path
     assert main(["inspect", str(write_run(tmp_path / "run")), "--sample", name]) == 2
     error = capsys.readouterr().err
     assert f"--sample {name}: this sample is not recorded; " in error
-    assert "first sample, from 0/0/0 to 3/1/1; omit" in error
+    assert "to list the recorded samples (0/0/0 to 3/1/1)" in error
 
 
 def test_only_the_samples_that_are_shown_are_read(tmp_path, capsys):

@@ -60,7 +60,8 @@ class AgentContext:
             turn = session.recorder.find(turn_id)
             if turn is not None and place != item.place:
                 raise ValueError(
-                    f"the response belongs to prompt {place[0]}, sample {place[1]}; return the response for that sample"
+                    f"the response was generated for prompt {place[0]}, sample {place[1]}, but was returned for prompt "
+                    f"{item.place[0]}, sample {item.place[1]}; return each response only for its own sample"
                 )
             if turn is not None:
                 return turn

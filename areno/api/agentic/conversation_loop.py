@@ -122,7 +122,10 @@ async def converse(
 
 
 def cut_off(message: Mapping[str, Any], finish_reason: str | None) -> bool:
-    """Return whether an answer reached a limit before its first text or tool call; environments do not get this answer."""
+    """Return whether an answer reached a token limit before its first text or tool call.
+
+    Such an answer is not passed to the environment.
+    """
     return finish_reason == "length" and not (message.get("content") or message.get("tool_calls"))
 
 

@@ -1,7 +1,7 @@
 """Creates an agent and a reward function from an environment, which is a class for a game or task.
 
-An environment only implements :class:`Environment`. All environments share the loop of turns and tools in
-``conversation_loop``. Two functions create the hooks of ``areno train`` from the class::
+An environment implements the methods of :class:`Environment`. The code in ``conversation_loop`` runs the turns and tools of
+all environments. Two functions create the hooks of ``areno train`` from the class::
 
     run_agent = run_environment(TicTacToe, max_turns=5)   # --agent-fn
     reward_fn = environment_reward(TicTacToe)             # --reward-fn-path

@@ -41,7 +41,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """A problem that a chat template has if ``step`` follows an answer with reasoning (``thinking``) or without."""
+    """A problem of a chat template if ``step`` follows an answer. ``thinking``: whether the answer has reasoning."""
 
     kind: FindingKind
     step: Step
@@ -50,10 +50,10 @@ class TemplateFinding:
     def __str__(self) -> str:
         if self.kind == "refused":
             return f"the chat template rejects a {self.step} after an answer, so agents that send a {self.step} get an error"
-        after = f"after a {self.step}" + (" if the answer has reasoning" if self.thinking else "")
+        answer = "an answer with reasoning" if self.thinking else "an answer"
         return (
-            f"the chat template {_WHAT[self.kind]} {after}, so a conversation becomes several training rows with the "
-            "same reward, and earlier turns are recomputed"
+            f"the chat template {_WHAT[self.kind]} when a {self.step} follows {answer}, so a conversation becomes several "
+            "training rows with the same reward, and the model computes the earlier turns again"
         )
 
 

@@ -73,7 +73,7 @@ class Tool:
     ``None``, ``Any``, ``Literal``, enums, unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``.
 
     Args:
-        function: sync or async. A sync function must be fast, because it runs in the event loop.
+        function: sync or async function. A sync function must be fast, because it runs in the event loop.
         name: name of the tool; by default the function's name.
 
     Raises:

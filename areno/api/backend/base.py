@@ -87,7 +87,7 @@ _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 
 def register_backend(backend: BackendType) -> BackendType:
-    """Register a backend, so that its name can select it. Raises ValueError if another backend has this name."""
+    """Register a backend, so that it can be selected by name. Raises ValueError if another backend has this name."""
     registered = _REGISTRY.setdefault(backend.name.lower(), backend)
     if registered != backend:
         raise ValueError(
@@ -97,7 +97,7 @@ def register_backend(backend: BackendType) -> BackendType:
 
 
 def get_backend(name: str) -> BackendType:
-    """Return the backend with a name. Raises ValueError if no backend has this name."""
+    """Return the registered backend ``name``. Raises ValueError if no backend has this name."""
     if name.lower() not in _REGISTRY:
         raise ValueError(f"there is no backend {name!r}; use one of {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name.lower()]

@@ -28,7 +28,7 @@ def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:
 
 
 def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[list[TrainSequence]] | None:
-    """Group training rows by sample. Returns None if the numbers of rows differ, as a user's trainer may cause."""
+    """Group training rows by sample. Returns None if a user's trainer has added or removed rows."""
     if sum(len(sample.rows) for sample in samples) != len(rows):
         return None
     remaining = iter(rows)

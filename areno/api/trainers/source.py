@@ -37,7 +37,7 @@ from areno.training.loop import PlannedStep
 from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams
 
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
-"""Configuration class with the default server arguments of each server product."""
+"""Configuration classes with default server arguments, by inference server."""
 
 _NO_LIMIT = 2**31
 

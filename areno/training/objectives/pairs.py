@@ -41,7 +41,7 @@ def build_preference_rows(
     and the remaining tokens are trained on.
 
     A pair is dropped if it has an empty answer, two equal answers, or a sequence that exceeds the limit. The limit is the sum
-    of the prompt limit and the answer limit, or the context limit if this limit is lower.
+    of the prompt limit and the answer limit, but at most the context limit.
 
     Raises:
         DataError: a row is malformed, or all rows were dropped.

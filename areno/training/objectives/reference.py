@@ -116,7 +116,7 @@ class Reference:
             if not parts[-1].isfinite().all():
                 raise EngineError(
                     f"the reference {self.path} gives non-finite log-probs in rows {begin + 1} to "
-                    f"{begin + len(chunk)}; check this checkpoint, or compute in float32"
+                    f"{begin + len(chunk)}; check this checkpoint, or try --dtype float32 (actor.dtype=float32)"
                 )
             if time.monotonic() - shown > _PROGRESS_S:
                 shown = time.monotonic()
