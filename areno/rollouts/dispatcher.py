@@ -56,7 +56,7 @@ class BatchDispatcher:
         dynamic_bs: count rejected episodes towards the batch size; requires ``replaces_rejected=False`` in ``staleness``.
         queue_size: maximum number of waiting rows, but at most ``staleness.pending_limit``; None: 16 per concurrent rollout.
         max_staleness: maximum age of a token at training time, in weight versions; None: only ``staleness`` limits the age.
-        on_stale: ``regenerate`` repeats the episode of a trajectory above ``max_staleness``; ``drop`` discards the trajectory.
+        on_stale: ``regenerate`` reruns an episode whose trajectory exceeds ``max_staleness``; ``drop`` discards the trajectory.
         max_errors_in_a_row: the run ends after this many consecutive failed episodes; None: max(8, 2 * batch size).
         max_rejections_in_a_row: the run ends after this many consecutive episodes that failed or were rejected; None: max(128,
             16 * batch size).
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return counts: rejections by reason, ``restarted`` rows, and those of :class:`RolloutStat` except ``claimed``."""
+        """Return the counts of :class:`RolloutStat` except ``claimed``, the rejections by reason, and ``restarted`` rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}

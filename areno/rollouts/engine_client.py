@@ -54,8 +54,8 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
     if room <= 0:
         remedy = "raise gconfig.max_tokens, or " if limit == gconfig.max_tokens else ""
         raise DataError(
-            f"a prompt of {prompt_len} tokens leaves no room for an answer within the limit of {limit} tokens; {remedy}drop "
-            "long prompts with the data set's max_length"
+            f"a prompt of {prompt_len} tokens leaves no room for an answer within the limit of {limit} tokens; {remedy}set "
+            "the data set's max_length to skip long prompts"
         )
     max_new_tokens = min(gconfig.max_new_tokens, room)
     try:

@@ -110,7 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._awaited == "body" and answering and self.cycle.response_started:
             self.transport.close()
         else:
-            self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
+            what = "headers" if self._awaited == "head" else "body"
+            self._refuse(ApiError(408, f"the {what} of the request did not arrive in time", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error response without calling the application, and close the connection."""

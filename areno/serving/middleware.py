@@ -19,7 +19,7 @@ from areno.serving.service import Service
 _OPEN_PATHS = ("/health", "/ready", "/live")
 
 SESSION_RECORDER = "areno.session_recorder"
-"""The key of the ASGI scope for the session recorder of a request. Only a server with a recorder sets this key."""
+"""Key under which the ASGI scope holds the session recorder of a request. Only a server with a recorder sets this key."""
 
 
 class RequestMiddleware:

@@ -55,7 +55,8 @@ class ProtocolAdapter(ABC):
         self._chat_response.check()
 
     def failure(self, error: ApiError) -> Event:
-        """Return the event of an error during streaming. The event has a type, because clients ignore events without a type."""
+        """Return the event that reports an error to a streaming client. The event has a type, because clients ignore events
+        without a type."""
         return {"type": "error", **error.body}
 
     def opening(self) -> list[Event]:

@@ -69,7 +69,7 @@ class SampledResponse:
             raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the event of an error during streaming."""
+        """Return the event that reports an error to a streaming client."""
         return error.body
 
     def closing(self) -> list[dict[str, Any]]:

@@ -181,8 +181,8 @@ class Service:
             self._preparing_samples -= samples
 
     def seeds(self, base: int | None, samples: int) -> list[int]:
-        """Return the seeds of a prompt's samples, derived from ``base`` as in the SDK. If ``base`` is None, each call returns
-        new seeds."""
+        """Return the seeds of a prompt's samples, derived from ``base`` as in areno's SDK. If ``base`` is None, each call
+        returns new seeds."""
         if base is not None:
             return [derive_seed(base, index) for index in range(samples)]
         number = next(self._prompt_numbers)

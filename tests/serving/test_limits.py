@@ -117,12 +117,12 @@ def test_a_head_that_is_too_large_gets_an_error(server):
 @pytest.mark.parametrize(
     ("sent", "missing"),
     [
-        (b"", "head"),
-        (b"\n", "head"),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx:", "head"),
+        (b"", "headers"),
+        (b"\n", "headers"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx:", "headers"),
         (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{", "body"),
         (b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{", "body"),
-        (b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\nGET /", "head"),
+        (b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\nGET /", "headers"),
     ],
     ids=["nothing", "a line break", "half a head", "half a body", "half an unread body", "half a second head"],
 )

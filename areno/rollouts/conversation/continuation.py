@@ -4,8 +4,9 @@ The chat template renders two texts: the conversation up to the model's last ans
 If the first text is a prefix of the second text, the rest of the second text is tokenized. The new tokens are appended to the
 recorded tokens.
 
-Otherwise, the template renders the history differently than before, usually without the reasoning. In deployment, the model
-would read this new history instead of the recorded tokens. The request therefore starts a new row (:class:`Forked`).
+If the first text is not a prefix, the template renders the history differently than before, usually without the reasoning. In
+deployment, the model would read this new history instead of the recorded tokens. The request therefore starts a new row
+(:class:`Forked`).
 """
 
 from __future__ import annotations

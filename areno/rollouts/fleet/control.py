@@ -104,8 +104,10 @@ class ReplicaControl:
 
 
 def replicas_of(folder: Path) -> int:
-    """Wait for a heartbeat of the experiment in ``folder``, and return the experiment's number of replicas. Raises: UsageError:
-    the run has ended or has no replicas.
+    """Wait for a heartbeat of the experiment in ``folder``, and return the experiment's number of replicas.
+
+    Raises:
+        UsageError: the run has ended or has no replicas.
         EngineError: the run does not respond.
     """
     began, last = time.monotonic(), _last_heartbeat(folder)
@@ -130,7 +132,7 @@ def request(
     Raises:
         UsageError: the run has ended, has no replicas, or belongs to another user.
         EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the time is
-            up before the run has begun to resize, the request is withdrawn. Otherwise, the run continues to resize.
+            up before the run has begun to resize, the request is withdrawn. A resize that has begun continues.
     """
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():

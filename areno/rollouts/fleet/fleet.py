@@ -99,8 +99,9 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine. Its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, in the order of the replicas. None: the CPU if ``config.device`` is the CPU; otherwise,
-            the GPUs that the launcher assigns, or without a launcher, consecutive GPUs from ``config.device`` on.
+        devices: one device per rank, in the order of the replicas. None: the CPU if ``config.device`` is the CPU. If
+            ``config.device`` is a GPU, the launcher assigns the GPUs. Without a launcher, consecutive GPUs are used, beginning
+            with ``config.device``.
 
     Attributes:
         threads: number of PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share
@@ -244,8 +245,8 @@ class RolloutFleet:
 
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
         """Change the number of replicas, and wait until the change is complete. To reduce the number, the last replicas are
-        removed after they have answered their requests. ``addresses`` lists further servers to join. A new replica gets the
-        newest weights before its first request.
+        removed after they have answered their requests. ``addresses`` lists further servers that join the fleet. A new
+        replica gets the newest weights before its first request.
 
         Raises:
             UsageError: the resources do not suffice for ``replicas`` replicas, or a server cannot be joined.
@@ -385,8 +386,8 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """Return the broadcast channel. None for joined servers, and if servers load only an adapter or cannot receive
-        broadcasts."""
+        """Return the broadcast channel. None if areno did not start the servers, or if the servers load only an adapter or
+        cannot receive broadcasts."""
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None

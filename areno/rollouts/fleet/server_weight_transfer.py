@@ -52,7 +52,7 @@ class ServerWeightTransfer:
         verified.
 
         Raises:
-            EngineError: the trainer failed, or a server's log-probs differ from the trainer's.
+            EngineError: the trainer failed, or a server's log-probs differ too much from the trainer's.
         """
         began = time.perf_counter()
         previous, self.newest, self._torn = self.newest, None, True

@@ -39,7 +39,7 @@ class WeightOptions:
         mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
             GPUs. ``disk`` is a checkpoint folder.
         verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
-            inference servers, log-probs are compared instead: with ``verify``, after every transfer; without, only after the
+            inference servers, compare log-probs after every transfer instead. If False, log-probs are still compared after the
             first transfer.
     """
 
@@ -93,7 +93,8 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 
 
 def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> None:
-    """Let rank 0 of a trainer send the weights of ``Update.kept`` to the members of a new collective, even during training."""
+    """Let a trainer's rank 0 send its copy of the weights (see ``Update.kept``) to the members of a new collective. Also works
+    during training."""
     if isinstance(engine, EngineGroup):  # `tell` does not wait for a training step to end
         engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
     else:
@@ -163,7 +164,8 @@ class WeightTransfer:
             replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """Transfer the kept weights of the trainer's rank 0 to one replica. The collective has no other members."""
+        """Send the weights that the trainer's rank 0 keeps to one replica. A new collective connects only rank 0 and this
+        replica."""
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size

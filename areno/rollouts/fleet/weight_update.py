@@ -244,7 +244,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """Join a collective of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. Of a replica, all ranks join; of a trainer, only rank 0 joins.
+        engine: engine of a trainer or a replica. All ranks of a replica join. Only rank 0 of a trainer joins.
         where: rendezvous of the members.
         channel: name of the collective.
         first: rank in the collective that the engine's rank 0 gets; 0 for the trainer.

@@ -84,7 +84,7 @@ class ServerCalls(Protocol):
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Convert spans with ``version``, ``start`` and ``end`` to the version of each token."""
+    """Return the version of each token. Each span has a ``version``, and the token indices ``start`` and ``end``."""
     return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 

@@ -52,7 +52,9 @@ class ServerChannel:
             stored = _stored_names(self._path)
             self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
-                why = "its files use different tensor names" if stored else "it has no local safetensors files"
+                why = (
+                    "its files do not use the trainer's tensor names" if stored else "it has no local safetensors files"
+                )
                 logger.info(
                     "the servers load the weights of %s from folders and not by a broadcast, because %s",
                     self._path,

@@ -34,7 +34,7 @@ class ServerOptions:
     """Options of the inference servers of a fleet.
 
     Attributes:
-        arguments: command-line arguments of a server, from the settings section of the product.
+        arguments: command-line arguments of a server, in addition to those that :func:`arguments_of` adds.
         command: command that starts a server. If empty, vLLM is the program ``vllm`` in this Python's folder or in PATH, and
             SGLang is the module ``sglang.launch_server``.
         addresses: running servers to join, one per replica. If empty, areno starts the servers.

@@ -174,12 +174,12 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
     The rows depend on the export style:
 
     - ``individual``: one row per answer, including the prompt.
-    - ``concat``: one row per conversation, with all answers. The reward is the return of the last answer. If a conversation
-      forks, each branch has a row, and the common prefix is trained on once.
+    - ``concat``: one row per conversation, with all answers. If a conversation forks, each branch has a row, and the
+      common prefix is trained on once.
 
-    The return of an answer is its reward plus ``turn_discount`` times the return of the next answer. An answer without a reward
-    has the reward 0. An answer for which the context had no room has no tokens and no row, but its reward counts in the returns
-    of earlier answers.
+    The reward of a row is the discounted return of the row's last answer. The return of an answer is its reward plus
+    ``turn_discount`` times the return of the session's next answer. An answer without a reward has the reward 0. An answer for
+    which the context had no room has no tokens and no row, but its reward counts in the returns of earlier answers.
     """
     answered = [turn for turn in turns if turn.tokens]
     counted = [turn for turn in turns if turn.tokens or turn.reward]

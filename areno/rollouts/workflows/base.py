@@ -45,7 +45,7 @@ class RolloutWorkflow(ABC):
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Generate one sample for a data row with ``engine``. The row must not be modified."""
+        """Use ``engine`` to generate one sample for a data row. The row must not be modified."""
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
         """Generate several samples for a data row. A subclass may override this method to share work between samples."""

@@ -34,7 +34,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     The conversation continues from the sampled tokens, and becomes one training row with all answers. If the chat template
     rewrites the history, the conversation becomes several rows. The reward of each row is the last answer's reward times
-    ``turn_discount ** (turns - 1)``.
+    ``turn_discount ** (n - 1)``, where n is the number of answers.
 
     :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` documents the other arguments.
 
