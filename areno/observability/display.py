@@ -91,7 +91,7 @@ class ProgressDisplay:
 def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
     """Create a ``LiveProgress`` on an interactive terminal, otherwise a ``PlainProgress``.
 
-    Pipes, files, ``TERM=dumb`` and an explicit log level of INFO or lower select ``PlainProgress``.
+    A pipe, a file, ``TERM=dumb``, or an explicit log level of INFO or lower selects ``PlainProgress``.
     """
     target = stream or sys.stderr
     console = Console(file=target, highlight=False)

@@ -100,7 +100,7 @@ _UPDATE: _Rows = (
     ),
     (
         "approx_kl",
-        "logarithm of each token's own importance ratio",
+        "logarithm of the token-level importance ratio",
     ),
     ("new_logp", "log-prob of each trained token under the policy"),
     (
@@ -231,7 +231,7 @@ _MEMORY: _Rows = (
     (
         "available_gib",
         "memory that is available after the step, in GiB: the smaller of the machine's free memory and the "
-        "rest of the cgroup limit",
+        "unused part of the cgroup limit",
     ),
     (
         "peak_gpu_gib",

@@ -318,10 +318,10 @@ def unusable(stats: Mapping[str, float]) -> bool:
 
 
 def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
-    """Return whether two parts of the reward move in opposite directions while the reward rises, and the warning.
+    """Detect that two parts of the reward move in opposite directions while the reward rises. Also return the warning.
 
-    The two parts are the part that rises most steadily and the part that falls most steadily. These two parts must be
-    anticorrelated. The first result is None if the history is too short or has fewer than two parts.
+    The two parts are the part that rises most steadily and the part that falls most steadily. The result is True only if these
+    two parts are anticorrelated. It is None if the history is too short or has fewer than two parts.
     """
     names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
     if len(history) < PARTS_WINDOW or len(names) < 3:

@@ -99,7 +99,7 @@ ADVICE: dict[str, Advice] = {
         "mean over tokens",
     ),
     "rollout/logprobs_mean": Advice(
-        "-2 to 0 for a pretrained model. For a randomly initialized model, minus the logarithm of the vocabulary size",
+        "-2 to 0 for a pretrained model. About -log(vocabulary size) for a randomly initialized model",
         "If the log-prob of a pretrained model is far below -2, check the chat template and the tokenizer",
     ),
     "rollout/response_len_mean": Advice(
@@ -221,7 +221,7 @@ ADVICE: dict[str, Advice] = {
         _SLOWER,
     ),
     "train/weight_update_time_s": Advice(
-        "small compared with the step", "docs/fleet.md compares the methods of weight transfer"
+        "small compared with the step time", "docs/fleet.md compares the methods of weight transfer"
     ),
     "train/dpo_loss": Advice(
         "falls. DPO starts at 0.69 (sigmoid loss), 1 (hinge loss) or 1 / (2 beta)^2 (IPO)", _RISING_PAIRS, low=0
@@ -276,8 +276,10 @@ ADVICE: dict[str, Advice] = {
         1,
     ),
     "eval/truncated_ratio": Advice("", _CUT, 0, 0.2),
-    "time/rollout": Advice("at least half of the step", f"{_SLOWER}. Truncated answers take the most time"),
-    "time/reward": Advice("a small part of the step", "Raise --reward-workers, or make the reward function faster"),
+    "time/rollout": Advice("at least half of the step time", f"{_SLOWER}. Truncated answers take the most time"),
+    "time/reward": Advice(
+        "a small part of the step time", "Raise --reward-workers, or make the reward function faster"
+    ),
     "memory/peak_resident_gib": Advice(
         "rises in the first steps, then stays constant",
         "If the peak keeps rising, there is a memory leak: check the reward function, the agent and the data loader "

@@ -110,12 +110,14 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Number the training rows whose tokens will be recorded. For these rows, the engine keeps the values of each token.
+    """Assign a number to each training row whose tokens will be recorded.
+
+    For these rows, the engine keeps the values of each token.
 
     Args:
         prompts: the prompt index of each sample.
         rewards: the reward of each sample.
-        rows: the training rows of each sample. The attribute ``observed`` of a row is set to its number.
+        rows: the training rows of each sample. The attribute ``observed`` of a row is set to the number of the row.
     """
     picked = [rows[i] for i in sorted(pick(prompts, rewards))]
     sizes = (sum(len(row.tokens) for row in sample_rows) for sample_rows in picked)
@@ -188,7 +190,7 @@ def row_segments(
 
     Args:
         roles: role of each token. None means ``text`` for sampled tokens and ``given`` for other tokens.
-        turns: turn number of each token; None numbers the spans of sampled tokens.
+        turns: turn number of each token. None means that a turn ends after each span of sampled tokens.
         computed: values that training computed for the tokens of the row.
 
     Returns:

@@ -37,7 +37,7 @@ class ReduceType(StrEnum):
 Part = tuple[str, float, float, float, float]
 """The contribution of a process to a statistic: reduce type, sum, count, minimum and maximum."""
 Parts = dict[str, Part]
-"""Maps the name of each statistic of a process to its part. The values can be sent as JSON."""
+"""Maps the name of each statistic of a process to the contribution of the process. The values can be sent as JSON."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class StatsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix the names of the statistics that the block records with ``name/``. Scopes can be nested."""
+        """Add the prefix ``name/`` to the names of the statistics that the block records. Scopes can be nested."""
         token = self._scopes.set((*self._scopes.get(), name))
         try:
             yield
@@ -251,7 +251,10 @@ def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers without the counts of scalars, which are needed only to average again."""
+    """Return the numbers without the counts of scalars (``name__count``).
+
+    Only code that combines several means needs the counts.
+    """
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 

@@ -96,7 +96,10 @@ class StatsLogger:
             )
 
     def close(self) -> None:
-        """Send the statistics that no step followed, and close the services. Further calls send nothing."""
+        """Send the statistics of :meth:`before_step` if no step followed, and close the services.
+
+        Further calls send nothing.
+        """
         if self._unsent:
             self._services.log(max(self._x, 0), self._unsent)
             self._unsent = {}

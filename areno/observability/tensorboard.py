@@ -137,7 +137,7 @@ class EventWriter:
         return self._log_dir / f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}"
 
     def _next(self) -> tuple[int, dict[str, float], float] | None:
-        """Wait for the next step to write, and return the step.
+        """Wait for the next queued step, and return the step.
 
         None after ``close``, or if the queue is empty after the main thread has ended.
         """

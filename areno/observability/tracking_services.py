@@ -62,7 +62,7 @@ class RunName:
 
 
 def plain(name: str) -> str:
-    """Replace each character that a service may not accept with a hyphen."""
+    """Replace with a hyphen each character that a service might reject."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
@@ -189,7 +189,10 @@ class _TrackedRun:
 
 
 class _SharedRun:
-    """Sends numbers to a W&B run that several processes write to. W&B ignores its steps, so the step is sent as a metric."""
+    """Sends numbers to a W&B run that several processes write to.
+
+    W&B ignores the argument ``step`` for such a run, so the step is sent as a metric.
+    """
 
     name = "W&B"
 

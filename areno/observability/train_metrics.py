@@ -39,7 +39,7 @@ _ROLLOUT: _Rows = (
         "{,total_}skipped_long",
         "prompts",
         "prompts skipped in the step, because they exceed `--max-prompt-tokens` or the context length. `total_skipped_long` "
-        "counts since the start of the run",
+        "is the total since the start of the run",
     ),
 )
 _SAMPLES: _Rows = (
@@ -244,7 +244,8 @@ _EVALUATION: _Rows = (
     (
         "accuracy",
         "fraction",
-        "fraction of answers with a reward above 0. Pairs: fraction whose chosen answer has the higher reward or score",
+        "fraction of answers with a reward above 0. Pairs: fraction of pairs whose chosen answer has the higher reward or "
+        "score",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "mean number of tokens per answer"),
@@ -290,7 +291,7 @@ _MEMORY: _Rows = (
     (
         "available_gib",
         "GiB",
-        "available memory after the step: the minimum of the machine's free memory and the rest of the cgroup limit",
+        "available memory after the step: the minimum of the machine's free memory and the unused part of the cgroup limit",
     ),
     (
         "peak_gpu_gib",

@@ -20,9 +20,9 @@ from areno.storage.sample_index import Entries
 RELATIVE = 1e-6
 """Two values of a metric agree if their difference is at most this fraction of the larger value."""
 ABSOLUTE = 1e-6
-"""Two values of a metric also agree if their difference is at most this number, the rounding of fp32 log-probs.
+"""Two values of a metric also agree if their difference is at most this number.
 
-For learning rates, only ``RELATIVE`` applies.
+The number is the size of a rounding error of fp32 log-probs. For learning rates, only ``RELATIVE`` applies.
 """
 LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""

@@ -139,7 +139,7 @@ def _reached(run: RunData, advice: OptionAdvice, done: int) -> str:
         run.config.get("total_train_n_seqs" if run.is_experiment else "max_sequences"),
     )
     if most and (run.summary.get("sequences", 0) >= most or run.summary.get("epochs", epochs) != epochs):
-        return f"{most:,} sequences were trained on, in {_steps(done)}"
+        return f"the limit of {most:,} trained sequences was reached after {_steps(done)}"
     return f"{_steps(done)}, {epochs:.0f} epoch{'' if epochs == 1 else 's'} of the data" if epochs else _steps(done)
 
 

@@ -53,7 +53,7 @@ class Evidence:
         return self._trends[key]
 
     def late(self, key: str) -> float:
-        """Return the mean of one of ``areno.reports.run_data.KEYS`` over the last steps; NaN if the run did not record it."""
+        """Return the mean of one of ``areno.reports.run_data.KEYS`` over the last steps; NaN if it was not recorded."""
         return late_mean(self.run.series(key))
 
     @cached_property

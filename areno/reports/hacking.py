@@ -23,7 +23,10 @@ AT_COST = 0.2
 MOST = 0.5
 """Repetitive or equal answers are a sign if they make up at least this fraction of the best answers in the last steps."""
 MORE = 0.3
-"""Minimum rise of the fraction of repetitive or equal answers. At the start, repetition is due to the model or the task."""
+"""Minimum rise of the fraction of repetitive or equal answers since the start of the run.
+
+The fraction at the start is not a sign: it is due to the model or the task.
+"""
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
 
@@ -108,7 +111,7 @@ def _unrewarded(up: _Part, down: _Part) -> str:
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
-    """Return the IDs of the samples in the last steps in which one reward part exceeds another most."""
+    """Return the IDs of the samples in the last steps with the largest difference between two reward parts."""
     samples = evidence.samples
 
     def difference(index: int) -> float:

@@ -162,7 +162,7 @@ def learned(progress: Progress) -> Learned:
     train, held_out = progress.train, progress.held_out
     text = " ".join(_sentences(progress))
     if train is None and held_out is None:
-        return Learned("unknown", "Fewer than two finite values were recorded.")
+        return Learned("unknown", f"Fewer than two finite values of the {progress.name} were recorded.")
     if progress.lost(held_out) or (progress.lost(train) and not progress.up(held_out)):
         return Learned("lost", text)
     if progress.down(held_out):

@@ -39,7 +39,7 @@ FAILED = 0.05
 EPISODES_FAILED = 0.2
 """Fraction of failed episodes above which failures are reported. Agents usually fail on some prompts."""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
-"""Pattern of the health warning about the log-prob gap. Its group is the limit of the run."""
+"""Pattern of the health warning about the log-prob gap. The group of the pattern matches the limit of the run."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:

@@ -118,7 +118,7 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _reward(run: RunData) -> Line:
-    """Return the mean reward, with a band of one standard deviation, or from the lowest to the highest reward."""
+    """Return the mean reward with a band: the mean plus or minus one standard deviation, or lowest to highest reward."""
     series, bounds = run.series("reward"), [run.series(key) for key in ("reward_std", "reward_min", "reward_max")]
     steps, mean = series.arrays()
     deviation, low, high = (bound.arrays()[1] if len(bound.steps) == len(steps) else None for bound in bounds)
@@ -274,12 +274,14 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
     else:
         yield (
             "Best",
-            "The samples with the highest recorded rewards. Among equal rewards, later samples are shown.",
+            "The samples with the highest recorded rewards. Among equal rewards, samples with recorded tokens come first, "
+            "then later samples.",
             best,
         )
         yield (
             "Worst",
-            "The samples with the lowest recorded rewards. Among equal rewards, later samples are shown.",
+            "The samples with the lowest recorded rewards. Among equal rewards, samples with recorded tokens come first, "
+            "then later samples.",
             worst,
         )
 

@@ -121,7 +121,7 @@ def tied_groups(evidence: Evidence) -> RunProblem | None:
     )
     return RunProblem(
         "tied_groups",
-        f"{seen}, so there is no learning signal: {cause}.",
+        f"{seen}, so these prompts give no learning signal: {cause}.",
         "Use harder problems." if evidence.solved else easier,
         evidence.ids(indices[::-1]),
     )
@@ -137,7 +137,7 @@ def truncated(evidence: Evidence) -> RunProblem | None:
         grew = f" The answers grew from {short(length.first)} to {short(length.last)} tokens."
     seen = f"{share:.0%} of the answers in the last steps were truncated at {_limit(evidence)}"
     if _costs_reward(evidence):
-        text, remedy = f"{seen}, so unfinished answers were rewarded.{grew}", _raise_limit(evidence)
+        text, remedy = f"{seen}, so the reward function scored unfinished answers.{grew}", _raise_limit(evidence)
     elif cut is not None and cut.rises:
         text = (
             f"{seen}, but truncation does not lower their reward, so the model has no reason to end its answers.{grew}"

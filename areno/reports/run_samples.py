@@ -64,7 +64,7 @@ class RunSamples:
         return max(window(int(self.steps[-1] - self.steps[0]) + 1), 1)
 
     def flagged(self, flag: str, among: Indices) -> Indices:
-        """Return the samples in ``among`` that have a flag of ``FLAGS``."""
+        """Return the samples in ``among`` that have the flag ``flag``, which is a key of ``FLAGS``."""
         return among[(self.entries["flags"][among] & FLAGS[flag]) > 0]
 
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:

@@ -101,7 +101,7 @@ def _noise(values: NDArray[np.float64], width: int) -> float:
 
     The standard deviation of a value is estimated twice: from the differences of successive values, which a trend hardly
     changes, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may
-    be too small. For the same reason, the last factor increases the estimate for few values.
+    be too small. For the same reason, the factor ``1 + 3 / len(values)`` increases the result if there are few values.
     """
     if len(values) < 4:
         return math.inf

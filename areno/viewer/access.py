@@ -31,10 +31,10 @@ A browser sends ``none`` for a typed address, and ``same-origin`` for a request 
 
 
 class AccessMiddleware:
-    """ASGI middleware that rejects requests with a foreign host name, and unauthorized requests for data.
+    """ASGI middleware that rejects unauthorized requests for data, and adds security headers to responses.
 
-    The middleware adds security headers to responses. A browser sends the API key only once, to ``LOGIN``. The browser receives
-    a cookie, which is valid until the server stops.
+    If the server has no API key, requests with a foreign host name are rejected. A browser sends the API key only
+    once, to ``LOGIN``. The browser receives a cookie, which is valid until the server stops.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:

@@ -47,7 +47,7 @@ Cursors = Annotated[list[str], Query(max_length=_MAX_NAMES)]
 class DataResponse(JSONResponse):
     """A JSON response in ASCII. Non-finite numbers become strings.
 
-    The response escapes incomplete characters, which a model's output may contain.
+    The response escapes unpaired surrogates (incomplete characters), which a model's output may contain.
     """
 
     def render(self, content: Any) -> bytes:

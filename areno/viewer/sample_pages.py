@@ -104,7 +104,10 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     same = np.flatnonzero((near["step"] == entry["step"]) & (near["prompt"] == entry["prompt"])) + start
     if (length := int(entry["length"])) > MAX_BYTES:
         raise ApiError(
-            403, f"this sample has {length} bytes, which is more than the limit of {MAX_BYTES}", code="sample_too_large"
+            403,
+            f"this sample has {length} bytes, which is more than the limit of {MAX_BYTES}; read the sample in "
+            f"{run.files.samples_path.name}",
+            code="sample_too_large",
         )
     with run.open(run.files.samples_path) as file:
         record = read_sample(file, entry)

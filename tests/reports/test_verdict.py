@@ -401,7 +401,7 @@ def test_dpo_is_judged_by_its_preference_accuracy(tmp_path):
 ENDS = [
     ({"max_steps": STEPS}, {}, FINISHED, "all 100 steps of --max-steps 100 are done"),
     ({"epochs": 3}, {"epochs": 3}, FINISHED, "The run finished: 100 steps, 3 epochs"),
-    ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "3,200 sequences were trained on"),
+    ({"epochs": 3, "max_sequences": 3200}, {"epochs": 1}, FINISHED, "the limit of 3,200 trained sequences was reached"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGINT"}, "stopped by Ctrl-C (SIGINT) after 100 steps"),
     ({}, {}, {**FINISHED, "state": "stopped", "signal": "SIGTERM"}, "stopped by SIGTERM (from a scheduler"),
     ({}, {}, None, "the run recorded no status"),
