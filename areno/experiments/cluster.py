@@ -43,7 +43,7 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
         gpus = nodes * (cluster.n_gpus_per_node or 0)
     if nodes < cluster.n_nodes:
         raise UsageError(
-            f"cluster.n_nodes is {cluster.n_nodes}, but the {kind} cluster has only {nodes} node{'s' * (nodes > 1)}; lower "
+            f"cluster.n_nodes is {cluster.n_nodes}, but the {kind} cluster has only {nodes} node{'s' * (nodes != 1)}; lower "
             "cluster.n_nodes, or add nodes"
         )
     return Machine(gpus=gpus, cores=cores, flash_attention=False, threads=None, nodes=nodes)

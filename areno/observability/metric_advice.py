@@ -51,10 +51,7 @@ class Advice:
         return above and (self.high is None or value <= self.high) and not math.isnan(value)
 
 
-_OFF_POLICY = (
-    "Lower --lr, or take fewer optimizer steps: lower --update-epochs or --update-minibatches, or omit "
-    "--gradient-accumulation-steps"
-)
+_OFF_POLICY = "Lower --lr, or take fewer optimizer steps per rollout: lower --update-epochs or --update-minibatches"
 _CUT = "Raise --max-new-tokens. If the model never stops, check its EOS token and chat template, or use SFT to teach it to stop"
 _SKIPPED = (
     "If grad_norm is 0, no token was trained on: check the loss masks. Otherwise, lower --lr or --grad-clip-norm, or use "

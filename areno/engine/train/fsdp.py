@@ -137,9 +137,15 @@ class FullyShardedAdamW(Optimizer):
         )
 
     def held_bytes(self, moments: bool = True) -> int:
-        """Return the total size in bytes of this rank's shards (the master weights) and, with ``moments``, of their moments."""
-        count = sum(share.numel() for share in self._shares)
-        return 4 * count + (self.config.moment_bytes(count) if moments else 0)
+        """See :meth:`Optimizer.held_bytes`."""
+        pairs = list(zip(self._parameters, self._shares, strict=True))
+        masters = sum(4 * share.numel() for parameter, share in pairs if self.config.offload or is_rounded(parameter))
+        if not moments:
+            return masters
+        kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
+        return masters + sum(
+            self.config.moment_bytes(share.numel(), kind) for share, kind in zip(self._shares, kinds, strict=True)
+        )
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's shards. Shards without a gradient are skipped."""

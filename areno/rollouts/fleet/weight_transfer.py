@@ -256,7 +256,8 @@ class WeightTransfer:
         alive = {n: group for n, group in cut_off.items() if not group.workers.failed}
         pauses = self._pauses(replicas, {n: future for n, future in asked.items() if n not in alive})
         if alive and not (update.segment or update.kept):
-            raise EngineError(f"new weights did not reach the replicas {', '.join(map(str, alive))}: {broken}")
+            cause = broken or asked[next(iter(alive))].exception()
+            raise EngineError(f"new weights did not reach the replicas {', '.join(map(str, alive))}: {cause}")
         if update.segment:
             return pauses | self._pauses(alive, self._ask(alive, update))
         with ThreadPoolExecutor(max(len(alive), 1), thread_name_prefix="areno-update") as pool:

@@ -218,6 +218,28 @@ def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
     assert (tmp_path / "group" / "config.json").read_text() == (tmp_path / "one" / "config.json").read_text()
 
 
+def optimizer_bytes(engine):
+    """Return the reported bytes of a rank's optimizer state, and those of its tensors that are not the model's weights."""
+    optimizer = engine.actor.trained_by()
+    optimizer.allocate()
+    weights = {p.to_local().untyped_storage().data_ptr() for p in engine.actor.model.module.parameters()}
+    masters = [share for share in optimizer._shares if share.untyped_storage().data_ptr() not in weights]
+    moments = [v for state in optimizer._adam.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
+    return optimizer.held_bytes(), sum(tensor.nbytes for tensor in masters + moments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reported_size_of_the_optimizer_state_is_that_of_its_tensors(tmp_path, dtype):
+    folder = save_tiny_checkpoint(tmp_path / "llama", "llama", hidden=96, layers=1)
+    settings = OptimizerOptions(lr=1e-3, adam_8bit=True)
+    made = EngineGroup(str(folder), EngineConfig(optimizer=settings, kv_cache_tokens=64, dtype=dtype), FSDP)
+    try:
+        for reported, stored in made.run_on_all_ranks(optimizer_bytes):
+            assert reported == stored > 0
+    finally:
+        made.close()
+
+
 @pytest.mark.long
 def test_small_steps_move_the_fp32_masters_of_bf16_weights(checkpoint, tmp_path):
     settings = OptimizerOptions(lr=1e-5, eps=1e-6)
