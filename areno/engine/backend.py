@@ -80,7 +80,7 @@ class Backend(Generator, Protocol):
     def enable_prefix_cache(self, enabled: bool) -> None:
         """Turn the prefix cache on or off.
 
-        The method does nothing if the configured ``prefix_cache_tokens`` is not 0.
+        The method has an effect only if the configured ``prefix_cache_tokens`` is 0.
         """
 
     def end_rollout(self) -> None:

@@ -278,8 +278,8 @@ class Engine(Backend):
                 self.roles[name] = self._load_role(name, spec, saved if saved is not None and saved.is_dir() else None)
             elif (loaded.path, loaded.kind, loaded.trainable) != (spec.path, spec.predicts, spec.trainable):
                 raise EngineError(
-                    f"role {name!r} is already loaded from {loaded.path}, but the path, kind or trainable setting has changed; "
-                    f"call drop_role({name!r}) before you load the role again"
+                    f"role {name!r} is already loaded from {loaded.path}, but the requested path, kind or trainable setting "
+                    f"differs; call drop_role({name!r}) before you load the role again"
                 )
         if resized is not None:
             budget = kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes)

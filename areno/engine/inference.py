@@ -1,4 +1,4 @@
-"""The logger of the rollout loop, and its ``rollout decode progress`` log lines."""
+"""Logs the decode throughput of the rollout loop, in ``rollout decode progress`` lines."""
 
 import logging
 import time

@@ -93,7 +93,7 @@ def retained_bytes() -> int:
 
 
 def _resident_heap() -> int:
-    """Return the heap's resident size in bytes. malloc cannot report it, because its free bytes include trimmed pages."""
+    """Return the resident size of malloc's heap in bytes, read from ``smaps``. ``mallinfo2`` also counts trimmed pages."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
         inside = False
         for line in maps:

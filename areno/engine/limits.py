@@ -65,7 +65,7 @@ def vocabulary_size(config: Any) -> int:
 def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> Any:
     """Read the ``transformers`` configuration of a checkpoint, or of an adapter's base model.
 
-    ``option`` is the option that sets ``path``, for error messages. Raises UsageError: the configuration is unreadable.
+    Error messages name ``option``, which sets ``path``. Raises UsageError: the configuration is unreadable.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
@@ -98,7 +98,7 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     token. The engine rejects a prompt that contains a token without an embedding.
 
     Args:
-        option: option that sets ``path``, for error messages.
+        option: name of the option that sets ``path``; it appears in error messages.
 
     Returns:
         Maximum number of tokens per sequence; None if the model's configuration states no limit.

@@ -62,7 +62,8 @@ def score(
     Returns:
         ``logprobs``: for each row, the log-prob of each token given the previous tokens, at the row's temperature. The first
             token's entry is 0.0.
-        ``values``: for each row, the value after each token. ``rewards``: for each row, the score at the last token.
+        ``values``: for each row, the value after each token.
+        ``rewards``: for each row, the score at the last token.
 
         Only the last stage of a ``pipeline`` returns scores. The other stages return an empty list.
     """

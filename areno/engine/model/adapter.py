@@ -120,7 +120,7 @@ class Adapter:
         return functools.partial(setattr, parameter, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Return the sum of an adapted layer's weight and its adapter. The adapter must not be merged yet."""
+        """Return an adapted layer's weight plus its LoRA update, scale * B @ A. The adapter must not be merged yet."""
         return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:
@@ -180,7 +180,7 @@ def adapted_layers(wrapped: nn.Module) -> list[Any]:
 
 
 def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
-    """Whether only the adapters are trainable, and all adapters can be merged into the weights."""
+    """Whether only LoRA matrices are trainable, and they can be merged into the weights of all adapted layers."""
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]

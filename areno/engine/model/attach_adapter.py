@@ -161,7 +161,7 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
         raise UsageError(
             f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the weights of the base "
             "model, but these weights are sharded (--tp-size); use --tp-size 1, or convert the adapter with peft "
-            "(path_initial_model_for_weight_conversion)"
+            "(argument path_initial_model_for_weight_conversion of PeftModel.save_pretrained)"
         )
 
 

@@ -69,7 +69,7 @@ def scaled_dot_product(
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
-    """Compute attention without a fused kernel: for soft-capping and sinks, and for the backend ``native``."""
+    """Compute attention without a fused kernel. Soft-capping, sinks and the backend ``native`` need this function."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * layer.scale

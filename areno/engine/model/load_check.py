@@ -79,7 +79,9 @@ def validate(
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedModelError(f"{name}: {kind} cannot process packed sequences ({first_lines(error)})") from error
+        raise UnsupportedModelError(
+            f"{name}: {kind} cannot process packed sequences ({first_lines(error)}); use another model"
+        ) from error
     scale = expected.abs().max().clamp(min=1e-6)
     gap = float((actual - expected).abs().max() / scale)
     if not gap <= probe_tolerance(model.dtype):

@@ -139,7 +139,7 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
     """Build a model with a checkpoint's architecture, but without reading its weights. ``options.dummy`` must be set.
 
-    areno uses the model to estimate memory. With fake tensors, the model takes no memory.
+    areno uses the model to estimate memory. Under PyTorch's ``FakeTensorMode``, the model takes no memory.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = _config_of(path, options)

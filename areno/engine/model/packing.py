@@ -24,7 +24,7 @@ MAX_PADDED_SHARE = 1.2
 
 
 class _Scatter(torch.autograd.Function):
-    """Write the rows of x [N, ...] into zeros [cells, ...] at unique indices ``index``. The backward pass is a gather."""
+    """Write the rows of x to the distinct rows ``index`` of a zero tensor [cells, ...]. The backward pass is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, cells: int) -> Tensor:
@@ -87,7 +87,8 @@ class PackedPlan:
     """Attention plan of concatenated sequences. ``routing`` records or replays expert choices.
 
     Args:
-        lengths: number of tokens of each sequence, in packed order. device: device of the plan's tensors.
+        lengths: number of tokens of each sequence, in packed order.
+        device: device of the plan's tensors.
         prefixes: for each sequence, the packed positions of its prefix. The sequence also attends to these positions. None: no
             sequence has a prefix.
     """
@@ -137,7 +138,7 @@ class PackedPlan:
 
     @functools.cached_property
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
-        """Packed positions of all contexts, starts of the contexts (int32 [N + 1]), and length of the longest context.
+        """Packed positions of all contexts' tokens, starts of the contexts (int32 [N + 1]), and length of the longest context.
 
         The context of a sequence consists of its prefix and its tokens.
         """

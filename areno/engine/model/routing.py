@@ -154,8 +154,8 @@ class ChoiceReplay(_TopkMode):
     """Repeats a recorded choice if it differs from the router's own choice only because of rounding.
 
     Args:
-        recorded: the recordings to repeat, concatenated along the tokens. If the recordings have calls of different shapes, no
-            choice is repeated.
+        recorded: the recordings to repeat. Their tokens are concatenated in the given order. If the recordings have calls
+            of different shapes, no choice is repeated.
         first: index of the recorded token that is the first token of the pass. Tokens after the last recorded token keep the
             router's choices.
         tolerance: maximum difference between the scores of the recorded experts and of the router's own experts, relative to
@@ -170,7 +170,7 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the recorded choices of the next call; ``chosen`` for tokens whose choices differ by more than rounding."""
+        """Return the choices of the next recorded call. A token keeps ``chosen`` if the two differ by more than rounding."""
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
             return chosen
@@ -208,7 +208,11 @@ class RoutingCount:
         self.changed: Tensor | float = 0.0
 
     def add(self, recorded: Tensor, chosen: Tensor, replayed: Tensor) -> None:
-        """Count the tokens for which ``replayed`` [T, 1] is True. The order of a token's experts does not matter."""
+        """Count the tokens for which ``replayed`` [T, 1] is True.
+
+        Also count how many of them have different experts in ``recorded`` and ``chosen``. The order of a token's experts does
+        not matter.
+        """
         missed = (recorded[:, :, None] != chosen[:, None, :]).all(-1).any(-1) & replayed[:, 0]
         self.replayed = self.replayed + replayed.sum()
         self.changed = self.changed + missed.sum()
@@ -219,7 +223,8 @@ class Replay:
 
     Args:
         recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token without a record.
-        routers: the routers of the model. count: counter of the replayed choices, or None.
+        routers: the routers of the model.
+        count: counter of the replayed choices, or None.
     """
 
     def __init__(self, recorded: Tensor, routers: Routers, count: RoutingCount | None = None) -> None:

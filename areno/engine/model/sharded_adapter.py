@@ -56,7 +56,7 @@ class ShardedAdapter(Adapter):
         return functools.partial(base._parameters.__setitem__, "weight", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Return this rank's shard of the sum of weight and adapter; see :meth:`Adapter.sum_of`."""
+        """See :meth:`Adapter.sum_of`; the result is this rank's shard of the sum."""
         first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
 
@@ -123,8 +123,8 @@ def _refuse_other_layer(name: str, layer: Any, style: str) -> None:
     if not plain or style not in (*_COLUMNS, *_ROWS) or layer.lora_B[NAME].bias is not None:
         what = f"{name} ({type(layer.get_base_layer()).__name__}, {style})"
         raise UsageError(
-            f"--tp-size: an adapter of {what} cannot be sharded, because the layer is not a plain column-parallel or "
-            "row-parallel linear layer; remove the layer from --lora-target-modules, or use --tp-size 1"
+            f"--tp-size: an adapter of {what} cannot be sharded; areno shards only plain LoRA (no DoRA, no lora_bias) of "
+            "column-parallel or row-parallel linear layers; remove the layer from --lora-target-modules, or use --tp-size 1"
         )
 
 

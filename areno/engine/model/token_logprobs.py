@@ -2,7 +2,7 @@
 
 The backward pass needs one buffer as large as the logits; with autograd, the backward pass would need five such buffers.
 
-If the vocabulary is sharded across ranks, each rank has a slice of every row's logits. For each row, the rank sends three
+If the vocabulary is sharded across ranks, each rank has a slice of every row's logits. For every row, each rank sends three
 numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the entropy. The gradient
 of a slice needs no further communication.
 """
