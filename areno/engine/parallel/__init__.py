@@ -3,8 +3,8 @@
 Processes:
 
 - ``group``: an engine on several ranks, with the interface of :class:`Engine`; ``server``: the engine of one rank.
-- ``workers``: starts, calls and ends worker processes; ``worker``: the program of a worker process. - ``messages``: messages
-  between worker processes and the process that started them.
+- ``workers``: starts, calls and ends worker processes; ``worker``: the program of a worker process.
+- ``messages``: messages between worker processes and the process that started them.
 - ``rendezvous``: how ranks find each other; ``lockstep``: rollout loops of ranks that hold shards of one model.
 
 Division of the work:

@@ -302,9 +302,14 @@ def meet(
 ) -> RankGroup:
     """Join a new process group. With gloo, return once all members have joined.
 
-    Args: where: rendezvous of the members. name: name of the group. A name must not be reused. rank: rank of this process.
-    size: number of members. device: device of the tensors that members send. patience: timeout for joining and for each
-    collective. kind: class of the returned group.
+    Args:
+        where: rendezvous of the members.
+        name: name of the group, which must not be reused.
+        rank: rank of this process.
+        size: number of members.
+        device: device of the tensors that members send.
+        patience: timeout for joining and for each collective.
+        kind: class of the returned group.
 
     Raises:
         RuntimeError or EngineError: a member did not join in time.

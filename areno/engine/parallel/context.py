@@ -46,7 +46,10 @@ class _Exchange(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Gather x [n, ...] from all ranks: [size * n, ...]. All ranks use the result, so the backward pass is a reduce-scatter."""
+    """Gather x [n, ...] from all ranks into [size * n, ...].
+
+    All ranks use the result, so the backward pass is a reduce-scatter.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:

@@ -160,7 +160,7 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas. Return a future per leader, keyed by its request numbers."""
+        """Send requests to the leaders of their replicas. Return a future per leader, keyed by the leader's request numbers."""
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}

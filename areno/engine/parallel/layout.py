@@ -15,8 +15,8 @@ from typing import NamedTuple
 from areno.errors import UsageError
 
 NO_ROLLOUT = (
-    "the stages of a pipeline cannot generate; use a layout without pipeline parallelism (p), or use a separate "
-    "rollout engine"
+    "an engine with pipeline parallelism cannot generate sequences; use a layout without pipeline parallelism (p), or use a "
+    "separate rollout engine"
 )
 
 

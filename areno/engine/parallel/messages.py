@@ -16,8 +16,9 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the worker's object. The argument of ``make`` is a function that sends :class:`Event` payloads. sharing:
-        number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread count is fixed.
+        make: creates the worker's object. The argument of ``make`` is a function that sends :class:`Event` payloads.
+        sharing: number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread
+            count is fixed.
     """
 
     make: Callable[[Callable[[Any], None]], Any]

@@ -49,7 +49,7 @@ def distributed_config(
         config: model configuration.
         head_plan: tensor-parallel plan of the layers above the body, from the model's class.
         layout: how the ranks divide the model.
-        option: option that set the checkpoint ``path``, for error messages.
+        option: name of the option that sets the checkpoint ``path``, for error messages.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, the ranks cannot divide its heads, or ``transformers`` is too old.

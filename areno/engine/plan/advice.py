@@ -72,8 +72,8 @@ def halves(value: int, least: int) -> Iterator[int]:
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """Return advice for a run that does not fit with any change of options."""
+    """Return advice for a run that does not fit with any of the tried option changes."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
         return "The weights alone exceed the free memory; use a smaller model, or a machine with more memory."
-    return "No change of options makes the run fit; use a smaller model, or a machine with more memory."
+    return "None of the tried option changes makes the run fit; use a smaller model, or a machine with more memory."

@@ -214,6 +214,6 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
     if options.tried:
         lines.append(
             "The last two columns were measured on this machine with random tokens: seconds per step, and peak memory in "
-            "GiB of the rank that used the most memory (on a GPU: of its PyTorch tensors)."
+            "GiB of the rank that used the most memory. On a GPU, only the memory of PyTorch tensors is counted."
         )
     return "\n".join(lines)

@@ -54,8 +54,8 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide the ``free`` bytes that remain after the models have been loaded.
 
     ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
-    activations. If ``recompute`` is None, training recomputes activations only if gradients and kept activations would together
-    need more than the share ``KEPT_SHARE`` of the memory that the optimizer moments leave free.
+    activations. If ``recompute`` is None, the function decides. It chooses recomputation if gradients and all activations
+    together need more than the share ``KEPT_SHARE`` of the memory that the optimizer moments leave.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:

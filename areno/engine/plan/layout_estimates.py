@@ -160,7 +160,10 @@ def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
 
 
 def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[str, int]:
-    """Return the bytes that a rank sends per optimizer step, by layout axis. On ``data``, it sends weights and gradients."""
+    """Return the bytes that a rank sends per optimizer step, by layout axis.
+
+    On the axis ``data``, a rank sends weights and gradients.
+    """
     tokens, b, passes = training.tokens // layout.cp_size, training.compute, training.microbatches
     layers, t = model.layers // layout.pp_size, layout.tp_size
     again = 1 if training.recomputes else 0  # recomputation repeats the forward pass
@@ -226,7 +229,10 @@ def idle_share(layout: Layout, microbatches: int) -> float:
 
 
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
-    """Yield the layouts for a number of devices: first full replicas, then combinations of all kinds of parallelism."""
+    """Yield the layouts for a number of devices.
+
+    The first layout has one full replica per device. The other layouts combine all kinds of parallelism.
+    """
     yield Layout(devices)
     for tensor in _divisors(model.keys // model.width, min(devices, per_node)):
         for stages in _powers(min(devices // tensor, model.layers)):

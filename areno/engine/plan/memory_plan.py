@@ -202,7 +202,7 @@ class _Planner:
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
-        """Return a phase: the arguments, which are sizes in bytes, plus the memory that every phase needs."""
+        """Return a phase that needs the given sizes in bytes, in addition to the memory that every phase needs."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
@@ -262,7 +262,10 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Return the size in bytes of fp32 logits in training (one chunk, or all if kept) and one chunk of gradients."""
+        """Return the size in bytes of the fp32 logits in training, plus one chunk of their gradients.
+
+        The logits are one chunk, or the logits of all trained tokens if these are kept for the backward pass.
+        """
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
@@ -274,7 +277,7 @@ class _Planner:
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """Return a checkpoint's model as shapes. The result is cached, because ``advise`` plans the same run many times."""
+    """Return the :class:`ShapeOf` of a checkpoint. The result is cached, because ``advise`` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

@@ -239,7 +239,10 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """Return the run's optimizer, with a stub for other ranks. With one rank, :meth:`update` accounts for offloading."""
+        """Return the run's optimizer, with a stub for other ranks.
+
+        With one rank, the optimizer does not offload; :meth:`update` subtracts the memory that the run offloads.
+        """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
             return MasterAdamW(parameters, dataclasses.replace(config, offload=False))

@@ -43,8 +43,8 @@ def tune_sizes(
         engine: engine or engine group with a loaded actor. The memory of other models is planned, so other models need not be
             loaded.
         rows: number of prompts in the dataset, which limits the batch size; None means no limit.
-        capacity: memory in bytes that each rank may use. None means the sum of used and free memory, which the ranks on a CPU
-            divide equally.
+        capacity: memory in bytes of each rank, of which the search uses at most the share ``mem_frac``. None means the sum of
+            used and free memory, which the ranks on a CPU divide equally.
 
     Returns:
         The options with the chosen sizes. If the user has not set ``drop_rollout_state``, the function sets it to True.
@@ -125,8 +125,7 @@ class _Tuner:
                 "auto tune rollout: skipped, because --max-running-prompts is set to %d", planned.running_sequences
             )
             return planned.running_sequences
-        longest = self._longest(planned)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which together allow sequences of {longest} tokens"
+        remedy = _remedy(self._longest(planned))
         search = _Search("max_running_prompts", ("rollout",), self._generate)
         self._require(search, 1, planned, remedy)
         return next(n for n in self._running_candidates() if n == 1 or self._fits(search, n, planned))
@@ -148,7 +147,7 @@ class _Tuner:
     def _mini_bs(self, planned: TrainOptions) -> int:
         # A trial computes gradients without an update; only the plan covers the temporary memory of the update.
         search = _Search("mini_bs", ("forward", "backward", "optimizer"), self._update)
-        remedy = f"lower --max-new-tokens or --max-prompt-tokens, which together allow rows of {self._longest(planned)} tokens"
+        remedy = _remedy(self._longest(planned))
         if "mini_bs" in self.options.explicit:
             self._require(search, self.options.mini_bs, planned, "lower --mini-bs")
             return self.options.mini_bs
@@ -163,7 +162,7 @@ class _Tuner:
         if not self._fits(search, value, planned):
             raise UsageError(
                 f"--tune-params: {search.name}={value} needs more memory than the limit of {self.limit / _MIB:.0f} MiB "
-                f"(--mem-frac {self.options.mem_frac:g}); {remedy}, or raise --mem-frac"
+                f"(--mem-frac {self.options.mem_frac:g}); raise --mem-frac, or {remedy}"
             )
 
     def _fits(self, search: _Search, value: int, planned: TrainOptions) -> bool:
@@ -191,7 +190,7 @@ class _Tuner:
         return fits
 
     def _more(self, plan: MemoryPlan, name: str) -> int:
-        """Return the planned memory of a phase in bytes, in addition to the memory that the process already uses."""
+        """Return the planned bytes that a phase needs in addition to the memory that the process already uses."""
         phase = plan.phase(name)
         assert phase is not None, name
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
@@ -252,6 +251,13 @@ class _Tuner:
 
     def _longest(self, options: TrainOptions) -> int:
         return self._sizes(options).longest_row(self.engine.context_length)
+
+
+def _remedy(longest: int) -> str:
+    return (
+        "lower --max-new-tokens, --max-prompt-tokens or --max-context-len, which allow sequences of at most "
+        f"{longest} tokens"
+    )
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

@@ -191,7 +191,7 @@ def test_stages_train_score_and_save_but_refuse_to_generate(layout, checkpoint, 
     try:
         assert_learned(course(group, tmp_path), truth)
         measured = group.measure(rows(5, seed=3), sft_loss_fn, 2)
-        with pytest.raises(EngineError, match="the stages of a pipeline cannot generate"):
+        with pytest.raises(EngineError, match="an engine with pipeline parallelism cannot generate"):
             [future.result() for future in group.submit(REQUESTS[:1])]
         saved = engine(tmp_path)
         assert saved.measure(rows(5, seed=3), sft_loss_fn, 2) == pytest.approx(measured, rel=1e-4)
