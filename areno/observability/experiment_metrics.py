@@ -212,7 +212,7 @@ _DPO: _Rows = (
 )
 _TIMES: _Rows = (
     ("step", "time of the whole step, excluding saving and evaluation"),
-    ("rollout", "wait for a batch of episodes"),
+    ("rollout", "time spent waiting for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
     ("recompute_logp", "computation of proximal log-probs"),
     ("ref_logp", "computation of the reference's log-probs"),
