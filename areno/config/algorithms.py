@@ -59,7 +59,7 @@ class AlgorithmSpec:
         default_loss: loss function, or ``module:attribute``; None if ``loss_fn_factory`` or the trainer provides the loss.
         requires_rollout: whether the algorithm generates completions and needs a reward.
         loss_fn_factory: function (or ``module:attribute``) that receives the run's options and returns the loss function.
-            Needed only if parameters cannot configure the loss.
+            Needed only if the loss cannot be configured through its function parameters.
         experimental: whether ``list_algorithms(include_experimental=False)`` omits the algorithm.
         options: dataclass of additional options, which become flags. Each field is declared with ``areno.config.option``, or
             annotated ``Section | None``, where ``Section`` is another dataclass. The options of ``Section`` are added with
@@ -105,7 +105,7 @@ class AlgorithmSpec:
         return resolve_reference(self.default_loss)  # type: ignore[no-any-return]
 
     def reads(self, entry: Option) -> bool:
-        """Whether this algorithm reads a built-in option."""
+        """Whether this algorithm reads ``entry``, a built-in option."""
         names = {*self.uses, *(name for trainer in self._trainers for name in _READ_BY_TRAINER.get(trainer, ()))}
         return not entry.info.algorithms or self.name in entry.info.algorithms or entry.name in names
 
@@ -171,7 +171,7 @@ class AlgorithmSpec:
 
 
 def _sections(declaration: type) -> dict[str, type]:
-    """Return the dataclass of each field annotated ``Section | None``, by the name of the field."""
+    """Return the dataclass ``Section`` for each field annotated ``Section | None``, by the name of the field."""
     hints = typing.get_type_hints(declaration)
     classes = {
         e.name: [cls for cls in typing.get_args(hints[e.name]) if is_dataclass(cls)] for e in fields(declaration)

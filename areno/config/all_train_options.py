@@ -45,7 +45,7 @@ class TrainOptions(
 
     @property
     def checkpoint_path(self) -> Path:
-        """Parent of the ``step_000100`` folders: ``--save-path``, or by default ``checkpoints`` in the run directory."""
+        """Folder of checkpoints like ``step_000100``: ``--save-path``, or by default ``checkpoints`` in the run directory."""
         return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
 
     @property

@@ -224,7 +224,7 @@ TRL: dict[str, Rule] = {
     "adam_epsilon": Rule("--adam-eps"),
     "optim": Rule("--adam-8bit", value=_optimizer, note="areno supports only AdamW"),
     "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if is_on(value) else ""),
-    "fp16": Rule(note="use bf16, or an experiment with actor.dtype float16"),
+    "fp16": Rule(note="use bf16, or an experiment (areno run) with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
         note="--attn-backend flash uses FlashAttention if the device supports FlashAttention; native uses PyTorch's kernels"
@@ -265,7 +265,7 @@ TRL: dict[str, Rule] = {
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
-        note="in an experiment, actor.mask_no_eos_with_zero excludes truncated answers from training"
+        note="in an experiment (areno run), actor.mask_no_eos_with_zero excludes truncated answers from training"
     ),
 }
 
@@ -331,17 +331,19 @@ VERL: dict[str, Rule] = {
         together=True, note="number of rows in one pass on one GPU; --mini-bs counts the rows on all GPUs"
     ),
     f"{ACTOR}.ppo_max_token_len_per_gpu": Rule(
-        note="in an experiment, actor.mb_spec.max_tokens_per_mb limits the tokens of a pass"
+        note="in an experiment (areno run), actor.mb_spec.max_tokens_per_mb limits the tokens of a pass"
     ),
     f"{ACTOR}.use_dynamic_bsz": Rule(
-        note="in an experiment, actor.mb_spec.max_tokens_per_mb limits the tokens of the rows that are packed together"
+        note="in an experiment (areno run), actor.mb_spec.max_tokens_per_mb limits the tokens of rows that are packed together"
     ),
     f"{ACTOR}.strategy": Rule(
-        "--fsdp", value=_strategy, note="for megatron, use an experiment with actor.backend, such as megatron:d2t4"
+        "--fsdp",
+        value=_strategy,
+        note="for megatron, use an experiment (areno run) with actor.backend, such as megatron:d2t4",
     ),
     f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
-        note="in an experiment, actor.backend fsdp:dNcM divides each long row among M ranks"
+        note="in an experiment (areno run), actor.backend fsdp:dNcM divides each long row among M ranks"
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),

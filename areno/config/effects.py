@@ -184,6 +184,6 @@ def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str
     if not ppo and not options.reward_ckpt and not options.train_tool_results:
         yield (
             "score_micro_bs",
-            "has no effect without a reference model (--kl-coef, --kl-reward-coef) or a reward model "
-            "(--reward-ckpt); remove the option",
+            "has no effect without a reference model (--kl-coef, --kl-reward-coef), a reward model (--reward-ckpt) or "
+            "--train-tool-results; remove the option",
         )

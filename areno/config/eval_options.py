@@ -42,8 +42,9 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy an option of another declaration and make the copy valid for all algorithms. ``changes`` contains new metadata or
-    a new default for the copy.
+    """Copy the option ``name`` of the dataclass ``declaration``, and make the copy valid for all algorithms.
+
+    ``changes`` contains new metadata or a new default for the copy.
     """
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
@@ -145,7 +146,10 @@ class EvalOptions(CommandOptions):
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
-    """Parse and check the arguments of ``areno eval``. A run directory in ``--ckpt`` is replaced by the run's newest model."""
+    """Parse and check the arguments of ``areno eval``.
+
+    A run directory in ``--ckpt`` or ``--reward-ckpt`` is replaced by the run's newest model.
+    """
     return parse_command(argv, EvalOptions, _EVAL, _with_checkpoints, _problems)
 
 

@@ -159,9 +159,10 @@ class ModelAllocation:
 
     @property
     def role(self) -> str:
-        """Name of the experiment's section to which the engine belongs: the engine's name.
+        """Role of the engine: the name of the experiment's section to which the engine belongs.
 
-        An inference engine without a name belongs to ``rollout``, and a training engine without a name to ``actor``.
+        The role is the engine's name. Without a name, the role of an inference engine is ``rollout``, and the role of a
+        training engine is ``actor``.
         """
         return self.name or ("rollout" if self.is_inference else "actor")
 

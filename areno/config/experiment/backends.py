@@ -138,17 +138,17 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
 
 def unshardable(config: Any) -> Iterator[str]:
     """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2), each with a remedy."""
-    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "use only one of the two settings"
+    parallel = ModelAllocation.from_str(config.actor.backend).parallel
     if parallel.data * parallel.context == 1:
         yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove the setting"
     if parallel.tensor > 1 and (problem := tensor_parallel_problem(fsdp=True)):
-        yield f"with actor.backend {config.actor.backend}: {problem}, or {remedy}"
+        yield f"with actor.backend {config.actor.backend}: {problem}, or remove t from actor.backend"
     if config.actor.load_in_4bit:
-        yield f"with actor.load_in_4bit: 4-bit weights are not sharded; {remedy}"
+        yield "with actor.load_in_4bit: 4-bit weights are not sharded; remove actor.load_in_4bit, or do not shard the weights"
     if config.actor.use_lora and parallel.tensor > 1:
         yield (
-            f"with actor.use_lora: adapters of tensor-parallel layers are not sharded; {remedy}, or remove t from "
-            "actor.backend"
+            "with actor.use_lora: adapters of tensor-parallel layers are not sharded; remove actor.use_lora, remove t from "
+            "actor.backend, or do not shard the weights"
         )
 
 

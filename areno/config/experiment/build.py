@@ -217,8 +217,8 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 def _followed(value: Any, root: Tree) -> Any:
     """Return a copy in which each ``${path}`` is replaced by the value at the path. OmegaConf takes 30 ms longer.
 
-    Raises LookupError if a value outside dicts and lists is not a number, text or null. Also raises LookupError if
-    ``${...}`` is not the path of a number, text or null.
+    Dicts and lists are processed recursively. Raises LookupError if an item is not a dict, list, number, text or null. Also
+    raises LookupError if ``${...}`` is not the path of a number, text or null.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}

@@ -346,7 +346,7 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
         )
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:
         yield (
-            f"teacher.path={config.teacher.path}: a server scores at temperature 1, but gconfig.temperature is "
+            f"teacher.path={config.teacher.path}: a server computes log-probs at temperature 1, but gconfig.temperature is "
             f"{config.gconfig.temperature}; set gconfig.temperature to 1, or teacher.path to the teacher's model folder"
         )
     for name in ("rollout", "train"):

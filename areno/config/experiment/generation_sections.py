@@ -207,7 +207,7 @@ class InferenceEngineConfig:
     fileroot: str | None = setting(None, "Root folder of logs and dumps.", inherits="cluster.fileroot")
     max_concurrent_rollouts: int | None = setting(
         None,
-        "Maximum number of prompt groups that are generated concurrently.",
+        "Maximum number of prompts whose answers are generated concurrently.",
         minimum=1,
         inherits="rollout.consumer_batch_size",
         shown="rollout.consumer_batch_size",
@@ -220,7 +220,7 @@ class InferenceEngineConfig:
     )
     consumer_batch_size: int = setting(
         0,
-        "Number of prompt groups per training step.",
+        "Number of prompts per training step.",
         minimum=1,
         inherits="train_dataset.batch_size",
         shown="train_dataset.batch_size",
@@ -295,7 +295,7 @@ class InferenceEngineConfig:
     return_routed_experts: bool = setting(
         False,
         "Routing replay: record the experts of each token in the rollout and use them in training. Routing "
-        "differences then do not change log-probs. On a CPU, replay disables compiled decode steps.",
+        "differences then do not change log-probs. On a CPU, this option disables compiled decode steps.",
     )
     _version: str = setting(
         "v1",

@@ -65,7 +65,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "group_size": LegacyKey("gconfig.n_samples", "Number of answers per prompt.", "1"),
     "max_concurrent_rollouts": LegacyKey(
         "rollout.max_concurrent_rollouts",
-        "Maximum number of prompts that are generated concurrently.",
+        "Maximum number of prompts whose answers are generated concurrently.",
         "dataset.train_bs_n_seqs",
     ),
     "max_head_offpolicyness": LegacyKey(
@@ -136,7 +136,7 @@ _UPPER = 5.0
 
 
 def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callable[[], float] = time.time) -> PPOConfig:
-    """Read the command line of ``main_async_ppo.py`` or ``main_sync_ppo.py``.
+    """Load the configuration from the command line of ``main_async_ppo.py`` or ``main_sync_ppo.py``.
 
     Args:
         argv: arguments, with or without the program's name; the file of ``--config`` may set keys too.

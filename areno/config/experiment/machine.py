@@ -73,8 +73,8 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 def devices_needed(config: BaseExperimentConfig) -> int:
     """Return the number of devices that rollout and training need together.
 
-    A colocated role needs no additional device. If both roles are colocated, the larger role counts. Rollout on running servers
-    needs no device.
+    A colocated role needs no additional device. If both roles are colocated, the result is the larger of their two sizes.
+    Rollout on running servers needs no device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
     for role in ("rollout", "actor"):
@@ -141,7 +141,7 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
             f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller sizes, or "
-            "use equal sizes to let rollout and training alternate"
+            f"let rollout and training alternate by using the same sizes for both, such as d{requested or machine.gpus}"
         )
 
 

@@ -49,6 +49,8 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
     """Return raw values in which the presets of ``actor.algorithm`` are the defaults of ``actor``.
 
+    If the algorithm is not a variant of the policy loss (see `is_family`), the values are returned unchanged.
+
     Raises UsageError: the algorithm is unknown.
     """
     actor = tree.get("actor")

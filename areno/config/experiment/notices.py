@@ -178,7 +178,8 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
             because = (
-                "rows of a reference are split only by max_tokens_per_mb, because every split gives the same log-probs"
+                "for a reference, only max_tokens_per_mb determines the split into microbatches, because every split gives "
+                "the same log-probs"
             )
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
