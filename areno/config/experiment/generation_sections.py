@@ -295,7 +295,7 @@ class InferenceEngineConfig:
     return_routed_experts: bool = setting(
         False,
         "Routing replay: record the experts of each token in the rollout and use them in training. Routing "
-        "differences then do not change log-probs. On a CPU, replay disables compiled decode steps.",
+        "differences then do not change log-probs. On a CPU, this option disables compiled decode steps.",
     )
     _version: str = setting(
         "v1",
