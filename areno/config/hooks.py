@@ -87,7 +87,9 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
     except UsageError as error:
         return str(error)
     problem = f"is not a file: {path}" if path.exists() else f"file does not exist: {path}"
-    return "" if path.is_file() else f"{hook.option} {problem}; expected callable {name}({hook.signature})"
+    return (
+        "" if path.is_file() else f"{hook.option} {problem}; pass a Python file that defines {name}({hook.signature})"
+    )
 
 
 def import_user_file(path: Path, *, option: str) -> ModuleType:
@@ -121,7 +123,7 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
         del sys.modules[name]
         raise UsageError(
             f"{option} {path}: importing the file raised {type(error).__name__}: {error}{user_frame(error, path)}; fix the "
-            "file, or install its imports"
+            "file, or install the packages that it imports"
         ) from error
     return module
 

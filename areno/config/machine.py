@@ -135,8 +135,8 @@ def tensor_parallel_problem(fsdp: bool = False) -> str:
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:
     """Return why some rank would have no GPU; empty if every rank has a GPU. Always empty on a CPU.
 
-    Rank 0 uses the GPU of ``device``, and each other rank uses the next GPU. If ``chosen`` is set, ``chosen`` lists the GPU
-    of each rank instead.
+    The ranks use consecutive GPUs, starting with the GPU of ``device``. If ``chosen`` is set, ``chosen`` lists the GPU of each
+    rank instead.
     """
     if not device.startswith("cuda"):
         return ""

@@ -328,8 +328,8 @@ def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load_config(flags["config"]) if "config" in flags else {}
     if "config" in loaded:
         raise UsageError(
-            f"--config {flags['config']}: a config file cannot name another config file; copy the "
-            "options of the other file into this file"
+            f"--config {flags['config']}: a config file cannot name another config file; replace "
+            "the key config by the options of the other file"
         )
     return loaded
 

@@ -38,7 +38,10 @@ _UNREAD: dict[str, Any] = {
     **dict.fromkeys(("dataset_path", "dataset_loader_fn", "reward_fn_path", "reward_ckpt", "agent_fn", "workflow")),
     **{"rollout": "sync", "rollout_backend": "areno", "rollout_url": ()},
 }
-"""Values that replace the options that a replay does not read. The files or packages of these options may be missing."""
+"""Options that a replay does not read, with the values that replace these options during validation.
+
+The replacement is necessary, because the files or packages of these options may be missing.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 def claim_run_dir(options: TrainOptions) -> TrainOptions:
     """Create the directory of a new run. If a concurrent run has taken the directory's name, choose another name.
 
-    For a resumed run, and if ``--run-dir`` is set, do nothing.
+    Do nothing for a resumed run, or if ``--run-dir`` is set.
     """
     if options.resume is not None or "run_dir" in options.explicit:
         return options
@@ -179,5 +179,9 @@ def _check_step(options: TrainOptions) -> None:
     with suppress(CheckpointError):  # a damaged best checkpoint cannot be chosen
         steps |= {best} if (best := folder.best_step()) is not None else set()
     if step not in steps:
-        available = f"choose one of {', '.join(map(str, sorted(steps)))}" if steps else "the folder has no checkpoints"
-        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of this step; {available}")
+        remedy = (
+            f"choose one of {', '.join(map(str, sorted(steps)))}"
+            if steps
+            else "omit the option, because the folder has no checkpoints"
+        )
+        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of this step; {remedy}")

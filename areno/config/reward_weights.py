@@ -25,7 +25,7 @@ def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
             raise UsageError(
                 f"{entry!r} is not a valid weight; write each part's name once, with a finite number of at least 0, as in "
                 "format=0.2,answer=1 (a name has letters, digits, `_`, `.` and `-`, and starts with a letter or `_`); for a "
-                "penalty, return a negative part"
+                "penalty, return a negative value for the part"
             )
         checked[name] = weight
     return checked

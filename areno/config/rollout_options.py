@@ -166,7 +166,7 @@ class RolloutOptions:
         maximum=1,
         help="Agentic rollout: maximum fraction of a step's samples that may fail after all retries. Within this "
         "limit, the run drops the failed samples. The run stops if more samples fail, or if all samples fail. With --workflow, "
-        "the fraction counts prompts.",
+        "the limit is a fraction of the prompts instead.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."

@@ -73,7 +73,8 @@ class ServeOptions(CommandOptions):
     drain_timeout_s: float = _basic(
         30.0,
         minimum=0,
-        help="On SIGTERM or SIGINT, let running requests finish for this many seconds, and then cancel the rest.",
+        help="On SIGTERM or SIGINT, wait at most this many seconds for running requests, and then cancel unfinished "
+        "requests.",
     )
 
     max_running_prompts: int = option_from(RolloutOptions, "max_running_prompts", default=16, unset="")

@@ -33,8 +33,8 @@ class UpdateOptions:
     )
     activation_checkpointing: bool = _train(
         True,
-        help="Recompute activations in the backward pass. Recomputation saves memory but takes time. By default, "
-        "areno recomputes only if memory is short.",
+        documented_default="on if memory is short or its use cannot be estimated, else off",
+        help="Recompute activations in the backward pass. Recomputation saves memory but takes time.",
     )
     tree_training: bool = _train(
         True,
@@ -174,7 +174,7 @@ class UpdateOptions:
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(
         True,
-        help="For truncated answers, use the critic's value at the last token as the return of the missing tokens. "
+        help="For truncated answers, use the critic's value after the last token as the return of the missing tokens. "
         "If most answers are truncated, disable this option, because values would grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
@@ -189,7 +189,7 @@ class UpdateOptions:
     def takes_reference(self, ppo: bool) -> bool:
         """Whether rows need log-probs of the reference model.
 
-        The KL term in the loss is set by ``use_kl_loss`` if ``ppo`` is true, and by ``kl_coef`` otherwise.
+        The KL term in the loss is enabled by ``use_kl_loss`` if ``ppo`` is true, and by ``kl_coef`` above 0 otherwise.
         """
         return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)
 

@@ -335,4 +335,7 @@ def test_agent_options_are_refused_without_an_agent(tmp_path, tiny_checkpoint, c
         assert f"{option[0]}" in (text := capsys.readouterr().err)
         assert "has no effect without --agent-fn; set --agent-fn too" in text
     assert main([*arguments, "--agent-fn", "gone.py"]) == 2
-    assert "--agent-fn file does not exist: gone.py; expected callable run_agent(ctx, batch)" in capsys.readouterr().err
+    assert (
+        "--agent-fn file does not exist: gone.py; pass a Python file that defines run_agent(ctx, batch)"
+        in capsys.readouterr().err
+    )

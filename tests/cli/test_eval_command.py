@@ -62,7 +62,10 @@ WRONG = [
     (["--ckpt", "runs/empty", *EVAL[2:]], "--ckpt runs/empty is a run without a checkpoint; specify a model folder"),
     ([*EVAL, "--dataset-path", "dta.jsonl"], "--dataset-path does not exist: dta.jsonl"),
     ([*EVAL, "--dataset-loader-fn", "gone.py"], "--dataset-loader-fn file does not exist: gone.py"),
-    ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),
+    (
+        [*BASE, "--reward-fn-path", "gone.py"],
+        "file does not exist: gone.py; pass a Python file that defines reward_fn(record)",
+    ),
     ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
     ([*EVAL, "--output", "model"], "--output 'model' is not a file name"),
     ([*EVAL, "--output", "data.jsonl/out.jsonl"], "--output data.jsonl: "),

@@ -95,7 +95,7 @@ TRAIN = [
     ([*SFT, "--greedy"], "--greedy has no effect with --algo sft"),
     (
         [*GSPO, "--agent-fn", "agent.py"],
-        "--agent-fn file does not exist: agent.py; expected callable run_agent(ctx, batch)",
+        "--agent-fn file does not exist: agent.py; pass a Python file that defines run_agent(ctx, batch)",
     ),
     ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without --agent-fn; set --agent-fn too"),
     (
@@ -164,7 +164,10 @@ TRAIN = [
     ([*GSPO, "--dataset-path", "dta.jsonl"], "--dataset-path does not exist: dta.jsonl"),
     ([*GSPO, "--dataset-path", "a:b:c:d"], "has 4 parts"),
     ([*GSPO, "--dataset-path", "empty"], "is an empty folder"),
-    ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),
+    (
+        [*BASE, "--reward-fn-path", "gone.py"],
+        "file does not exist: gone.py; pass a Python file that defines reward_fn(record)",
+    ),
     ([*BASE, "--reward-fn-path", "empty"], "--reward-fn-path is not a file: empty"),
     ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
     ([*BASE, "--reward-fn-path", "reward.py:"], "write file.py or file.py:reward_fn"),

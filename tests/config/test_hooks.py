@@ -65,7 +65,9 @@ def test_unusable_files_say_why_and_where(file, text, expected):
 
 
 def test_missing_files_name_the_expected_callable(file):
-    with pytest.raises(UsageError, match=r"file does not exist: .*hook\.py; expected callable reward_fn\(record\)"):
+    with pytest.raises(
+        UsageError, match=r"file does not exist: .*hook\.py; pass a Python file that defines reward_fn\(record\)"
+    ):
         load(file)
 
 

@@ -136,7 +136,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
 
 @_cached
 def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
-    """Return all dotted paths of a configuration class, including optional sections.
+    """Return the declaration of each setting of a configuration class, by dotted path. Optional sections are included.
 
     The path of a field in a list of sections contains the index 0, as in ``rollout.scheduling_spec.0.mem``.
     """
@@ -157,7 +157,7 @@ def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def ineffective(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
-    """Yield a problem for each changed setting in ``names``, because the setting has no effect.
+    """Yield the problem "has no effect" for each setting in ``names`` that differs from its default.
 
     ``because`` is the end of the message, with the reason and the remedy.
     """

@@ -7,7 +7,10 @@ from typing import Any
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
-"""Root of logs and checkpoints in the user's home, because other users could write to a shared folder such as /tmp."""
+"""Root folder of logs and checkpoints.
+
+The folder is in the user's home, because other users could write to a shared folder such as /tmp.
+"""
 
 DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
 _REMOTE_REWARD = "external reward services are not supported; set reward.fn=file.py:NAME or reward.path=MODEL instead"
