@@ -3,7 +3,7 @@
 - ``loss_interface``: inputs and outputs of a loss, and ``reduces_over``.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
 - ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
-- ``clipping``: the clipped objective min(r A, clip(r) A), averages and statistics of all policy losses; ``kl``: KL estimators.
+- ``clipping``: importance ratios, clipping, averages and statistics for all policy losses; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
 - ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
 - ``stats``: exactly aggregated statistics; ``units``: losses that are means over tokens or pairs.

@@ -104,8 +104,9 @@ def policy_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute L = (rl_loss_weight / N) sum_t w_t l_t over the N response tokens t of the optimizer step.
 
-    The ratio rho is pi / pi_p of a token. If ``importance_sampling_level`` is ``sequence``, rho is the geometric mean of
-    pi / pi_p over the tokens of a sequence, without masked tokens. The loss l_t of a token is
+    The ratio rho of a token is pi / pi_p (see below), and A is the advantage of the token. If
+    ``importance_sampling_level`` is ``sequence``, rho is the geometric mean of pi / pi_p over the tokens of the sequence,
+    and A is the mean of their advantages. Masked tokens do not count in these means. The loss l_t of a token is
 
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),

@@ -22,7 +22,7 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
     """Compute L = mean of -log pi(t) over all response tokens t of the optimizer step.
 
     Args:
-        data_pack: needs ``packed_response_mask``.
+        data_pack: needs ``packed_response_mask``, ``packed_seq_ids`` and ``packed_num_sequences``.
 
     Returns:
         Loss and statistics: sft_loss, sft_logprob_mean and sft_target_tokens. Quantities (see

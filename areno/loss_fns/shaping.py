@@ -269,7 +269,7 @@ def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
-    """Return ``<name>/avg``, ``<name>/min`` and ``<name>/max`` of each population that is not empty."""
+    """Return ``<name>/avg``, ``<name>/min`` and ``<name>/max`` for each entry of ``populations`` that is not empty."""
     return {
         f"{name}/{kind}": float(number)
         for name, numbers in populations.items()

@@ -34,7 +34,7 @@ def draw(weights: Tensor, sums: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose the block of each row in which the cumulative sum exceeds the target, which is ``u`` times the row's total.
+    """Choose each row's first block at which the cumulative sum exceeds the target. The target is ``u`` times the row's total.
 
     Return the blocks [B], and the remaining targets [B]. The remaining target is the target minus the sums of earlier blocks.
     """
@@ -46,7 +46,7 @@ def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Return the chosen token indices [B].
+    """Choose a token in the block of each row, and return the token indices [B].
 
     ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` are the results of :func:`draw_block`.
     """

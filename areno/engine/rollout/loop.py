@@ -381,7 +381,7 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """Prefill contexts after ``cached`` tokens, up to ``stop``. Return the last tokens' hidden states [contexts, C]."""
+        """Prefill each context i from token ``cached[i]`` to ``stop``. Return the last tokens' hidden states [contexts, C]."""
         tokens: list[int] = []
         spans: list[PrefillSpan] = []
         for members, start in zip(shared, cached, strict=True):

@@ -39,7 +39,7 @@ class PrefixStore:
         self._keys = count()
 
     def find(self, context: Seq[int], version: int) -> Hit | None:
-        """Return the longest stored prefix that is shorter than ``context``; None if no prefix is stored."""
+        """Return the longest stored prefix of ``context`` that is shorter than ``context``; None if there is no such prefix."""
         if version != self._version or not self._entries:
             return None
         best, matched = None, 0
@@ -103,7 +103,7 @@ class PrefixStore:
 
 
 def remember(prefixes: PrefixStore, cache: SlotCache, finished: list[Sequence], version: int) -> None:
-    """Store finished samples without their last tokens, because the model may not have processed the last tokens."""
+    """Store each finished sample without its last token, because the model may not have processed this token."""
     if not prefixes.budget_tokens or cache.states.tensors():
         return  # a recurrent state belongs to one length only
     for sequence in finished:

@@ -61,7 +61,10 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a routing that records expert choices with ``write(layer, keys, values)``; None if no choices are recorded."""
+        """Return a :class:`Routing` that records expert choices with ``write(layer, keys, values)``.
+
+        Return None if no choices are recorded.
+        """
         if self.records is None:
             return None
         kind = self.records.kind

@@ -7,8 +7,8 @@ smallest positive factor is below 1e-6. Three features distinguish this module f
 
 *The square root of the second moment is stored*, not the moment itself. A positive root is never rounded to 0. With a
 root of 0, AdamW would divide a nonzero first moment by epsilon alone. The root spans half as many decades as the second
-moment. The denominator of a weight is therefore accurate enough even if the weight's gradients are a thousandth of the
-largest gradients in the block.
+moment. AdamW's denominator for a weight is therefore accurate enough even if the weight's gradients are a thousandth of
+the largest gradients in the block.
 
 *A table lookup finds the code of a number.* The upper half of an fp32 number (sign, exponent and seven bits of the
 mantissa) is the index into a second table. The lookup is several times faster than a binary search. The resolution of

@@ -37,7 +37,8 @@ class FullyShardedAdamW(Optimizer):
     """AdamW over this rank's shards of the weights.
 
     All ranks must make the same calls. During a call, the weights must not be gathered. ``rounds`` is whether the model
-    computes with rounded copies of its fp32 weights.
+    computes with rounded copies of its fp32 weights. ``partial`` names the parameters for which each tensor-parallel rank
+    computes only a part of the gradient. ``tied`` names the parameters that the first and the last pipeline stage share.
     """
 
     def __init__(
@@ -85,7 +86,10 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Sum partial and tied gradients over the ranks, and return statistics. All other gradients are already summed."""
+        """Sum the gradients of partial and tied parameters over the ranks, and return statistics.
+
+        All other gradients are already summed.
+        """
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)

@@ -437,8 +437,8 @@ def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -
 
     An 8-bit second moment is returned as its square root, as in :func:`adam_8bit.moments_in`.
 
-    Saved moments are 8-bit codes if the quantization blocks of the rank that saved them were those of the unsharded
-    tensor. Otherwise the saved moments are decoded numbers.
+    The moments were saved as 8-bit codes if the saving rank used the quantization blocks of the unsharded tensor.
+    Otherwise the moments were saved as decoded numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

@@ -1,4 +1,4 @@
-"""Create the routing of a forward pass from the routing records of its rows."""
+"""Create the routing replay of a forward pass from the recorded expert choices of its rows."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -158,7 +158,10 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the overlap of a box and a chunk, if any, as slices of the shard and slices of the chunk."""
+    """Yield the overlap of a saved chunk and a box of a shard (see :func:`_boxes`). Yield nothing if there is no overlap.
+
+    The overlap is a pair: its slices in the shard, and its slices in the chunk.
+    """
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
         first, last = max(offset, start), min(offset + own.stop - own.start, start + size)

@@ -458,8 +458,8 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
         return mini_bs * accumulation if accumulation else rows
     if accumulation:
         raise ValueError(
-            "accumulation needs an integer mini_bs, but mini_bs is a MicroBatching, for which all rows make one optimizer "
-            "step; omit accumulation"
+            "accumulation needs an integer mini_bs, but mini_bs is a MicroBatching, with which one optimizer step uses all "
+            "rows; omit accumulation"
         )
     return rows
 

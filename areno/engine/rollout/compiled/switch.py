@@ -155,7 +155,7 @@ class DecodeSwitch:
             )
         if not type(model.module).__module__.startswith("transformers."):
             raise EngineError(
-                "the model's code comes from the checkpoint, but only models of transformers can be compiled"
+                "the model's code comes from the checkpoint, but only models from the transformers library can be compiled"
             )
         if model.adapter is not None and not model.adapter.merges:
             raise EngineError(

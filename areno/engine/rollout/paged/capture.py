@@ -73,7 +73,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make synchronizations raise errors that name the operation. Errors during a capture do not name the operation."""
+    """Make synchronizations with the host raise errors. These errors name the operation, unlike errors during a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

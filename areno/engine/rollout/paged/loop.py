@@ -75,7 +75,7 @@ class PagedRolloutLoop(RolloutLoop):
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:
-        """Allow ``sequences`` rows per step. If the maximum has to grow, wait for pending requests, and free the cache."""
+        """Allow ``sequences`` rows per step. If this raises the limit, wait for pending requests, and free the cache."""
         if sequences > self.device_decode.max_rows:
             self.wait_idle()
             self.device_decode.release()
