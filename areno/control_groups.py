@@ -10,7 +10,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group. Its ``folder`` may not exist. ``version`` is the version of cgroups, 1 or 2."""
+    """A control group. In some containers, its ``folder`` does not exist. ``version`` is the version of cgroups, 1 or 2."""
 
     folder: Path
     version: int

@@ -62,7 +62,7 @@ def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:
 
 
 def read_cpu_times(root_pid: int) -> CpuTimes | None:
-    """Read the current times; None if the system does not report the times.
+    """Return the current :class:`CpuTimes`; None if the system does not report CPU times.
 
     Args:
         root_pid: id of the process that started this run. The run consists of the root process and its descendants.

@@ -17,7 +17,7 @@ class ArenoError(Exception):
 
 
 class UsageError(ArenoError, ValueError):
-    """Invalid user input: an option, a file or a hook. Exit code 2."""
+    """Invalid user input, such as an option, a file or a user-defined function. Exit code 2."""
 
 
 class DataError(UsageError):
@@ -29,7 +29,7 @@ class UnsupportedModelError(UsageError):
 
 
 class RewardError(ArenoError):
-    """A reward function failed. It had an import error, an exception or a timeout, or its result is not a finite number."""
+    """A reward function cannot be imported, raised an exception, timed out, or returned an invalid value."""
 
 
 class AgentError(ArenoError):

@@ -21,7 +21,7 @@ def check_inputs(config: BaseExperimentConfig) -> None:
     """Check that models, data, functions and packages exist, and that ``cluster.fileroot`` is writable.
 
     Raises:
-        UsageError: something is missing; the message lists all problems.
+        UsageError: at least one check failed; the message lists all problems.
     """
     Problems.raise_all((*path_problems(config), *function_problems(config), *package_problems(config)))
 

@@ -57,7 +57,7 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
 def _refuse_second_run(config: BaseExperimentConfig, run_dir: RunDirectory) -> None:
     """Raise UsageError if the trial has run already and recovery is disabled.
 
-    Up to this check, no file of the earlier run changes.
+    The check comes before any change of the earlier run's files.
     """
     if not config.recover.enabled and run_dir.read_metrics():
         raise UsageError(

@@ -238,8 +238,8 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
     """Return the largest concurrency and microbatch size with which an experiment fits into memory.
 
     The result maps settings to values, and is empty if no sizes fit. The concurrency is the largest value at which the rollout
-    cache holds all answers at maximum length. Microbatches get the remaining memory. The call changes the microbatch settings
-    of ``config``.
+    cache holds all concurrent answers at maximum length. Microbatches get the remaining memory. The call changes the
+    microbatch settings of ``config``.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):

@@ -50,9 +50,9 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
 
 
 def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> list[str]:
-    """Return the node of each colocated worker. Each such worker shares the cores and GPUs of ``span`` other workers.
+    """Return the node of each colocated worker. Each such worker shares the cores and GPUs of ``span`` workers of another role.
 
-    ``holders`` are the nodes of the other workers, in the order of these workers.
+    ``holders`` contains the nodes of all workers of the other role, in the order of these workers.
     """
     shared = [holders[at : at + span] for at in range(0, len(holders) - span + 1, span)][: need.workers]
     if divided := next((nodes for nodes in shared if len(set(nodes)) > 1), None):

@@ -250,7 +250,8 @@ class RayLauncher(RemoteLauncher):
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
         """Create placement groups for the workers from number ``first`` on.
 
-        Each engine gets its own group. With ``ray_placement_strategy=shared``, engines with a single worker share one group.
+        With ``ray_placement_strategy=shared``, engines with a single worker share one group. In all other cases, each engine
+        gets its own group.
         """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}

@@ -194,8 +194,8 @@ def size() -> tuple[int, int]:
 def exit_code_of(job: str) -> int | None:
     """Return the exit code of a job; None if the job is pending or running.
 
-    The exit code of a job that a signal killed is 128 + signal. The function retries for a minute, because a
-    restarted Slurm controller may not know the job yet.
+    If a signal killed the job, the exit code is 128 plus the number of the signal. The function retries for a minute,
+    because a restarted Slurm controller may not know the job yet.
 
     Raises:
         EngineError: the Slurm controller does not respond, or does not know the job.

@@ -46,7 +46,7 @@ class Repository:
             delete_on_exit: whether :meth:`reset` deletes the value.
             keepalive_ttl: seconds until the value expires after this process has died. If None, the value does not
                 expire.
-            replace: whether to overwrite an existing value. Otherwise an existing value raises NameEntryExists.
+            replace: whether to overwrite an existing value. If False, an existing value raises NameEntryExists.
         """
         name = _normal(name)
         if keepalive_ttl is not None and keepalive_ttl <= 0:

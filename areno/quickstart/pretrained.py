@@ -139,7 +139,7 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _example() -> Path:
-    """Return the folder of the example: in an installed package, next to this file; otherwise, in the repository."""
+    """Return the folder of the example. An installed package has this folder next to this file; a checkout, in ``examples``."""
     packaged = Path(__file__).with_name("structured")
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
 

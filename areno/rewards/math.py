@@ -150,6 +150,6 @@ def _warn_of_text(text: str) -> None:
     _text_warning_logged.set()
     _log.warning(
         "the reference answer %r is not a single number or expression, so only an answer with the same text is "
-        "correct; in the loader, drop such rows, or replace their answers by the results (logged once)",
+        "correct; in the loader, drop such rows, or reduce their answers to a number or an expression (logged once)",
         text[:200],
     )

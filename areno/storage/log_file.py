@@ -22,7 +22,7 @@ class LogPart:
 def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
     """Return a section of a log with at most ``PART_BYTES`` bytes.
 
-    The section starts at byte ``after`` or ends at byte ``before``. By default, it is the end of the log.
+    The section starts at byte ``after`` or ends at byte ``before``. By default, the section is the end of the log.
     """
     size = file.seek(0, 2)
     is_forward = after is not None and 0 <= after <= size

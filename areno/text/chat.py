@@ -1,8 +1,9 @@
 """Converts prompts to token ids, with the tokenizer's chat template if there is one.
 
-A text prompt becomes the content of one user message. If there are no tools, a text that already contains markers of a
-chat template is used unchanged. If the model uses a BOS token, its chat template writes this token. If no template
-renders the prompt, and the tokenizer adds BOS by default, BOS is prepended where it is missing.
+A text prompt becomes the content of one user message. If there are no tools, a text is used unchanged in two cases: the
+tokenizer has no chat template, or the text already contains markers of a chat template. If the model uses a BOS token,
+its chat template writes this token. If no template renders the prompt, and the tokenizer adds BOS by default, BOS is
+prepended where it is missing.
 """
 
 import json

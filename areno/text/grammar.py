@@ -23,7 +23,7 @@ from areno.text.tool_calls.schema import resolved, types_of
 from areno.types import TokenConstraint
 
 ConstraintFactory = Callable[[Any], TokenConstraint]
-"""Takes the tokenizer of the process that generates, and creates the grammar state of one sample. A factory can be pickled."""
+"""A picklable function that creates the grammar state of one sample, given the tokenizer of the generating process."""
 
 # White space in JSON: one space, or a newline with indentation. Unlimited white space would let a model loop.
 _JSON_STYLE = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}

@@ -252,9 +252,9 @@ def list_reasoning_parsers() -> list[str]:
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """Return the parser of the reasoning format ``name``. ``auto`` detects the format from chat template and added tokens.
+    """Return the parser of the reasoning format ``name``.
 
-    Raises UsageError if the name is unknown.
+    ``auto`` detects the format from the chat template and the added tokens. Raises UsageError if the name is unknown.
     """
     key = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
     parser = _PARSERS.get(_ALIASES.get(key, key))

@@ -21,7 +21,7 @@ _SHOWN = {
     "staleness_mean": "rollout/staleness/avg",
     "staleness_max": "rollout/staleness/max",
 }
-"""Names of statistics that only the display uses, by the display's name."""
+"""Statistics that only the display uses: the name in the display, and the name of the statistic."""
 
 
 class ExperimentReporter(Reporter):

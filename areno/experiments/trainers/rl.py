@@ -278,8 +278,8 @@ class PPOTrainer(ExperimentTrainer):
             workflow_kwargs: keyword arguments of ``workflow``.
             eval_workflow_kwargs: keyword arguments of the evaluation's workflow. If neither ``eval_workflow`` nor
                 ``eval_workflow_kwargs`` is given, ``workflow_kwargs`` apply.
-            dynamic_filter_fn: function that returns whether to train on the trajectory of a group. If None,
-                ``workflow.dynamic_filter_fn`` is used, if set.
+            dynamic_filter_fn: function that gets all samples of a group as one trajectory, and returns whether to train
+                on the group. If None, the setting ``workflow.dynamic_filter_fn`` applies.
             total_epochs: number of epochs, instead of ``total_train_epochs``.
 
         Raises:

@@ -49,7 +49,7 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """Return the settings for scoring rows and for shaping their rewards, before the optimizer steps.
+    """Return the settings of the two stages before the optimizer steps: scoring the rows, and shaping their rewards.
 
     Raises:
         UsageError: the teacher's server does not respond.

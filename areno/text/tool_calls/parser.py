@@ -181,7 +181,10 @@ class ToolCallParser:
 
 
 def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
-    """Return the function of a tool in OpenAI's or the flat format. Raises UsageError if ``tool`` is not a named function."""
+    """Return the function of a tool. The tool is in OpenAI's format, or in the flat format ``{"name", "parameters"}``.
+
+    Raises UsageError if ``tool`` is not a named function.
+    """
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(

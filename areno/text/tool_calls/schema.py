@@ -22,7 +22,10 @@ def typed_arguments(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]
 
 
 def types_of(schema: Any, root: Any) -> list[str]:
-    """Return the types that a schema allows; [] if the schema has no type or is invalid. ``root`` contains its definitions."""
+    """Return the types that a schema allows; [] if the schema has no type or is invalid.
+
+    ``root`` contains the definitions to which the schema refers.
+    """
     return _types(schema, root, set())
 
 

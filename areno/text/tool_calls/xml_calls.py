@@ -19,7 +19,11 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of one format. Markers in ``name_ends`` end the tool's name; those in ``kept`` also begin the next part."""
+    """The tags of one format.
+
+    The tool's name ends at the earliest marker from ``name_ends``. If this marker is also in ``kept``, the marker is not
+    skipped, because it begins the next part of the call.
+    """
 
     name_ends: tuple[str, ...]
     argument: str
