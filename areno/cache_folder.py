@@ -43,7 +43,7 @@ def planted_problem(path: Path) -> str:
                 f"{entry} is owned by user {status.st_uid}; delete it, or set ARENO_CACHE_DIR to a folder of your own"
             )
         if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
-            return f"{entry} is world-writable; delete it, and run chmod o-w {root}"
+            return f"{entry} is world-writable; delete it, so that areno creates it again"
     return ""
 
 

@@ -178,7 +178,7 @@ class FileStore:
         return [file.parent.relative_to(self.root).as_posix() for file in files if self._value(file) is not None]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`."""
+        """See :class:`NameStore`. An expired value is valid again, unless another writer has replaced or removed it."""
         file = self.root / name / _FILE
         with contextlib.suppress(FileNotFoundError), self._locked():
             if _entry(file).get("mark") == self._marks.get(name, ""):

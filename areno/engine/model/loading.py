@@ -330,7 +330,10 @@ def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> No
     ``transformers`` would initialize these weights randomly.
     """
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    problems += [f"{name} has the shape {tuple(shape)}" for name, shape, _ in sorted(report["mismatched_keys"])]
+    problems += [
+        f"{name} has the shape {tuple(stored)} instead of {tuple(expected)}"
+        for name, stored, expected in sorted(report["mismatched_keys"])
+    ]
     problems = [text for text in problems if not text.startswith("score.")]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -125,7 +125,11 @@ class WorkerGroup:
         self._thread = threading.Thread(target=self._watch, name="areno-workers", daemon=True)
         self._thread.start()
         limit = self._processes.startup_s
-        timer = threading.Timer(limit or 0.0, self.abandon, [f"the worker processes have not started within {limit} s"])
+        late = (
+            f"the worker processes have not started within {limit} s; their log may say why. If they are only slow, raise "
+            "actor.setup_timeout or rollout.setup_timeout (areno run)"
+        )
+        timer = threading.Timer(limit or 0.0, self.abandon, [late])
         if limit is not None:
             timer.start()
         try:

@@ -153,7 +153,8 @@ def _measured(fits: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
     gpus = torch.cuda.device_count()
     if gpus and options.devices > gpus:
         raise UsageError(
-            f"--try with --devices {options.devices}: this machine has only {gpus} GPUs; lower --devices, or omit --try"
+            f"--try with --devices {options.devices}: this machine has only {gpus} GPU{'s' * (gpus > 1)}; lower "
+            "--devices, or omit --try"
         )
     if not gpus and options.dtype != "float32":
         raise UsageError(
