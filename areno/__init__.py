@@ -1,4 +1,4 @@
-"""areno: reinforcement-learning post-training for language models, from a laptop CPU up.
+"""areno: reinforcement-learning post-training for language models, on anything from a laptop CPU to several GPUs.
 
 The public API can be imported from ``areno`` or ``areno.api``. Imports are lazy: ``import areno`` does not import torch.
 docs/architecture.md describes the packages.

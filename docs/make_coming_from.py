@@ -2,7 +2,7 @@
 
     python docs/make_coming_from.py
 
-A test compares the file with `render`.
+A test compares the file with the result of :func:`render`.
 """
 
 from __future__ import annotations

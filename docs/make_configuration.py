@@ -136,10 +136,10 @@ unless `rollout.backend` selects vLLM or SGLang. areno shards optimizer states a
 `actor.fsdp.shard_weights`, context or expert parallelism, areno also shards weights and gradients. On a CPU, a device is a
 process. `ref` and `critic` run on the actor's ranks.
 
-The grammar is `BACKEND[NAME]:SIZES`. Each size is a letter and a number. The letters are d (data), t (tensor), p (pipeline),
-c (context) and e (expert parallelism). The backend `areno` supports d and t. `vllm` and `sglang` support d, t and p. `fsdp`
-supports d, t and c. `megatron` and `archon` support all five letters. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a
-different layout than attention layers.
+The grammar of a backend is `BACKEND[NAME]:SIZES`. Each size is a letter and a number. The letters are d (data), t (tensor),
+p (pipeline), c (context) and e (expert parallelism). The backend `areno` supports d and t. `vllm` and `sglang` support d, t
+and p. `fsdp` supports d, t and c. `megatron` and `archon` support all five letters. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives
+expert layers a different layout than attention layers.
 
 The setting `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate
 devices. With `areno[rollout]:d2|fsdp[actor]:d2`, generation and training share devices. areno also accepts the notation of
@@ -219,7 +219,10 @@ def _section(declaration: type, places: list[str]) -> str:
 
 
 def _common(reasons: Iterable[str]) -> str:
-    """Return the reason that all settings of a section share; empty if there is no such reason."""
+    """Return the reason if all settings of a section have the same one; otherwise return an empty string.
+
+    Each reason says why areno refuses a setting, or why a setting has no effect.
+    """
     every = set(reasons)
     return every.pop() if len(every) == 1 else ""
 
@@ -255,7 +258,7 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
 def _quickstart() -> str:
     lines = [
         "## Keys of the quickstart\n",
-        "The programs `main_async_ppo.py` and `main_sync_ppo.py` take the keys below and need no file. areno translates "
+        "The programs `main_async_ppo.py` and `main_sync_ppo.py` take the keys below and need no YAML file. areno translates "
         "each key to a setting of PPOConfig. You can also set the settings of PPOConfig directly.\n",
         "| Key | Default | Setting | Meaning |\n|---|---|---|---|",
     ]

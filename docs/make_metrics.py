@@ -2,7 +2,8 @@
 
     python docs/make_metrics.py
 
-A test compares the file with `page`, so the tables cannot drift from the code. The text around the tables is edited by hand.
+A test compares the file with the result of :func:`page`, so the tables cannot differ from the code. The text around the tables
+is edited by hand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python docs/make_screen.py areno train --config sums.yaml ...
 
-The text of the frame is printed, for the pages that show it.
+The script also prints the frame as plain text. Some pages of the documentation contain a copy of this text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def last_frame(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Write the picture, and print the text."""
+    """Run the command of the command line, write its last frame to ``PICTURE``, and print the frame as plain text."""
     text = Text.from_ansi(last_frame(sys.argv[1:]))
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)

@@ -66,7 +66,7 @@ class AgentCall:
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
-        """End the call. If the agent is still running, cancel the agent or stop waiting for its thread."""
+        """End the call. Cancels an async agent that is still running. The thread of a sync agent continues in background."""
         self.context.close()
         if not self.done.done():
             self.error = self.error or self._late()
@@ -123,7 +123,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error. If areno did not raise the error, also name the innermost line of the user's file."""
+    """Describe an error. For an error that is not areno's own, include the last line of the user's file in its traceback."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -166,9 +166,9 @@ class AgentRunner:
         self._timeout_s, self._retries = timeout_s, retries
 
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
-        """Run the agent on a batch. ``server`` is the ``proxy`` of an open session.
+        """Run the agent on a batch. ``server`` serves the model: the attribute ``proxy`` of an open rollout session.
 
-        Raises UsageError if the loss mask policy trains on parts of the context that the tokenizer cannot distinguish.
+        Raises UsageError if the loss mask policy selects prompt tokens, but the tokenizer cannot map tokens to text.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0

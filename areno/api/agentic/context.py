@@ -41,7 +41,7 @@ class AgentContext:
     def get_api_key(self, item: AgentItem) -> str:
         """Return the API key of one task.
 
-        The responses to requests with this key are recorded separately; see :meth:`trajectory`.
+        areno records the responses to requests with this key as responses of this task; :meth:`trajectory` returns them.
         """
         return self._session_of(item).api_key
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
-"""Why a conversation ended: the game was over, the turn limit was reached, or a length limit left no room for an answer."""
+"""Why a conversation ended: the environment ended it, the turn limit was reached, or no room was left for an answer."""
 
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -39,7 +39,7 @@ class Environment(Protocol):
     """Protocol of a game or task. Subclass this class, or implement the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Start a game from a data row. Returns a list of opening messages, or the text of a single user message."""
+        """Start a new game or task from a data row. Returns the first messages, or the text of a single user message."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -50,7 +50,8 @@ class Environment(Protocol):
         """Process the model's answer, after the tools called in the answer have run.
 
         Returns:
-            The next user message; None if the game is over. After tool calls, an empty string adds no user message.
+            The next user message, or None to end the conversation. If the answer contained tool calls, the method may return
+            an empty string: the conversation then continues without a user message.
         """
         ...
 
@@ -151,7 +152,7 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
     The answer, the results of the tools and the next user message are added to the conversation.
 
     Returns:
-        Whether the game continues.
+        Whether the conversation continues. It ends if the environment has returned None.
 
     Raises:
         UsageError: the environment returned an empty string after an answer without tool calls.
@@ -169,7 +170,7 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
     elif observation is not None and not calls:
         raise UsageError(
             f"{type(environment).__name__}.step returned an empty string after an answer without tool calls; "
-            "return the next user message, or None to end the game"
+            "return the next user message, or None to end the conversation"
         )
     return observation is not None
 
