@@ -100,7 +100,7 @@ class DatasetTrainer(TrainingLoop):
 
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Yield ``(batch, position)`` for each batch of ``order[start:]``. The rows after the batch are ``order[position:]``."""
+        """Yield ``(batch, position)`` for each batch of ``order[start:]``. The remaining rows are ``order[position:]``."""
 
     def row_count(self) -> int:
         """Return the number of rows per epoch."""
