@@ -22,7 +22,10 @@ _SCRATCH, _OWNED = "areno-scratch-", ".owned"
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for one kind of cached file, according to the environment. Users may delete the folder at any time."""
+    """Return the folder for one kind of cached file. Users may delete the folder at any time.
+
+    Environment variables determine the location; see the module docstring.
+    """
     if configured := os.environ.get("ARENO_CACHE_DIR"):
         root = Path(configured).expanduser()
     else:
@@ -51,7 +54,7 @@ def planted_problem(path: Path) -> str:
 def building_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, next to ``target``, in which ``target`` is built.
 
-    Temporary folders that are over a day old are deleted first, because their builds were killed.
+    Temporary folders that are over a day old remain from killed builds, and are deleted first.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):

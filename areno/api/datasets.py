@@ -65,8 +65,8 @@ def load_training_dataset(
 ) -> Sequence[Mapping[str, Any]]:
     """Load the training or evaluation rows of a run. Only the first row is checked.
 
-    If ``loader_fn`` is set, ``loader_fn`` loads the rows and may interpret ``dataset_path`` in any way. ``loader_fn``
-    is also passed ``default_loader`` (:func:`load_rows` for this split), ``load_dataset`` and ``load_from_disk``.
+    If ``loader_fn`` is set, ``loader_fn`` loads the rows and may interpret ``dataset_path`` in any way. It also gets three
+    functions that it can call: ``default_loader`` (:func:`load_rows` for this split), ``load_dataset`` and ``load_from_disk``.
 
     Raises:
         DataError: a file is malformed.

@@ -92,12 +92,13 @@ def evaluate_prompts(
         seed: seed of the evaluation. Equal seeds, rows and policies give equal answers.
         source: name of the data in error messages.
         on_scored: function that is called with the records and rewards of each batch.
-        answers: function that returns the answers, for example of an agent; None uses the policy's completions.
+        answers: function that generates the answers, for example by running an agent; None samples completions of the policy.
 
     Returns:
-        These metrics: ``rewards_mean``, ``rewards_std``, ``reward_parts/NAME`` (mean of a part), ``accuracy`` (fraction
-        of rewards above 0), ``pass@k`` (for k = 1, 2, 4, ... and ``n_samples``), ``response_len_mean`` (in tokens),
-        ``truncated_ratio``, ``num_prompts``, ``num_samples``, ``skipped_long``, ``reward_errors`` and ``eval_time_s``.
+        These metrics: ``rewards_mean``, ``rewards_std``, ``reward_parts/NAME`` (mean of the reward part NAME),
+        ``accuracy`` (fraction of rewards above 0), ``pass@k`` (for k = 1, 2, 4, ... and ``n_samples``),
+        ``response_len_mean`` (in tokens), ``truncated_ratio``, ``num_prompts``, ``num_samples``, ``skipped_long``,
+        ``reward_errors`` and ``eval_time_s``.
         ``rewards_*``, ``reward_parts/NAME``, ``accuracy`` and ``pass@k`` exclude answers whose reward failed.
 
     Raises:

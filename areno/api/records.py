@@ -55,7 +55,7 @@ def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingP
 
 
 def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> RewardRecord:
-    """Build the record of one answer, which a reward function receives.
+    """Build the record that a reward function receives for one answer.
 
     Args:
         item: prompt and data row.

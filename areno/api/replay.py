@@ -37,9 +37,9 @@ class ReplayTrainer(RolloutTrainer):
         self.load_roles(self.roles())
 
     def prepare(self) -> None:
-        """Create the objective, and set the current step to that of the recorded rows.
+        """Create the objective, and set the current step to the step in which the rows were recorded.
 
-        The weights may be from an earlier step.
+        The checkpoint with the initial weights may be from an earlier step.
         """
         self.prepare_updates()
         self.state.step = self.replay.step

@@ -46,7 +46,7 @@ class RolloutSession:
         """The running server. Raises RuntimeError if the session has no server, or has not been entered."""
         if self._proxy is None:
             raise RuntimeError(
-                "rollout session proxy is disabled: open it with proxy=True"
+                "this rollout session has no server; open the session with proxy=True"
                 if not self.wants_proxy
                 else "the rollout session has not been entered; write `async with trainer.rollout_session(...) as ctx:`"
             )
@@ -63,7 +63,7 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """API key shared by all samples. The server finds the conversation of a request by the request's content."""
+        """API key shared by all samples. The content of a request tells the server which conversation the request continues."""
         return self.agent_context.api_key
 
     @property
@@ -76,15 +76,15 @@ class RolloutSession:
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return the API key of one task. The conversations of the task are recorded separately."""
+        """Return the API key of one task. The responses to requests with this key are recorded separately."""
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
-        """Return all completed answers to requests with a task's API key or base URL."""
+        """Return the completed responses of one task. The API key or base URL of a request identifies its task."""
         return self.agent_context.trajectory(item)
 
     def samples(self, trajectories: Any) -> list[AgentSample]:
-        """Convert an agent's turns to training rows and reward records. The session may have ended.
+        """Convert an agent's turns to training rows and reward records, during the session or after its end.
 
         If ``loss_mask_policy`` trains on context tokens, the method waits until all running generation has finished,
         and computes the log-probs of these tokens.

@@ -141,8 +141,8 @@ class Trainer(Sampler):
             TypeError: an argument is of the wrong type.
             UsageError: a row is longer than the model's context or has an id outside the vocabulary. Also raised if
                 log-probs have an unknown temperature and the trainer has sampled at a temperature other than 1.
-            ValueError: there are no rows, or not all rows have the same per-token lists. Also raised if a loss over
-                pairs gets an odd number of rows or an odd ``mini_bs``.
+            ValueError: there are no rows, or a per-token list, such as ``advantages``, is set in some rows but not in
+                others. Also raised if a loss over pairs gets an odd number of rows or an odd ``mini_bs``.
         """
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)

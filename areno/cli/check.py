@@ -55,9 +55,9 @@ def checks(report: dict[str, Any]) -> list[Check]:
 
 
 def format_checks(results: Sequence[Check]) -> str:
-    """Format the verdict, the checks with their details, what is ready, and the next steps.
+    """Format the results of all checks: whether the machine is ready, the details, the available features, and the next steps.
 
-    The remedies of failures come before those of warnings.
+    The remedies for failures come before the remedies for warnings.
     """
     ready = not any(result.status == "FAIL" for result in results)
     lines = [f"AReno check: {'ready' if ready else 'not ready'}", ""]

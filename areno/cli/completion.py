@@ -64,8 +64,8 @@ def run(argv: list[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno completion",
-        description="Print a completion script. Load the script with: source <(areno completion bash); in zsh, after compinit, "
-        "source <(areno completion zsh); in fish, areno completion fish | source.",
+        description="Print a completion script. To load the script in bash, run `source <(areno completion bash)`. In zsh, run "
+        "`compinit` and then `source <(areno completion zsh)`. In fish, run `areno completion fish | source`.",
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=_SHELLS, help="The shell.")

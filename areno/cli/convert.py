@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno convert",
         description="Print the areno train command for a configuration of TRL or verl, and list the settings that "
-        "the command does not include. Experiments of AReaL need no conversion: use areno run FILE.yaml.",
+        "the command does not include. Experiments of AReaL need no conversion: run `areno run FILE.yaml`.",
         allow_abbrev=False,
     )
     parser.add_argument("tool", choices=("trl", "verl"), help="The tool that the configuration is written for.")
@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
         help="A YAML file, settings as on the tool's command line, or both; if a setting occurs twice, the last value counts.",
     )
     parser.add_argument(
-        "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="What TRL trains (default: grpo)."
+        "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="Training method of the TRL run (default: grpo)."
     )
     parser.add_argument(
         "--devices",

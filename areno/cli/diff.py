@@ -11,10 +11,10 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno diff",
-        description="Compare two runs: settings, environment, curves, and the first step that differs, with the "
-        "first phase that differs (prompts, sampled tokens, log-probs, rewards, advantages, update). Takes runs of "
-        "areno train and of areno run. The exit code is 0 if the number of steps, the results and the settings that may change "
-        "results are the same, else 1.",
+        description="Compare two runs: settings, environment and curves. Show the first step that differs, and the first "
+        "phase of this step that differs (prompts, sampled tokens, log-probs, rewards, advantages, update). The runs may "
+        "come from `areno train` or `areno run`. The exit code is 0 if the number of steps, the results and the settings "
+        "that may change results are the same, else 1.",
         allow_abbrev=False,
     )
     parser.add_argument("first", metavar="RUN", help="A run directory.")

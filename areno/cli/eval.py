@@ -69,7 +69,7 @@ class EvalProgress:
         self._bar.stop()
 
     def start(self, rows: int) -> None:
-        """Start the clock after the model is loaded. ``rows`` is the number of prompts, including prompts that are too long."""
+        """Start the progress display. ``rows`` is the number of prompts, including prompts that are too long."""
         self._total, self._started = rows, time.monotonic()
         self._bar.update(self._task, total=rows)
         self._bar.start()
@@ -92,7 +92,7 @@ class EvalProgress:
 
 
 class AnswerFile:
-    """JSONL file of answers with their rewards, written during the evaluation. The first answers replace an existing file."""
+    """JSONL file of answers with their rewards, written during the evaluation. The first answers overwrite an existing file."""
 
     def __init__(self, path: str) -> None:
         self._path, self._mode = Path(path).expanduser(), "wb"

@@ -71,7 +71,9 @@ def _explain(query: str, width: int, data: RunData | None) -> Iterator[str]:
         yield from _course(data, query, None)
         return
     if not candidates:
-        raise UsageError(f"{query!r} is not a metric{nearest(query, known_names())}; areno explain lists all metrics")
+        raise UsageError(
+            f"{query!r} is not a metric{nearest(query, known_names())}; run `areno explain` to list all metrics"
+        )
     shown = next(iter(names), candidates[0])
     yield from _describe(shown, width)
     others = [f"{one.name} ({one.front_end})" for one in candidates if one is not shown]

@@ -34,7 +34,9 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
-    parser.add_argument("--sample", metavar="ID", help="Sample to show, as STEP/PROMPT/SAMPLE in the list.")
+    parser.add_argument(
+        "--sample", metavar="ID", help="Show this sample. The ID is STEP/PROMPT/SAMPLE, as in the list of samples."
+    )
     parser.add_argument("--step", type=int, metavar="N", help="List the samples of this step only.")
     parser.add_argument(
         "--limit", type=int, metavar="N", default=_NEWEST, help="Number of samples to list (default: %(default)s)."

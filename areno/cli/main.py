@@ -20,9 +20,9 @@ COMMANDS = {
     "convert": "Print the areno train command for a configuration of TRL or verl.",
     "diff": "Compare two runs, and show the first step that differs and why.",
     "export": "Merge an adapter into its base model and write a full checkpoint.",
-    "env": "Print an AReno environment/support report.",
+    "env": "Print a report about this machine, for bug reports.",
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
-    "explain": "Explain a metric: what it means, which values are normal, and what to do otherwise.",
+    "explain": "Explain a metric: what it means, which values are normal, and what to do about other values.",
     "inspect": "Show what a run sampled and trained on, token by token.",
     "launch": "Show what an experiment would start on a cluster.",
     "plot": "Draw metrics of runs as SVG, or write metrics or samples as CSV or Parquet.",
@@ -73,7 +73,9 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         from areno.config.options import nearest
 
-        raise UsageError(f"{argv[0]!r} is not a command{nearest(argv[0], COMMANDS)}; see areno --help")
+        raise UsageError(
+            f"{argv[0]!r} is not a command{nearest(argv[0], COMMANDS)}; run `areno --help` to list the commands"
+        )
     module = importlib.import_module(f"areno.cli.{_command(argv[0], argv[1:])}")
     return int(module.run(argv[1:]))
 
@@ -96,5 +98,5 @@ def _help() -> str:
         "Commands:",
     ]
     lines += [f"  {name:<12}{text}" for name, text in sorted(COMMANDS.items())]
-    lines += ["", "Options:", "  -h, --help  Show this help; see also areno COMMAND --help."]
+    lines += ["", "Options:", "  -h, --help  Show this help. For a command, run `areno COMMAND --help`."]
     return "\n".join([*lines, "  --version   Show the version."])

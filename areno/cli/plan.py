@@ -1,4 +1,7 @@
-"""``areno plan``: estimates the memory of each phase of a run and suggests changes. ``--fit`` lists layouts that fit."""
+"""``areno plan``: estimates the memory of each phase of a run and suggests changes.
+
+With ``--fit``, the command lists the parallel layouts in which a model fits into the memory of a number of devices.
+"""
 
 import json
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno plot",
         description="Draw the curves of several runs in one chart per metric (.svg), or write the values to a .csv or "
-        ".parquet file (columns run, step, metric, value, time). Takes runs of areno train and of areno run.",
+        ".parquet file (columns run, step, metric, value, time). The runs may come from `areno train` or `areno run`.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", help="Run directories; NAME=RUN sets the name in the legend.")
@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix == ".svg":
         for name, group in groups.items():
             if missing := [metric for metric in metrics if not recorded(group, metric)]:
-                of_all = " at a step common to its runs" if len(group) > 1 else ""
+                of_all = " at any step that all its runs have" if len(group) > 1 else ""
                 print(f"note: {name} has no {', '.join(missing)}{of_all}", file=sys.stderr)
         _write_svg(plot(groups, metrics, *_layout(arguments, len(metrics))), out)
         print(f"curves={len(groups)} metrics={','.join(metrics)}: {out}")

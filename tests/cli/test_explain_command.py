@@ -64,7 +64,7 @@ def test_reward_parts_of_any_name_and_pass_at_any_k_are_explained(capsys):
 
 def test_a_typo_gets_the_nearest_name(capsys):
     assert "'clip_fractoin' is not a metric (did you mean clip_fraction?)" in explain(capsys, "clip_fractoin", code=2)
-    assert "areno explain lists all" in explain(capsys, "qqqqqq", code=2)
+    assert "run `areno explain` to list all metrics" in explain(capsys, "qqqqqq", code=2)
 
 
 def test_all_metrics_are_listed_by_section_with_one_line_each(capsys, monkeypatch):

@@ -91,7 +91,7 @@ def test_commands_are_listed_sorted_with_their_descriptions(capsys):
     out = capsys.readouterr().out
     texts = [
         "check       Check whether this machine is ready to run AReno.",
-        "env         Print an AReno environment/support report.",
+        "env         Print a report about this machine, for bug reports.",
         "export      Merge an adapter into its base model and write a full checkpoint.",
         "plan        Estimate the memory of a training run, and report whether the run fits.",
         "quickstart  ",

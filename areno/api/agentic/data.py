@@ -13,7 +13,7 @@ METADATA = "areno"  # key of a response's token metadata
 
 @dataclass(frozen=True, slots=True)
 class AgentItem:
-    """One task of an agent: one sample of a prompt."""
+    """One task of an agent. The agent gets ``n_samples`` tasks per prompt, and each task yields one sample."""
 
     record: dict[str, Any]  # the source data row
     prompt: str

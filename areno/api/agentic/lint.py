@@ -41,7 +41,10 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """A problem of a chat template if ``step`` follows an answer. ``thinking``: whether the answer has reasoning."""
+    """A problem of a chat template. It occurs when a ``step`` message follows an answer.
+
+    ``thinking`` is whether this answer has reasoning.
+    """
 
     kind: FindingKind
     step: Step
@@ -58,7 +61,7 @@ class TemplateFinding:
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """Return the reasons why a conversation may become several training rows; empty for an append-only template."""
+    """Return the problems of a tokenizer's chat template in multi-turn conversations; empty if the template is append-only."""
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):

@@ -1,6 +1,7 @@
 """Converts the turns of a task to a sample with a reward record and training rows.
 
-Reward functions receive a ``RewardRecord``, as for completions. An agent's record has more fields set.
+The reward function receives a ``RewardRecord``, whether the sample is a single completion or the conversation of an agent.
+For an agent, additional fields of the record are set, such as ``tool_calls``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -228,7 +229,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _rendered(turn: Turn, tokenizer: Any) -> str:
-    """Decode the conversation up to and including a turn, with special tokens but without the first prompt."""
+    """Decode the conversation from its first answer to the end of ``turn``, with special tokens."""
     path = turn.path
     tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
     return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
@@ -240,7 +241,7 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
-    """Return the concatenated loss mask of the sampled tokens of all turns. At most one row trains on a turn."""
+    """Return the loss mask of the sampled tokens, concatenated over all turns. Each turn is trained on in at most one row."""
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:
         marks: list[list[bool]] = [[] for _ in recorded]
@@ -270,7 +271,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return how many messages of a turn's request are already contained in earlier events."""
+    """Return the number of messages of a turn's request that the trace already contains, from earlier turns."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

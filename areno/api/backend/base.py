@@ -18,8 +18,8 @@ class ArenoConfig:
         dp_size: data-parallel size; None means ``world_size // tp_size``.
         devices: device number of each rank.
         dummy_load: whether to initialize random weights instead of loading the weights of the checkpoint. A reference
-            of the same checkpoint gets the same random weights. The weights of other checkpoints, of frozen critics and
-            of frozen reward models are still loaded.
+            model with the same checkpoint gets the same random weights. The weights of other checkpoints, of frozen critics
+            and of frozen reward models are still loaded.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
         runtime: a dict with the keys ``attn_backend``, ``activation_checkpointing``, ``tree_training``,
             ``offload_activations``, ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``,
@@ -32,8 +32,8 @@ class ArenoConfig:
         lora: settings of a LoRA adapter, which is trained instead of the weights. Keys are fields of
             :class:`areno.engine.model.adapter.AdapterOptions`: ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``,
             ``target_modules``, ``load_in_4bit`` and ``seed``. Set ``dropout`` to 0 for losses with importance ratios,
-            because rollouts do not apply dropout. ``save_checkpoint`` writes a PEFT adapter. A reference of the
-            trainer's own checkpoint takes no extra memory, because the model without the adapter is the reference.
+            because rollouts do not apply dropout. ``save_checkpoint`` writes a PEFT adapter. A reference
+            model with the trainer's own checkpoint takes no extra memory, because it is the trained model without the adapter.
         fsdp: whether to shard weights and gradients across the data-parallel ranks (FSDP2). By default, only optimizer
             states are sharded.
     """

@@ -1,12 +1,16 @@
 """The trainers of ``areno train``. Each trainer defines the steps of one kind of algorithm.
 
-``RolloutTrainer.run_step`` in ``rollout_trainer`` runs a step of reinforcement learning in this order:
+``RolloutTrainer.run_step`` in the module ``rollout_trainer`` runs a step of reinforcement learning in this order:
 
-1. rollout: ``source`` (completions and workflows) or ``agents``; the result is a list of :class:`areno.api.records.Sample`
-2. reward: :mod:`areno.rewards.runner`, a reward model, or the workflow itself
-3. advantage: :mod:`areno.training.objectives.policy`, with the settings of ``policy_only`` (GSPO, GRPO) or ``ppo``
-4. update: optimizer steps of the same objective, by :mod:`areno.engine.train.step`
+1. rollout: the module ``source`` (for completions and workflows) or ``agents`` returns a list of
+   :class:`areno.api.records.Sample`
+2. reward: :mod:`areno.rewards.runner`, a reward model or the workflow scores the samples
+3. advantage: :mod:`areno.training.objectives.policy` computes the advantages, as ``policy_only`` (for GSPO and GRPO) or
+   ``ppo`` specifies
+4. update: :mod:`areno.engine.train.step` runs the optimizer steps
 5. publish: ``source`` sends the new weights to the rollout processes, if any
+
+The other modules:
 
 - ``samples``: failed samples, samples of workflows, and the training rows of each sample.
 - ``supervised``: steps without generation: SFT, DPO and reward models.

@@ -100,14 +100,17 @@ class DatasetTrainer(TrainingLoop):
 
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of an epoch from position ``start`` of ``order``, each with the position after the batch."""
+        """Yield ``(batch, position)`` for each batch of ``order[start:]``. The remaining rows are ``order[position:]``."""
 
     def row_count(self) -> int:
         """Return the number of rows per epoch."""
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return metrics of held-out rows, including the one that ``best_metric`` names. A signal may interrupt this method."""
+        """Evaluate the held-out rows, and return metrics. ``best_metric`` names one of them.
+
+        A signal may interrupt this method.
+        """
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: the trainer {type(self).__name__} has no evaluation; "
             "remove the option, or implement evaluate(rows) in the trainer"
@@ -165,7 +168,7 @@ class DatasetTrainer(TrainingLoop):
             state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return an iterator over the planned steps. A subclass may start work on later steps in advance."""
+        """Yield the steps in ``planned``. A subclass may start the work on later steps before it yields a step."""
         return planned
 
     def _planned(self) -> Iterator[PlannedStep]:

@@ -35,7 +35,7 @@ class PPODatasetTrainer(RolloutTrainer):
     role: ClassVar[log_lines.Role] = "actor"
 
     def roles(self) -> list[ModelRole]:
-        """Return the critic and, if the run uses a KL term or a KL reward, the reference."""
+        """Return the critic and, if the run uses a KL term or a KL reward, the reference model."""
         return [*([self.reference_role()] if self.config.takes_reference(ppo=True) else []), self._critic_role()]
 
     def _critic_role(self) -> ModelRole:
@@ -44,7 +44,7 @@ class PPODatasetTrainer(RolloutTrainer):
         return ModelRole("critic", str(config.critic_ckpt or config.ckpt), True, optimizer=optimizer)
 
     def shaping(self) -> RewardShaping:
-        """Return the settings of GAE with the critic's values."""
+        """Return the settings for computing advantages from rewards and the critic's values with GAE."""
         config = self.config
         return RewardShaping(
             reward_clip=math.inf,

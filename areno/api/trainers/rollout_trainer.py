@@ -65,7 +65,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, TokenRecord, Train
 
 
 class RolloutTrainer(DatasetTrainer):
-    """Base class of the trainers with rollouts. ``role`` is the name of the sampling model in log lines."""
+    """Base class of the trainers with rollouts. ``role`` is what log lines call the policy: ``policy`` or ``actor``."""
 
     role: ClassVar[log_lines.Role] = "policy"
     best_metric = "rewards_mean"
@@ -79,7 +79,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @abstractmethod
     def shaping(self) -> RewardShaping:
-        """Return the settings that turn rewards into advantages."""
+        """Return the settings for computing advantages from rewards."""
 
     def learners(self) -> list[Learner]:
         """Return one learner per model to train, in training order."""
@@ -124,7 +124,7 @@ class RolloutTrainer(DatasetTrainer):
             log_lines.role_init_end(self.logger, role.name)
 
     def reference_role(self) -> ModelRole:
-        """Return the reference of the KL divergence, loaded from ``--ref-ckpt`` or, by default, ``--ckpt``."""
+        """Return the reference model of the KL divergence, loaded from ``--ref-ckpt`` or, by default, ``--ckpt``."""
         return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
 
     def prepare(self) -> None:
@@ -180,7 +180,7 @@ class RolloutTrainer(DatasetTrainer):
         self._unused_samples = rollout_state(checkpoint)
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return an iterator over the planned steps. With ``--rollout async``, rollouts of later steps start in advance."""
+        """Yield the steps in ``planned``. With ``--rollout async``, generate the samples of later steps while a step trains."""
         return self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
@@ -425,7 +425,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @contextmanager
     def _around(self, stage: Stage, role: str, rows: int) -> Iterator[None]:
-        """Write the documented log lines around a stage, and measure its time."""
+        """Write log lines before and after the ``with`` block, which runs a stage of the step, and measure the block's time."""
         logger, state, start = self.logger, self.state, time.perf_counter()
         if stage == "train":
             shown, name = rows if role == "critic" else None, cast(log_lines.Role, role)

@@ -38,7 +38,7 @@ def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[li
 def workflow_sample(
     tokenizer: Any, item: PromptItem, prompt_index: int, sample_index: int, fields: dict[str, Any]
 ) -> Sample:
-    """Create the sample of one row of a workflow's trajectory, with its reward.
+    """Create a sample from one row of the trajectory that a workflow returned. The row includes the reward.
 
     ``fields`` is a row of :func:`areno.rollouts.trajectory.samples_of`.
     """

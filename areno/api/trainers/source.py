@@ -64,7 +64,7 @@ class SampleSource:
             raise
 
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
-        """Return an iterator over the planned steps. Asynchronous rollouts of later steps start in advance."""
+        """Yield the steps in ``planned``. With ``--rollout async``, generate the samples of later steps while a step trains."""
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
@@ -231,7 +231,7 @@ def _plain(sequence: RolloutSequence) -> dict[str, Any]:
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """Start the rollout processes on the devices after the trainer's devices.
+    """Start the rollout processes. They use the devices that are numbered after the trainer's devices.
 
     Each replica has the trainer's tensor-parallel size.
     """

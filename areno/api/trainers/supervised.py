@@ -58,7 +58,7 @@ class SupervisedTrainer(DatasetTrainer):
         return len(self.examples)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[list[TrainSequence], int]]:
-        """Yield the sequences of each batch in the epoch's order, with the position after the batch."""
+        """Yield ``(sequences, position)`` for each batch. The examples after the batch are ``order[position:]``."""
         for first in range(start, len(order), self.config.batch_size):
             indices = order[first : first + self.config.batch_size]
             yield sequences(self.examples[index] for index in indices), first + len(indices)
@@ -143,7 +143,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
 
 class PairTrainer(SupervisedTrainer):
-    """Trains on preference pairs without a reference, with the algorithm's own loss."""
+    """Trains on preference pairs without a reference model, with the loss of the selected algorithm."""
 
     logger = logging.getLogger("areno.api.trainers.supervised.PairTrainer")
     objective = PAIRS
