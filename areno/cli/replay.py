@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
         usage=_USAGE,
         description="Train again on the rows that a run recorded in a step, and compare the statistics with those "
         "of the run. You can change options of the loss, the advantages or the optimizer, such as --lr 1e-6. The replay "
-        "uses the rows of --save-rollouts if available, otherwise the recorded samples. The replay starts from the newest "
+        "uses the exact rows if the run saved them (--save-rollouts), otherwise the logged samples. It starts from the newest "
         "checkpoint before the step, or else from the initial model. Nothing is generated, and "
         "nothing is written to the run directory.",
         allow_abbrev=False,
@@ -91,7 +91,7 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _table(recorded: Mapping[str, Any], replayed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format a table of the recorded statistics, the statistics of the first and the last update, and the differences."""
+    """Format a table: recorded statistics, statistics of the first and the last update, and last minus recorded."""
     from areno.training.replay import compared
 
     last = compared(recorded, replayed[-1])

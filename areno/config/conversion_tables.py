@@ -197,8 +197,8 @@ TRL: dict[str, Rule] = {
     ),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean sequence (for grpo), token (for dapo and bnpo) or dr_grpo (for dr_grpo); --algo cispo "
-        "(for cispo) or --algo sapo (for sapo); --dpo-loss-type for DPO",
+        note="grpo: --grpo-loss-mean sequence; dapo and bnpo: --grpo-loss-mean token; dr_grpo: --grpo-loss-mean dr_grpo; "
+        "cispo: --algo cispo; sapo: --algo sapo; a loss of DPO: --dpo-loss-type",
         known=("grpo", "dapo", "bnpo", "dr_grpo", *DPO_LOSSES),
     ),
     "scale_rewards": Rule(
