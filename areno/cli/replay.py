@@ -1,4 +1,7 @@
-"""``areno replay``: trains again on the recorded rows of a step, and compares the statistics. Nothing is generated."""
+"""``areno replay``: trains again on the recorded rows of a step, and compares the statistics with those of the run.
+
+Nothing is generated.
+"""
 
 import tempfile
 from argparse import Namespace
@@ -91,7 +94,10 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _table(recorded: Mapping[str, Any], replayed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format a table: recorded statistics, statistics of the first and the last update, and last minus recorded."""
+    """Yield the lines of a table with one statistic per line.
+
+    The columns are the recorded value, the values of the first and the last update, and the last minus the recorded value.
+    """
     from areno.training.replay import compared
 
     last = compared(recorded, replayed[-1])

@@ -14,7 +14,7 @@ usage: areno run FILE.yaml [key=value ...]
 
 Any setting can be overridden: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 train_dataset.type in the file selects the kind of experiment: rl, sft, rw or dpo. --resume continues the run in the
-directory RUN. If areno train wrote this run, pass options of areno train instead of key=value.
+directory RUN. If this run was started with `areno train`, pass options of `areno train` instead of key=value.
 """
 
 

@@ -391,7 +391,7 @@ def estimator_of(settings: Settings) -> str:
 
 
 def algorithm_of(settings: Settings) -> str:
-    """Return the ``--algo`` of a verl configuration."""
+    """Return the value of areno's ``--algo`` that corresponds to a verl configuration."""
     if estimator_of(settings) == "gae":
         return "ppo"
     return "gspo" if settings.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"

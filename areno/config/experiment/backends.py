@@ -153,7 +153,7 @@ def unshardable(config: Any) -> Iterator[str]:
 
 
 def sharding_requested(actor: TrainEngineConfig) -> bool:
-    """Whether the settings request sharded weights for the actor. :func:`unshardable` tells whether sharding is possible.
+    """Whether the settings request sharded weights for the actor. :func:`unshardable` yields what prevents sharding.
 
     The backend megatron requests sharding through its own section. Any other backend requests sharding unless the actor
     uses LoRA or an ``optimizer.type`` other than ``adam``.

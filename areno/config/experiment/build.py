@@ -1,7 +1,7 @@
 """Builds a configuration from raw values: adds defaults, resolves interpolations, and checks types and bounds.
 
-First, each unset setting gets its default, or ``${path}`` of the setting from which the unset setting inherits. A single pass
-then resolves all interpolations, which may refer to any setting.
+First, each unset setting gets a value: its default or, if it inherits from another setting, the interpolation ``${path}`` with
+the path of that setting. A single pass then resolves all interpolations, which may refer to any setting.
 """
 
 import copy
@@ -191,7 +191,10 @@ def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> A
 
 
 def _items(value: Any) -> Any:
-    """Return the items of a list of sections. The value is a list, a single section, or a dict of overrides by index."""
+    """Return the sections of a setting such as ``scheduling_spec`` as a list.
+
+    The value may also be a dict that maps indices to sections, such as ``{"0": {...}}``, or a single section without a list.
+    """
     if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
         return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
     return [value] if isinstance(value, dict) else value

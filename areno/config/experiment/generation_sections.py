@@ -256,7 +256,7 @@ class InferenceEngineConfig:
     save_rollouts: str | None = setting(
         None,
         "Number of newest steps whose training rows are kept in rollouts/ of the run directory, for the command "
-        "`areno replay`. The value all keeps the rows of every step. The value null or 0 saves no rows.",
+        "`areno replay`. `all` keeps the rows of every step; null or 0 saves no rows.",
     )
     setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
     workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)

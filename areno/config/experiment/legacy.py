@@ -200,7 +200,11 @@ def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
-    """Return the value of a legacy key. The actor's two token limits set the same setting, which gets the smaller limit."""
+    """Return the value of the legacy key ``name``.
+
+    The keys ``actor_train.mb_spec.max_tokens_per_mb`` and ``actor_inf.mb_spec.max_tokens_per_mb`` set the same setting. For
+    these two keys, return the smaller of their values.
+    """
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
     limits = [limit for limit in pair if limit is not None]
     numbers = limits and all(isinstance(limit, int) for limit in limits)  # otherwise the value is reported as invalid
