@@ -18,7 +18,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--real",
         action="store_true",
-        help="Instead, train a pretrained chat model to turn free text into JSON. Takes about eleven minutes on two CPU cores.",
+        help="Train a pretrained chat model instead of the tiny model. It learns to turn free text into JSON. Takes about "
+        "eleven minutes on two CPU cores.",
     )
     parser.add_argument(
         "--ckpt",
@@ -40,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     for option in ("ckpt", "steps"):
         if getattr(arguments, option) is not None:
-            raise UsageError(f"--{option} applies only to areno quickstart --real; add --real, or omit --{option}")
+            raise UsageError(f"--{option} applies only to `areno quickstart --real`; add --real, or omit --{option}")
     from areno.quickstart.from_scratch import quickstart
 
     quickstart(arguments.seed, arguments.run_dir)

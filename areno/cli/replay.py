@@ -1,4 +1,7 @@
-"""``areno replay``: trains again on the recorded rows of a step, and compares the statistics. Nothing is generated."""
+"""``areno replay``: trains again on the recorded rows of a step, and compares the statistics with those of the run.
+
+Nothing is generated.
+"""
 
 import tempfile
 from argparse import Namespace
@@ -23,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
         usage=_USAGE,
         description="Train again on the rows that a run recorded in a step, and compare the statistics with those "
         "of the run. You can change options of the loss, the advantages or the optimizer, such as --lr 1e-6. The replay "
-        "uses the rows of --save-rollouts if available, otherwise the recorded samples. The replay starts from the newest "
+        "uses the exact rows if the run saved them (--save-rollouts), otherwise the logged samples. It starts from the newest "
         "checkpoint before the step, or else from the initial model. Nothing is generated, and "
         "nothing is written to the run directory.",
         allow_abbrev=False,
@@ -91,7 +94,10 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _table(recorded: Mapping[str, Any], replayed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Format a table of the recorded statistics, the statistics of the first and the last update, and the differences."""
+    """Yield the lines of a table with one statistic per line.
+
+    The columns are the recorded value, the values of the first and the last update, and the last minus the recorded value.
+    """
     from areno.training.replay import compared
 
     last = compared(recorded, replayed[-1])

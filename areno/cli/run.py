@@ -14,7 +14,7 @@ usage: areno run FILE.yaml [key=value ...]
 
 Any setting can be overridden: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 train_dataset.type in the file selects the kind of experiment: rl, sft, rw or dpo. --resume continues the run in the
-directory RUN. If areno train wrote this run, pass options of areno train instead of key=value.
+directory RUN. If this run was started with `areno train`, pass options of `areno train` instead of key=value.
 """
 
 
@@ -36,9 +36,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """Return the run directory in ``--resume`` and the other arguments.
+    """Return the run directory that ``--resume`` names, and the arguments without ``--resume``.
 
-    Without ``--resume``, or if ``areno run`` did not write the run, return None.
+    Return None if there is no ``--resume``, or if the run was not started by ``areno run``.
     """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
     if RESUME not in words[:-1]:

@@ -122,9 +122,9 @@ class AlgorithmSpec:
         return tuple(declared)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Return an instance of ``options`` with the values of a run; None if the algorithm declares no options.
+        """Return the values of the algorithm's own options in a run, as an instance of the dataclass ``self.options``.
 
-        Raises ValueError if ``options`` rejects a value.
+        Return None if the algorithm declares no options. Raises ValueError if the dataclass rejects a value.
         """
         if self.options is None:
             return None

@@ -197,8 +197,8 @@ TRL: dict[str, Rule] = {
     ),
     "loss_type": Rule(
         together=True,
-        note="--grpo-loss-mean sequence (for grpo), token (for dapo and bnpo) or dr_grpo (for dr_grpo); --algo cispo "
-        "(for cispo) or --algo sapo (for sapo); --dpo-loss-type for DPO",
+        note="grpo: --grpo-loss-mean sequence; dapo and bnpo: --grpo-loss-mean token; dr_grpo: --grpo-loss-mean dr_grpo; "
+        "cispo: --algo cispo; sapo: --algo sapo; a loss of DPO: --dpo-loss-type",
         known=("grpo", "dapo", "bnpo", "dr_grpo", *DPO_LOSSES),
     ),
     "scale_rewards": Rule(
@@ -391,7 +391,7 @@ def estimator_of(settings: Settings) -> str:
 
 
 def algorithm_of(settings: Settings) -> str:
-    """Return the ``--algo`` of a verl configuration."""
+    """Return the value of areno's ``--algo`` that corresponds to a verl configuration."""
     if estimator_of(settings) == "gae":
         return "ppo"
     return "gspo" if settings.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo" else "grpo"

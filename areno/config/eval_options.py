@@ -77,8 +77,8 @@ class EvalOptions(CommandOptions):
     dataset_loader_fn: str | None = option_from(
         BasicOptions,
         "dataset_loader_fn",
-        help="Python function that converts the data to rows with a prompt. By default, areno calls the file's "
-        "function load_training_dataset.",
+        help="Python function that converts the data to rows with a prompt. Without FUNCTION, areno calls the function "
+        "load_training_dataset in FILE.PY.",
     )
     seed: int = option_from(BasicOptions, "seed", help="Seed of all sampling; the same seed reproduces the evaluation.")
     device: str = option_from(BasicOptions, "device")
@@ -221,7 +221,7 @@ class ExportOptions(CommandOptions):
     dtype: str = option_from(
         BasicOptions,
         "dtype",
-        help="Dtype of the written weights; auto keeps the dtype of the base model. The merge is computed in float32.",
+        help="Dtype of the written weights; auto keeps the dtype of the base model. An adapter is merged in float32.",
     )
     gguf: str | None = option(
         None,

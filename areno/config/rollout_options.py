@@ -184,7 +184,7 @@ class RolloutOptions:
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that scores one completion. By default, areno calls the file's function reward_fn(record).",
+        help="Python function that scores one completion. Without FUNCTION, areno calls reward_fn(record) in FILE.PY.",
     )
     reward_weights: str | None = _rollout(
         None,

@@ -32,8 +32,8 @@ class BasicOptions:
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that converts the data to the rows that the algorithm needs. By default, areno calls the "
-        "file's function load_training_dataset. Required for SFT.",
+        help="Python function that converts the data to the rows that the algorithm needs. Without FUNCTION, areno calls the "
+        "function load_training_dataset in FILE.PY. Required for SFT.",
     )
     algo: str = _basic(
         "gspo",

@@ -83,8 +83,8 @@ def test_the_error_about_an_unavailable_model_names_another_source(tmp_path, mon
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "3"], "--steps applies only to areno quickstart --real"),
-        (["--ckpt", "x"], "--ckpt applies only to areno quickstart --real"),
+        (["--steps", "3"], "--steps applies only to `areno quickstart --real`"),
+        (["--ckpt", "x"], "--ckpt applies only to `areno quickstart --real`"),
         (["--real", "--steps", "0"], "--steps must be at least 1, got 0"),
     ],
 )

@@ -47,7 +47,7 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The syntax is invalid, a backend does not support a size letter, or two engines contradict each other."""
+    """The syntax is invalid, a backend does not support one of its sizes, or two engines contradict each other."""
 
 
 class AllocationValidationError(UsageError):
@@ -56,7 +56,7 @@ class AllocationValidationError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """Parallel sizes of an engine. With ``expert_tensor`` 0, experts have the same tensor size as the other layers."""
+    """Parallel sizes of an engine. If ``expert_tensor`` is 0, experts have the tensor-parallel size of the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -92,7 +92,8 @@ class ParallelStrategy:
     def dims(self) -> str:
         """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted, but a single device is ``d1``.
 
-        If experts have a different tensor size than the other layers, the text has the form ``(attn:SIZES|ffn:SIZES)``.
+        If the tensor-parallel size of the experts differs from that of the other layers, the text has the form
+        ``(attn:SIZES|ffn:SIZES)``.
         """
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
@@ -118,8 +119,8 @@ class ModelAllocation:
         """Parse the text of one engine, such as ``fsdp:d2t2``. The argument ``name`` applies if the text contains no name.
 
         Raises:
-            InvalidAllocationModeError: the syntax is invalid, the backend does not support a size letter, or attn and ffn have
-                different numbers of devices or stages.
+            InvalidAllocationModeError: the syntax is invalid, the backend does not support one of the sizes (such as ``c2``),
+                or attn and ffn have different numbers of devices or stages.
             AllocationValidationError: the engine does not support the sizes.
         """
         text = re.sub(r"\s+", "", spec)
@@ -263,7 +264,7 @@ class AllocationMode:
 
     @property
     def engines(self) -> tuple[ModelAllocation, ...]:
-        """All engines, in the order of the text."""
+        """All engines, in the order in which the allocation lists them."""
         return tuple(engine for group in self.components for engine in group)
 
     def backends(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
 
 All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron. The
-engine applies the layouts of these backends, and the settings that have an equivalent. Requesting FP8 is an error. Other
-settings have no effect.
+engine uses the parallel sizes in ``backend``, such as ``megatron:d2p2``, and the settings that have an equivalent in areno.
+Requesting FP8 is an error. Other settings have no effect.
 """
 
 import shlex
@@ -204,8 +204,8 @@ class ArchonEngineConfig:
     )
     reshard_after_forward_policy: str = setting(
         "default",
-        "Whether to free the gathered weights of a layer between the forward and the backward pass. With "
-        "default, areno frees these weights if there is no pipeline parallelism, and otherwise keeps them.",
+        "Whether to free the gathered weights of a layer between the forward and the backward pass. `default` "
+        "frees these weights if there is no pipeline parallelism, and otherwise keeps them.",
         choices=("default", "always", "never"),
     )
     fp8_config: ArchonFP8Config = section(

@@ -153,10 +153,10 @@ def unshardable(config: Any) -> Iterator[str]:
 
 
 def sharding_requested(actor: TrainEngineConfig) -> bool:
-    """Whether the actor's weights are sharded by default if nothing prevents sharding.
+    """Whether the settings request sharded weights for the actor. :func:`unshardable` yields what prevents sharding.
 
-    The backend megatron shards weights if its section requests sharding. Other backends shard weights unless the actor uses
-    LoRA or an ``optimizer.type`` other than ``adam``.
+    The backend megatron requests sharding through its own section. Any other backend requests sharding unless the actor
+    uses LoRA or an ``optimizer.type`` other than ``adam``.
     """
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)

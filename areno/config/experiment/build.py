@@ -1,7 +1,7 @@
 """Builds a configuration from raw values: adds defaults, resolves interpolations, and checks types and bounds.
 
-First, each unset setting gets its default, or ``${path}`` of the setting from which the unset setting inherits. A single pass
-then resolves all interpolations, which may refer to any setting.
+First, each unset setting gets a value: its default or, if it inherits from another setting, the interpolation ``${path}`` with
+the path of that setting. A single pass then resolves all interpolations, which may refer to any setting.
 """
 
 import copy
@@ -26,7 +26,7 @@ from areno.errors import UsageError
 Config = TypeVar("Config", bound=BaseExperimentConfig)
 
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
-"""Short paths of settings, with the full paths."""
+"""Aliases of settings, each with the full path of the setting."""
 
 _REJECTION = "is now rejection_sampling.upper; set rejection_sampling.upper in the same section"
 _PROGRAM = "is not a setting of areno, but of the program for which the file was written; remove the key"
@@ -85,7 +85,10 @@ def build_config(values: Tree, config_cls: type[Config], problems: Problems) -> 
 
 
 def without_aliases(values: Tree) -> Tree:
-    """Return a copy in which short paths are replaced by full paths. Raises UsageError if both paths of a setting are set."""
+    """Return a copy in which aliases, such as ``actor.lr``, are replaced by the setting's full path.
+
+    Raises UsageError if both an alias and the full path are set.
+    """
     tree = copy.deepcopy(values)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
@@ -123,8 +126,8 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 def nearest_path(path: str, candidates: list[str]) -> str:
     """Return the candidate most similar to ``path``; "" if no candidate is similar.
 
-    If no candidate is very similar, or if ``path`` has only one component, the least nested candidate with the same last
-    component takes precedence.
+    A candidate with the same last component is preferred in two cases: ``path`` has only one component, or no candidate is
+    very similar to ``path``. If several have the same last component, the candidate with the fewest components is returned.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
@@ -188,7 +191,10 @@ def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> A
 
 
 def _items(value: Any) -> Any:
-    """Return the items of a list of sections. The value is a list, a single section, or a dict of overrides by index."""
+    """Return the sections of a setting such as ``scheduling_spec`` as a list.
+
+    The value may also be a dict that maps indices to sections, such as ``{"0": {...}}``, or a single section without a list.
+    """
     if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
         return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
     return [value] if isinstance(value, dict) else value

@@ -251,8 +251,8 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        "Algorithm that provides the loss, as for areno train --algo: gmpo, simpo, or your own as "
-        "file.py:NAME. A variant of the policy loss, such as cispo, only changes the defaults of other settings.",
+        "Algorithm that provides the loss: gmpo, simpo, or your own as file.py:NAME. `areno train --algo` accepts "
+        "the same names. A variant of the policy loss, such as cispo, only changes the defaults of other settings.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 

@@ -136,7 +136,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """The section ``workflow``. If a subclass has a string instead of a section, the string is the section's ``path``."""
+        """The section ``workflow``. If a subclass declares ``workflow`` as a string, it becomes the section's ``path``."""
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value
@@ -150,7 +150,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def reward_section(self) -> RewardConfig:
-        """The section ``reward``. If a subclass has a string instead of a section, the string is the section's ``fn``."""
+        """The section ``reward``. If a subclass declares ``reward`` as a string, it becomes the section's ``fn``."""
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value

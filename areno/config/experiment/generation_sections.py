@@ -227,8 +227,8 @@ class InferenceEngineConfig:
     )
     max_head_offpolicyness: int = setting(
         0,
-        "Maximum number of weight versions by which the rollout may be ahead of training when an episode "
-        "starts. With 0, training is synchronous.",
+        "Maximum number of batches by which generation may be ahead of training when an episode starts. "
+        "With 0, training is synchronous.",
         minimum=0,
     )
     max_staleness: int | None = setting(
@@ -255,8 +255,8 @@ class InferenceEngineConfig:
     dump_to_file: bool = setting(False, "Write every trajectory as text to the run directory.")
     save_rollouts: str | None = setting(
         None,
-        "Number of newest steps whose training rows are kept in rollouts/ of the run directory, for areno "
-        "replay. With all, the rows of every step are kept. With null or 0, no rows are saved.",
+        "Number of newest steps whose training rows are kept in rollouts/ of the run directory, for the command "
+        "`areno replay`. `all` keeps the rows of every step; null or 0 saves no rows.",
     )
     setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
     workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)

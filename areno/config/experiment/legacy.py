@@ -1,6 +1,6 @@
-"""Keys of the legacy quickstart, ``main_async_ppo.py key=value ...``, translated to a `PPOConfig` by a table.
+"""Translates the keys of AReaL's early command line, ``main_async_ppo.py key=value ...``, to a `PPOConfig`.
 
-Any setting of `PPOConfig` is accepted too.
+Any setting of `PPOConfig` is accepted as a key too.
 """
 
 import re
@@ -27,7 +27,7 @@ class LegacyKey(NamedTuple):
     Attributes:
         path: path of the `PPOConfig` setting that receives the value.
         help: text for ``--help``.
-        shown: default for ``--help``.
+        shown: the default value, as ``--help`` prints it.
     """
 
     path: str
@@ -70,8 +70,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "max_head_offpolicyness": LegacyKey(
         "rollout.max_head_offpolicyness",
-        "Maximum number of weight versions by which the rollout may be ahead of training. With 0, training is "
-        "synchronous.",
+        "Maximum number of batches by which generation may be ahead of training. With 0, training is synchronous.",
         "0",
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
@@ -156,7 +155,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
 
 
 def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the keys of a file and of the command line, which overrides the file.
+    """Merge the keys of a file with those of the command line, which take precedence, and return the value of each key.
 
     Raises UsageError if an override is malformed, or if a key is neither a legacy key nor a setting of PPOConfig.
     """
@@ -201,7 +200,11 @@ def translate(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
 
 
 def _smaller(name: str, keys: dict[str, Any]) -> Any:
-    """Return the value of a legacy key. The actor's two token limits set the same setting, which gets the smaller limit."""
+    """Return the value of the legacy key ``name``.
+
+    The keys ``actor_train.mb_spec.max_tokens_per_mb`` and ``actor_inf.mb_spec.max_tokens_per_mb`` set the same setting. For
+    these two keys, return the smaller of their values.
+    """
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
     limits = [limit for limit in pair if limit is not None]
     numbers = limits and all(isinstance(limit, int) for limit in limits)  # otherwise the value is reported as invalid

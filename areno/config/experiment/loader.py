@@ -131,7 +131,7 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
 
 
 to_structured_cfg = config_from
-"""The function `config_from` under its documented name."""
+"""`config_from` under the name that AReaL's API uses."""
 
 
 def settled(config: Config) -> Config:
