@@ -33,9 +33,9 @@ def cgroup_limit(root: Path = GROUPS, membership: Path = MEMBERSHIP) -> float | 
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
-    """Yield quota and period of each group in microseconds, from the process's own group up to the root.
+    """Yield the CPU quota of each control group and the quota's period, both in microseconds.
 
-    An unlimited quota is negative.
+    The first group is the process's own group, and the last group is the root. A negative quota means that there is no limit.
     """
     for group in groups_of("cpu", root, membership):
         names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -48,9 +48,9 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Elapsed time and CPU times at one moment, in seconds."""
+    """Cumulative CPU times at one moment, in seconds."""
 
-    wall: float  # elapsed time
+    wall: float  # time of the measurement (monotonic clock)
     busy: float  # busy time of the usable cores
     own: float  # CPU time of this run's processes
 

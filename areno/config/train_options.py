@@ -219,8 +219,8 @@ class LoraOptions:
     lora_target_modules: str = _lora(
         ALL_LINEAR,
         metavar="NAME[,NAME...]",
-        help="Linear layers that get an adapter, given by the last part of their names, such as q_proj. all-linear "
-        "means all linear layers except the output head.",
+        help="Linear layers that get an adapter, given by the last part of their names, such as q_proj. The value "
+        "all-linear means all linear layers except the output head.",
     )
     lora_adapter_path: str | None = _lora(
         None,

@@ -96,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems with combinations of options and with input paths, for several commands.
+    """Yield problems with combinations of options and with input paths. Several commands use these checks.
 
     ``split`` is the split that is read from the dataset.
     """
@@ -147,8 +147,8 @@ def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[s
         return
     if isinstance(knobs, PolicyLossOptions) and knobs.use_decoupled_loss and knobs.prox_logp_method != "recompute":
         yield (
-            f"--prox-logp-method {knobs.prox_logp_method} needs the weight version of each token, which only areno "
-            "run passes to a loss; use recompute"
+            f"--prox-logp-method {knobs.prox_logp_method} needs the weight version of each token, which only "
+            "`areno run` passes to a loss; use recompute"
         )
 
 
@@ -205,7 +205,7 @@ def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     if options.ckpt and is_adapter(options.ckpt):
         yield (
             f"--ckpt {options.ckpt} is an adapter, not a model; pass its base model as --ckpt and the adapter as "
-            f"--lora-adapter-path {options.ckpt}, or merge the adapter first with areno export"
+            f"--lora-adapter-path {options.ckpt}, or first merge the adapter with `areno export`"
         )
 
 

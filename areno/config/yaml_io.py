@@ -41,9 +41,10 @@ def _loader() -> "type[yaml.SafeLoader]":
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options, and return raw values by option name, with underscores.
+    """Read a YAML file of options, and return a dictionary of option names and values.
 
-    Error messages start with ``option``. Keys with the value ``null`` are omitted, because ``null`` means unset.
+    The values are not converted or checked. Dashes in option names are replaced by underscores. Error messages start with
+    ``option``. Keys with the value ``null`` are omitted, because ``null`` means unset.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -79,7 +80,7 @@ def read_mapping(path: Path, where: str) -> dict[Any, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise UsageError(
-            f"{where} must contain a mapping, but contains a {type(loaded).__name__}; write lines such as lr: 1.0e-5"
+            f"{where} must contain a mapping, but contains a {type(loaded).__name__}; write lines such as `lr: 1.0e-5`"
         )
     return loaded
 

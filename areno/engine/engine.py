@@ -1,4 +1,4 @@
-"""The models of a run on one device.
+"""The engine holds a run's models on one device, and generates, scores and trains with these models.
 
 The actor generates text, trains, or does both. Other roles score token rows, and some of these roles also train. Generation and
 training use the same module of the actor, so generation needs no weight transfer. ``version`` is the number of optimizer steps
@@ -53,7 +53,7 @@ _IDLE_S = 30.0  # after this idle time, a generate-only engine returns freed mem
 
 
 class Engine(Backend):
-    """The models of a run on one device. If ``path`` is an adapter, the adapter is merged into its base model."""
+    """Holds a run's models on one device. If ``path`` is an adapter, the adapter is merged into its base model."""
 
     def __init__(self, path: str, config: EngineConfig) -> None:
         self.path, self.config = path, config
@@ -246,7 +246,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records collected since the last call. The keys are the values of ``TrainSequence.observed``."""
+        """Return the token records collected since the last call. A record's key is the ``observed`` number of its row."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

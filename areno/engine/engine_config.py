@@ -16,8 +16,9 @@ from areno.engine.train.optimizer import OptimizerOptions
 class EngineConfig:
     """Settings for loading models, for generation, and for training.
 
-    ``trains`` is the kind of actor. ``policy`` is a policy with an optimizer, and ``nothing`` is a policy without an optimizer.
-    ``reward`` is a sequence classifier with an optimizer, which cannot generate.
+    ``trains`` is the kind of actor. With ``policy``, the actor is a language model with an optimizer. With ``nothing``, the
+    actor is a language model without an optimizer. With ``reward``, the actor is a sequence classifier with an optimizer, and
+    cannot generate.
 
     ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads or
     compiles the decode step before the first token is generated. ``eager`` always decodes without compiled code. ``auto`` loads

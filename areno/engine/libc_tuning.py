@@ -93,7 +93,10 @@ def retained_bytes() -> int:
 
 
 def _resident_heap() -> int:
-    """Return the resident size of malloc's heap in bytes, read from ``smaps``. ``mallinfo2`` also counts trimmed pages."""
+    """Return the resident size of malloc's heap in bytes, read from ``smaps``.
+
+    The size from ``mallinfo2`` would include pages that ``malloc_trim`` has returned to the system.
+    """
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
         inside = False
         for line in maps:

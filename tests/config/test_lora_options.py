@@ -81,7 +81,7 @@ def test_adapters_that_work_are_accepted(workspace, argv):
         (
             [*LORA, "--ckpt", "adapter"],
             "--ckpt adapter is an adapter, not a model; pass its base model as --ckpt and the adapter as "
-            "--lora-adapter-path adapter, or merge the adapter first with areno export",
+            "--lora-adapter-path adapter, or first merge the adapter with `areno export`",
         ),
         (
             ["--ckpt", "orphan"],

@@ -29,8 +29,8 @@ def write_gguf(module: Any, tokenizer: Any, target: Path, kind: str) -> None:
     Matrices are stored in the type ``kind`` (f32, f16, bf16 or q8_0), and vectors in f32. A matrix whose row
     length is not a multiple of the q8_0 block size is stored in f16 instead of q8_0.
 
-    Raises UsageError: the architecture, the rotary embeddings, the layers or the tokenizer are not supported. In this
-    case, neither the file nor its folder is created.
+    Raises UsageError: the GGUF export does not support the model's architecture, rotary embeddings, layers or tokenizer. In
+    this case, neither the file nor its folder is created.
     """
     fields = _shape(module.config) | _vocabulary(tokenizer, module.config.vocab_size)
     tensors = list(_tensors(module))

@@ -1,7 +1,8 @@
 """Attention kernel for decode steps on a CPU.
 
-In a padded batch, PyTorch's fused attention reads every column, but this kernel reads only the columns of each row's context.
-For 256 rows of 80 columns on two cores, this kernel takes a third of the time of PyTorch's fused attention.
+The KV cache has one row per sequence and one column per token position. PyTorch's fused attention reads all columns of every
+row, including padding. This kernel reads only the columns that contain tokens of the row's sequence. For 256 rows of 80 columns
+on two cores, this kernel takes a third of the time of PyTorch's fused attention.
 """
 
 import torch

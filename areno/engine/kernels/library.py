@@ -88,7 +88,10 @@ class KernelLibrary:
         return ""
 
     def load(self) -> bool:
-        """Load the library if it has been compiled and can be trusted. Return whether the operators can be called."""
+        """Load the compiled library, unless the file is missing, or another user could have changed it.
+
+        Return whether the operators can be called.
+        """
         try:
             target = self.path()
             if target.name not in self._loaded and target.exists() and not planted_problem(target):

@@ -180,7 +180,7 @@ def adapted_layers(wrapped: nn.Module) -> list[Any]:
 
 
 def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
-    """Whether only LoRA matrices are trainable, and they can be merged into the weights of all adapted layers."""
+    """Return whether all trainable parameters are LoRA matrices that can be merged into the weights of their layers."""
     from peft.tuners.lora import Linear
 
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]

@@ -114,7 +114,10 @@ def _areno_attention(
     explicit: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for a layer of ``transformers``. The inputs are [1, heads, T, size]; the result is [1, T, H, Dv]."""
+    """Compute attention for a layer of ``transformers``: ``query`` [1, H, T, D], ``key`` [1, K, T, D], ``value`` [1, K, T, Dv].
+
+    The result is [1, T, H, Dv].
+    """
     if areno is None:
         raise RuntimeError(
             "areno's attention function was called without an attention plan; call the model through areno.engine.model"

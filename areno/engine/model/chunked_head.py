@@ -27,7 +27,10 @@ def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
 
 
 def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) -> Chunk:
-    """Call ``run`` for chunks of ``rows`` rows. The backward pass recomputes each chunk and sums weight gradients in fp32."""
+    """Call ``run`` for at most ``rows`` rows at a time, and return the concatenated results.
+
+    The backward pass recomputes each chunk of rows, and sums weight gradients in fp32.
+    """
     result: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
     return result
 

@@ -24,7 +24,10 @@ MAX_PADDED_SHARE = 1.2
 
 
 class _Scatter(torch.autograd.Function):
-    """Write the rows of x to the distinct rows ``index`` of a zero tensor [cells, ...]. The backward pass is a gather."""
+    """Return a tensor [cells, ...] of zeros in which row ``index[i]`` is replaced by row i of x.
+
+    The indices are distinct, so the backward pass is a gather.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, cells: int) -> Tensor:

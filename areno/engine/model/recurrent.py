@@ -77,7 +77,7 @@ class SlotStates:
         return full
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
-        """Store the new convolution and recurrent states of the selected slots."""
+        """Store the new recurrent states ``state`` and the new convolution states of the slots that :meth:`at` selected."""
         assert self._conv_rows is not None
         self._recurrent[layer_idx][self._rows] = state.to(self._recurrent[layer_idx].dtype)
         self._conv[layer_idx][self._rows] = self._conv_rows
@@ -137,7 +137,11 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
-    """Wrap the ``forward`` of every gated delta net of a model, so that the layer follows the attention plan."""
+    """Wrap the ``forward`` of every gated delta net of a model.
+
+    If a call passes an attention plan (argument ``areno``), the wrapper runs the layer with the plan's ``run_recurrent``, which
+    keeps the states of different sequences apart.
+    """
     for module in filter(is_recurrent, model.modules()):
         _wrap(module)
 

@@ -26,7 +26,7 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
-    """Make a model's routers follow the :class:`~areno.engine.model.routing.Routing` of each pass.
+    """Let the :class:`~areno.engine.model.routing.Routing` of a forward pass record or replace the experts that routers choose.
 
     All ranks must call this function. Raises UsageError: the model has no routers. Raises UnsupportedModelError: the choices of
     the routers cannot be recorded.

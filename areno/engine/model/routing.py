@@ -29,7 +29,7 @@ TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routing(Protocol):
-    """Records or replaces the choices of routers."""
+    """Records which experts the routers of a model choose, or replaces their choices."""
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
         """Return the ids [T, K] of the experts to use for the T tokens of a pass.
@@ -64,9 +64,10 @@ _CURRENT: ContextVar[Routing | None] = ContextVar("areno_routing", default=None)
 
 
 class Routed(AbstractContextManager[None]):
-    """A context manager in which forward passes follow ``routing``; None means that no choices are recorded or replaced.
+    """A context manager: within its ``with`` block, ``routing`` records or replaces the expert choices of forward passes.
 
-    The context manager can be entered repeatedly, but only by one thread at a time.
+    If ``routing`` is None, expert choices are neither recorded nor replaced. The context manager can be entered repeatedly, but
+    only by one thread at a time.
     """
 
     def __init__(self, routing: Routing | None) -> None:
@@ -118,14 +119,17 @@ class _TopkMode(TorchFunctionMode, ABC):
 
 
 class Choosing(_TopkMode):
-    """Lets a routing record or replace the choices of one MoE layer."""
+    """Replaces the experts that the router of one MoE layer chooses with the experts that a :class:`Routing` returns."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the choices of the routing. If this ``topk`` does not select from all experts, return ``chosen``."""
+        """Return the ids [T, K] of the experts that the :class:`Routing` returns for the router's choice ``chosen``.
+
+        If the ``topk`` call selects something else, such as groups of experts, return ``chosen``.
+        """
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
         return self._routing.choose(self._mixture, chosen)
@@ -154,8 +158,8 @@ class ChoiceReplay(_TopkMode):
     """Repeats a recorded choice if it differs from the router's own choice only because of rounding.
 
     Args:
-        recorded: the recordings to repeat. Their tokens are concatenated in the given order. If the recordings have calls
-            of different shapes, no choice is repeated.
+        recorded: the recordings to repeat. Their tokens are concatenated in the given order. If the ``topk``
+            calls of the recordings differ in their shapes, no choice is repeated.
         first: index of the recorded token that is the first token of the pass. Tokens after the last recorded token keep the
             router's choices.
         tolerance: maximum difference between the scores of the recorded experts and of the router's own experts, relative to
@@ -170,7 +174,11 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the choices of the next recorded call. A token keeps ``chosen`` if the two differ by more than rounding."""
+        """Return the experts of the next recorded ``topk`` call.
+
+        A token keeps its experts in ``chosen`` if their scores differ from the scores of the recorded experts by more than
+        rounding errors.
+        """
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
             return chosen
@@ -182,7 +190,10 @@ class ChoiceReplay(_TopkMode):
 
 
 class Recording:
-    """Records the choices of routers. ``write`` takes the index of an MoE layer and the router's choices [T, K]."""
+    """Records which experts the routers of a model choose.
+
+    For each MoE layer, ``write`` is called with the index of the layer and the ids [T, K] of the experts that its router chose.
+    """
 
     def __init__(self, write: Callable[[int, Tensor], None]) -> None:
         self._write = write
@@ -243,7 +254,10 @@ class Replay:
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:
-        """Return the replay of ``count`` tokens from index ``first`` on. Tokens after the recorded tokens have no record."""
+        """Return the replay of ``count`` tokens from index ``first`` on.
+
+        If the recording ends earlier, the router chooses the experts of the remaining tokens.
+        """
         records = self.recorded[first : first + count]
         missing = (0, 0, 0, 0, 0, count - len(records))
         return Replay(pad(records, missing, value=torch.iinfo(records.dtype).max), self.routers, self._count)
