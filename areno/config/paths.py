@@ -144,7 +144,7 @@ def adapter_problem(text: str, option: str) -> str:
 def _base_problem(path: Path, option: str) -> str:
     """Return why an adapter or a GGUF file cannot be used as a model; empty if it can be used.
 
-    For an adapter, the base model is checked. For a GGUF file, the packages that convert it are checked.
+    For an adapter, the base model is checked. A GGUF file is converted, unless the converted model is already in the cache.
     """
     try:
         base = base_of(str(path))
