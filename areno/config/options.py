@@ -45,8 +45,8 @@ class OptionInfo:
         path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of
             an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, replacements for the ``inherits`` of its fields, by field name. A field with an empty
-            replacement inherits nothing.
+        inner: for a section, values of ``inherits`` for its fields, by field name. These values override the values that
+            the section's class declares. A field with the value "" inherits nothing.
         documented: AReaL's documented default, if areno's default differs. This value is accepted even if ``refused`` is set.
     """
 
@@ -196,9 +196,9 @@ def check_options(values: Any, prefix: str = "") -> None:
 
 
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
-    """Return the shape of an annotated field, the type of one value, and whether None is allowed.
+    """Return the `Shape` of a field with the annotation ``hint``, the type of one value, and whether None is allowed.
 
-    For a section (a dataclass), the type is the dataclass. For an unsupported annotation, the shape is None.
+    For a section (a dataclass), the type is the dataclass. For an unsupported annotation, the `Shape` is None.
     """
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

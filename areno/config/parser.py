@@ -47,8 +47,9 @@ PLAN = CommandText(
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
     "Estimate the memory of each phase of a training run, and report whether the run fits into the free memory of this "
     "machine. If the run does not fit, the report suggests changes. The command takes the options of areno train, needs "
-    "neither data nor rewards, and reads no weights. With FILE.yaml, an experiment of areno run, the command estimates each "
-    "engine of the experiment; --tune-params then also prints the largest concurrency and microbatch size that fit. "
+    "neither data nor rewards, and reads no weights. FILE.yaml is an experiment file of `areno run`. For such a file, the "
+    "command estimates each engine of the experiment; --tune-params also prints the largest concurrency and microbatch size "
+    "that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
@@ -187,7 +188,7 @@ def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
 def convert_values(
     raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
 ) -> dict[str, Any]:
-    """Convert raw values of flags or YAML. In ``raw`` and in the result, the keys are option names.
+    """Convert values from flags or YAML to the types of their options. In ``raw`` and in the result, the keys are option names.
 
     Unknown names and wrong types are added to ``problems``.
 
@@ -328,8 +329,8 @@ def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load_config(flags["config"]) if "config" in flags else {}
     if "config" in loaded:
         raise UsageError(
-            f"--config {flags['config']}: a config file cannot name another config file; replace "
-            "the key config by the options of the other file"
+            f"--config {flags['config']}: a config file cannot name another config file; remove "
+            "the key `config`, and add the options of the other file"
         )
     return loaded
 

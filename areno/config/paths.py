@@ -142,7 +142,10 @@ def adapter_problem(text: str, option: str) -> str:
 
 
 def _base_problem(path: Path, option: str) -> str:
-    """Return why the base model of an adapter, or the model of a GGUF file, is unavailable; empty if the model is available."""
+    """Return why an adapter or a GGUF file cannot be used as a model; empty if it can be used.
+
+    For an adapter, the base model is checked. A GGUF file is converted, unless the converted model is already in the cache.
+    """
     try:
         base = base_of(str(path))
     except UsageError as error:
@@ -150,7 +153,7 @@ def _base_problem(path: Path, option: str) -> str:
     if is_adapter(base):
         return (
             f"{option} {path / ADAPTER_CONFIG}: the base model {base} is itself an adapter; merge {base} into its "
-            "own base model with areno export"
+            "own base model with `areno export`"
         )
     problem = ckpt_problem(base, "base_model_name_or_path")
     return f"{option} {path / ADAPTER_CONFIG}: {problem}; correct the file" if problem else ""
@@ -183,7 +186,7 @@ def _data_file_problem(path: Path, has_loader: bool, option: str) -> str:
         return "" if any(path.iterdir()) else f"{option} {path} is an empty folder; pass a folder with data files"
     if path.suffix.lower() not in DATA_SUFFIXES and not has_loader:
         formats = ", ".join(DATA_SUFFIXES)
-        return f"{option} {path} has an unsupported format; use {formats}, or read the file in a --dataset-loader-fn"
+        return f"{option} {path} has an unsupported format; use {formats}, or pass --dataset-loader-fn"
     if path.stat().st_size == 0:
         return f"{option} {path} is empty; pass a file with at least one row"
     return ""

@@ -45,8 +45,8 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs: a forward pass (recompute, metrics), interpolation (loglinear, "
-        "linear) or the rollout (rollout). With metrics, areno reports the errors of the last three methods.",
+        help="Source of the proximal log-probs: a forward pass (recompute), a forward pass plus statistics on the errors of "
+        "other methods (metrics), interpolation (loglinear, linear) or the rollout (rollout).",
     )
     m2_threshold: float | None = option(
         None,
@@ -77,7 +77,7 @@ class PolicyLossOptions:
         if self.m2_threshold is not None and not self.needs_proximal:
             yield (
                 "m2_threshold",
-                "compares proximal log-probs with rollout log-probs; set use_decoupled_loss too, with prox_logp_method "
+                "needs proximal log-probs from a forward pass; set use_decoupled_loss to true, and prox_logp_method to "
                 f"{' or '.join(_FORWARD_PASS)}",
             )
 
@@ -109,7 +109,7 @@ class RejectionSamplingConfig:
         "mask",
         choices=("mask", "clamp"),
         help="Exclude tokens outside the bounds from the loss (mask), or keep these tokens and clamp their weights "
-        "(clamp). Clamping requires the metric ratio.",
+        "(clamp). Use clamp only if metric is ratio.",
     )
     metric: str = option(
         "ratio",
@@ -123,10 +123,11 @@ class RejectionSamplingConfig:
         help="Aggregation over the tokens of a sequence. Ratios are aggregated in log space, so the mean of ratios "
         "is the geometric mean.",
     )
-    upper: float = option(5.0, help="Upper bound of rejection sampling.")
+    upper: float = option(5.0, help="Upper bound of the quantity that metric selects.")
     lower: float | None = option(
         None,
-        help="Lower bound of rejection sampling. If unset, action mask has no lower bound, and action clamp uses 0.",
+        help="Lower bound of the quantity that metric selects. The default is 0 if action is clamp, and no lower bound if "
+        "action is mask.",
     )
 
     def __post_init__(self) -> None:
@@ -153,7 +154,7 @@ class RejectionSamplingConfig:
         elif self.action == "clamp":
             yield (
                 "action",
-                f"clamp applies only to the metric ratio, but metric is {self.metric}; use action mask, or metric ratio",
+                f"clamp requires that metric is ratio, but metric is {self.metric}; set action to mask, or metric to ratio",
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (
@@ -162,4 +163,7 @@ class RejectionSamplingConfig:
                 "bound above 0",
             )
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
-            yield "agg", f"{self.agg} has no effect with level token, where nothing is aggregated; use level sequence"
+            yield (
+                "agg",
+                f"{self.agg} has no effect if level is token, because nothing is aggregated; set level to sequence",
+            )

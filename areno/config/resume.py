@@ -26,10 +26,10 @@ _AUTO = "auto"  # value of the bare flag
 
 
 def apply_resume(options: TrainOptions) -> TrainOptions:
-    """Resolve the run directory and ``--resume``.
+    """Determine the run directory and, with ``--resume``, the options of the old run.
 
     Without ``--resume``, the run directory is ``--run-dir`` or a new directory. With ``--resume``, both the run directory and
-    ``resume`` are set to the old run's directory, and options not in ``explicit`` come from the old run.
+    ``resume`` are set to the old run's directory, and options that are not set explicitly come from the old run.
 
     Raises UsageError if the old run is not found, or an explicit option would change results.
     """

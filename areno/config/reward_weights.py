@@ -8,7 +8,7 @@ from typing import Any
 from areno.errors import UsageError
 
 PART_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-"""Pattern of the allowed names of reward parts, which need no quotes in metrics, options and YAML."""
+"""Regular expression for the names of reward parts. Such names need no quotes in metrics, options and YAML."""
 
 
 def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:

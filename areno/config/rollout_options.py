@@ -243,5 +243,5 @@ class TuningOptions:
     tune_max_samples: int = _tuning(
         256,
         minimum=1,
-        help="Upper limit for tuning, which applies to the number of concurrent sequences and to the number of rows per step.",
+        help="Tuning chooses at most this number of concurrent sequences, and at most this number of rows per step.",
     )

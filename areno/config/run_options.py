@@ -146,8 +146,8 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="no separate models",
-        help="Every N steps, also save the model alone in Hugging Face format, in models/step_000100 and so on "
-        "next to the checkpoints. areno never deletes these models.",
+        help="Every N steps, also save the model without training state, in Hugging Face format. The folders are named "
+        "models/step_000100 and so on, next to the checkpoints. areno never deletes these models.",
     )
     save_async: bool = _checkpoint(
         True,
@@ -236,7 +236,7 @@ class ObservabilityOptions:
         rollout_only=True,
         unset="none",
         help="Save the training rows of the newest N steps, or of all steps, to rollouts/ in the run directory. "
-        "areno replay reads these rows.",
+        "`areno replay` reads these rows.",
     )
     trace: bool = _observability(
         False,

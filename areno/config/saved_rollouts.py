@@ -5,7 +5,7 @@ import math
 from areno.errors import UsageError
 
 ALL = "all"
-"""Value that saves the rows of every step."""
+"""Value of ``--save-rollouts`` that saves the rows of every step."""
 
 
 def kept_rollouts(text: str | None) -> float:

@@ -1,8 +1,8 @@
 """Removes secrets from plain data.
 
-Settings for API keys are omitted. Other values are replaced by ``${oc.env:NAME}`` if their name or form is that of a secret.
-Environment variables of workers are always replaced. When a file with a replaced value is loaded, the environment variable
-NAME must be set.
+Settings for API keys are omitted. Other values that look like secrets, by their name or their format, are replaced by
+``${oc.env:NAME}``. Environment variables of workers are always replaced. When a file with a replaced value is loaded, the
+environment variable NAME must be set.
 """
 
 import re

@@ -61,8 +61,8 @@ class ServeOptions(CommandOptions):
     allowed_host: tuple[str, ...] = _basic(
         (),
         metavar="NAME",
-        help="Additional host name, such as a reverse proxy's, that requests may use if the server has no API key; "
-        "localhost is always allowed. Repeatable; * allows all.",
+        help="Additional host name that the Host header of requests may contain, such as the name of a reverse proxy. "
+        "localhost is always allowed, and a server with an API key allows every name. Repeatable; * allows all.",
     )
     max_connections: int = _basic(512, minimum=1, help="Maximum open connections; further connections get status 503.")
     world_size: int = option_from(BasicOptions, "world_size", documented_default="")
@@ -82,7 +82,7 @@ class ServeOptions(CommandOptions):
     max_prompt_chars: int | None = _rollout(
         None,
         minimum=1,
-        unset="16 per token of the context, at least 65536",
+        unset="16 characters per token of the context length, at least 65536",
         help="Maximum characters of a request; longer requests are rejected before tokenization.",
     )
     request_timeout_s: float | None = _rollout(
@@ -133,12 +133,12 @@ class ChatOptions(CommandOptions):
         None, metavar="URL", help="Address of a running server, such as http://127.0.0.1:8000/v1."
     )
     model: str | None = _basic(
-        None, unset="the server's first model", help="Name of the model on the server, with --base-url."
+        None, unset="the server's first model", help="Name of the model on the server. Requires --base-url."
     )
     api_key: str | None = _basic(
         None,
         unset=f"the environment variable {API_KEY_VARIABLE}, or none",
-        help="API key of the server, with --base-url.",
+        help="API key of the server. Requires --base-url.",
     )
     device: str = option_from(BasicOptions, "device")
     dtype: str = option_from(BasicOptions, "dtype")
@@ -236,7 +236,7 @@ def _origin_problems(options: ServeOptions) -> Iterator[str]:
             yield f"--allowed-host {host!r} is not a host name; omit scheme and port, as in proxy.example.org"
     for origin in options.cors_origin:
         if origin != "*" and not origin.startswith(("http://", "https://")):
-            yield f"--cors-origin {origin!r} is not an origin; write an origin as https://example.org"
+            yield f"--cors-origin {origin!r} is not an origin; write an origin such as https://example.org"
 
 
 def _chat_problems(options: ChatOptions) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _chat_problems(options: ChatOptions) -> Iterator[str]:
         yield from _unused(options, ("model", "api_key"), "--model-path")
     else:
         if not str(options.base_url).startswith(("http://", "https://")):
-            yield f"--base-url {options.base_url!r} is not a URL; write a URL as http://127.0.0.1:8000/v1"
+            yield f"--base-url {options.base_url!r} is not a URL; write a URL such as http://127.0.0.1:8000/v1"
         names = ("device", "dtype", "trust_remote_code", "kv_cache_tokens", "attn_backend")
         yield from _unused(options, names, "--base-url")
     yield from value_problems(options)

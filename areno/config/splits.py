@@ -52,7 +52,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def split_problem(reference: str, split: str, option: str) -> str:
-    """Return why a data reference has no rows of a split; empty if the reference may have such rows. No rows are read."""
+    """Return an error message if ``reference`` is a folder that cannot provide the split; otherwise empty. No rows are read."""
     path = Path(reference).expanduser()
     try:
         if path.is_dir() and any(path.iterdir()):

@@ -161,7 +161,7 @@ def test_flags_reach_the_knobs_of_a_preference_loss(workspace):
     [
         (["--algo", "cispo", "--c-clip", "3"], "c_clip 3.0 has no effect with use_cispo_loss"),
         (["--algo", "dapo", "--sapo-tau-pos", "2"], "sapo_tau_pos 2.0 has no effect without SAPO"),
-        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold compares proximal log-probs"),
+        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold needs proximal log-probs"),
         (
             ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
             "--prox-logp-method linear needs the weight version of each token",

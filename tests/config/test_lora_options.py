@@ -89,7 +89,7 @@ def test_adapters_that_work_are_accepted(workspace, argv):
         ),
         (
             ["--ckpt", "stacked"],
-            "the base model adapter is itself an adapter; merge adapter into its own base model with areno export",
+            "the base model adapter is itself an adapter; merge adapter into its own base model with `areno export`",
         ),
         (["--ckpt", "blank"], "has no base_model_name_or_path; add the base model's folder or repo id"),
     ],

@@ -288,7 +288,7 @@ def test_a_loss_with_bound_knobs_can_be_pickled():
         ({"use_sapo_loss": True, "use_decoupled_loss": True}, "set use_decoupled_loss to false"),
         ({"use_sapo_loss": True, "c_clip": 3.0}, "c_clip 3.0 has no effect with use_sapo_loss"),
         ({"rejection_sampling": RejectionSampling()}, "rejection_sampling has no effect without use_decoupled_loss"),
-        ({"m2_threshold": 0.04}, "m2_threshold compares proximal log-probs"),
+        ({"m2_threshold": 0.04}, "m2_threshold needs proximal log-probs"),
         ({"prox_logp_method": "loglinear"}, "prox_logp_method loglinear has no effect without use_decoupled_loss"),
         ({"use_decoupled_loss": True, "m2_threshold": 0.0}, "m2_threshold must be positive"),
         (

@@ -47,9 +47,10 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 
 
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return raw values in which the presets of ``actor.algorithm`` are the defaults of ``actor``.
+    """Return a copy of the untyped configuration ``tree`` in which ``actor`` also contains the presets of ``actor.algorithm``.
 
-    If the algorithm is not a variant of the policy loss (see `is_family`), the values are returned unchanged.
+    Settings that ``actor`` already contains take precedence over presets. If the algorithm is not a variant of the policy
+    loss (see `is_family`), or if no algorithm is set, ``tree`` is returned unchanged.
 
     Raises UsageError: the algorithm is unknown.
     """

@@ -1,4 +1,8 @@
-"""The notice about settings that are accepted but have no effect, and about settings of replaced backends."""
+"""The notice about settings that are accepted but have no effect.
+
+If the backend of the actor is archon or megatron, areno's own engine runs instead. The notice then also lists the settings of
+this backend that areno's engine applies.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,8 +26,8 @@ _SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
 def notice(config: BaseExperimentConfig) -> str:
     """Return the notice; empty if there is nothing to list.
 
-    The notice is about settings that differ from their defaults. It lists the settings without effect, by reason. It also
-    lists the settings of a replaced backend that areno's engine applies.
+    The notice is only about settings that differ from their defaults. Settings without effect are grouped by the reason. If
+    areno's engine runs instead of archon or megatron, the settings of this backend that areno's engine applies are listed too.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -38,7 +42,7 @@ def notice(config: BaseExperimentConfig) -> str:
 
 
 def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of a replaced backend that areno's engine applies, and their effects."""
+    """If the actor's backend is archon or megatron, yield the settings of the backend that areno's engine applies."""
     backend, actor = backend_of(config), engine_of(config, "actor")
     if actor is not None and backend in _REPLACED_BACKENDS:
         effects = getattr(actor, backend).mapped(shards_weights(config))
@@ -161,7 +165,7 @@ def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     if config.valid_dataset is None:
         return
     if not config.evaluator.eval_before_train and not config.evaluator.has_frequency:
-        yield "valid_dataset", "the evaluator has no frequency, so nothing is evaluated"
+        yield "valid_dataset", "the section evaluator sets no interval, so nothing is evaluated"
     because = "an evaluation uses all rows in file order"
     yield from _changed("valid_dataset", config.valid_dataset, ("batch_size", "shuffle", "drop_last"), because)
 

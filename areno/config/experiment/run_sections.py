@@ -27,7 +27,9 @@ class TrainDatasetConfig:
     path: str = setting("", "Dataset: a file, a folder or a hub reference.", required=True)
     type: str = setting("", "Kind of experiment: rl, sft, rw (reward model) or dpo.", required=True)
     batch_size: int = setting(1, "Number of rows per step: prompts for rl, pairs for rw and dpo.", minimum=1)
-    shuffle: bool = setting(True, "Shuffle the rows before each epoch. The setting seed determines the order.")
+    shuffle: bool = setting(
+        True, "Shuffle the rows before each epoch. The order depends on the top-level setting `seed`."
+    )
     pin_memory: bool = _service(False, "Keep batches in pinned memory.")
     num_workers: int = _service(0, "Number of processes that prefetch rows.", minimum=0)
     num_dataset_workers: int = _service(1, "Number of processes of a data service.", minimum=1)
@@ -39,8 +41,8 @@ class TrainDatasetConfig:
     )
     dataset_kwargs: dict[str, Any] = setting(
         {},
-        "Your own dataset loader, given by the key loader as file.py:NAME. Other keys are additional "
-        "arguments of the loader.",
+        "The key `loader` specifies your own dataset loader, as file.py:NAME. All other keys are additional arguments of "
+        "this loader.",
     )
     scheduling_spec: SchedulingSpec | None = section(
         None, "Resources of the workers of a data service.", no_effect=_READS_ROWS
@@ -151,7 +153,7 @@ class WandBConfig:
     notes: str | None = setting(None, "Free text.")
     tags: list[str] | None = setting(None, "Tags.")
     config: dict[str, Any] | None = setting(
-        None, "Configuration to show (default: the configuration of the experiment)."
+        None, "Configuration to log (default: the configuration of the experiment)."
     )
     id_suffix: str | None = setting("train", "Suffix of the run's id, after the names of experiment and trial.")
 
@@ -163,7 +165,7 @@ class SwanlabConfig:
     project: str | None = setting(None, "Project (default: the name of the experiment).")
     name: str | None = setting(None, "Name of the run (default: the name of the trial).")
     config: dict[str, Any] | None = setting(
-        None, "Configuration to show (default: the configuration of the experiment)."
+        None, "Configuration to log (default: the configuration of the experiment)."
     )
     logdir: str | None = setting(None, "Folder of local logs. If null, the logs are in the run directory.")
     mode: str = setting("disabled", "Where to log.", choices=("cloud", "local", "disabled", "offline"))
@@ -273,8 +275,8 @@ class RewardConfig:
     )
     path: str = setting(
         "",
-        "Folder or repo id of a reward model that scores the answers instead of fn. Only the workflow rlvr "
-        "supports a reward model.",
+        "Reward model to use instead of the function fn: a folder or a repo id. Only the workflow rlvr supports a reward "
+        "model.",
     )
     on_error: str = setting(
         "drop",
@@ -295,7 +297,7 @@ class RewardConfig:
     )
 
     def problems(self) -> Problems:
-        """Yield the problems with the weights."""
+        """Yield the problem with ``weights``, if any."""
         try:
             part_weights(self.weights)
         except UsageError as error:

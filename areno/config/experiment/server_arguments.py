@@ -52,7 +52,7 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
 
     Args:
         section: the settings.
-        dtype: dtype of the trainer, which replaces the default of ``section.dtype``.
+        dtype: dtype of the trainer. The server uses the same dtype if ``section.dtype`` has its default value.
         context_length: context length of the model in tokens, or None. ``max_model_len`` is at most this length, because
             otherwise vLLM does not start.
         gpu: whether the server runs on GPUs.

@@ -74,8 +74,9 @@ _TextLoader.yaml_implicit_resolvers = {
 def parse_override(text: str, declaration: type | None = None) -> Override:
     """Parse one override from the command line.
 
-    ``declaration`` is the configuration class of the experiment. This class declares whether the setting has the type text.
-    Without ``declaration``, every value is read as YAML.
+    ``declaration`` is the configuration class of the experiment. If this class declares the setting as text, the value is
+    taken as written, with the exceptions that the docstring of this module lists. Without ``declaration``, every value is read
+    as YAML.
 
     Raises UsageError: ``text`` is not of the form ``key=value`` or ``~key``, or the value is not YAML.
     """

@@ -38,7 +38,7 @@ class NameResolveConfig:
     )
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
-        "Folder for the files of type nfs. All machines must share this folder.",
+        "Folder for the files with addresses, if type is nfs. All machines must share this folder.",
         documented="/tmp/areal/name_resolve",
         shown=f"{DEFAULT_RECORD_ROOT} (for ray and slurm: the folder name_resolve in cluster.fileroot)",
     )
@@ -129,8 +129,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How a role uses Ray placement groups. With separate and deferred, each engine gets its own group. With shared, "
-        "engines with a single worker share one group, and each larger engine gets its own group.",
+        "How a role uses Ray placement groups: all engines with a single worker share one group, and each larger engine "
+        "gets its own group (shared), or every engine gets its own group (separate, deferred).",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
@@ -152,8 +152,7 @@ class SchedulingStrategy:
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
         True,
-        "Whether a colocated role runs in a separate process. With false, rollout and training alternate on "
-        "the actor's engine.",
+        "Whether a colocated role runs in a separate process. If not, rollout and training alternate on the actor's engine.",
     )
 
     def problems(self) -> Problems:
