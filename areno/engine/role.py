@@ -1,6 +1,6 @@
-"""Load, train, score and save the model of a role: actor, reference, critic or reward model.
+"""Load, train, run and save the model of a role: actor, reference, critic or reward model.
 
-Every role scores token rows. A role with an optimizer also trains, and an actor that is a policy also generates.
+Every role computes scores of token rows. A role with an optimizer also trains, and an actor that is a policy also generates.
 """
 
 import functools
@@ -262,7 +262,7 @@ def _check_choices(
     if adapter is not None and is_adapter(path):
         raise UsageError(
             f"{options.option} {path} is an adapter, so a new adapter cannot be added; either pass the base model, with this "
-            "adapter as --lora-adapter-path, or merge this adapter into its base model with areno export"
+            "adapter as --lora-adapter-path, or run `areno export` to merge this adapter into its base model"
         )
     if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
         raise UsageError(
@@ -271,13 +271,13 @@ def _check_choices(
         )
     if not layout.fsdp:
         return
-    chosen = {
-        "--load-in-4bit: 4-bit weights": adapter is not None and adapter.load_in_4bit,
-        "--lora-rank and --tp-size: adapters of tensor-parallel layers": adapter is not None and layout.tp_size > 1,
+    conflicts = {
+        "--load-in-4bit": ("4-bit weights", adapter is not None and adapter.load_in_4bit),
+        "--lora-rank and --tp-size": ("adapters of tensor-parallel layers", adapter is not None and layout.tp_size > 1),
     }
-    for conflicting, present in chosen.items():
+    for flags, (weights, present) in conflicts.items():
         if present:
-            raise UsageError(f"--fsdp with {conflicting} are not sharded; remove one of these options")
+            raise UsageError(f"--fsdp with {flags}: FSDP cannot shard {weights}; remove one of these options")
 
 
 def _optimizer(model: PackedModel, config: OptimizerOptions, peers: RankContext) -> Optimizer:

@@ -102,7 +102,7 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
         _warn_once(f"the model computes in {q.dtype}, but fused kernels compute in bfloat16 or float16")
     elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
         sizes = f"{q.shape[-1]} query and {v.shape[-1]} value features"
-        _warn_once(f"its heads have {sizes}, but fused kernels need equal numbers of at most {_MAX_HEAD_SIZE}")
+        _warn_once(f"its heads have {sizes}, but fused kernels need the same number of both, at most {_MAX_HEAD_SIZE}")
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:

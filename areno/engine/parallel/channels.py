@@ -51,7 +51,7 @@ class Channel:
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the object of rank 0 on every rank."""
+        """Send rank 0's ``value`` to all ranks, and return it. The ``value`` of the other ranks is ignored."""
         return value
 
     def reduce_scatter(self, values: Tensor) -> Tensor:
@@ -79,7 +79,10 @@ class Channel:
         return values
 
     def gather_to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect all ranks' tensors in rank 0's host memory; return {} on the other ranks. The tensor names must be unique."""
+        """Collect all ranks' tensors in rank 0's host memory; return {} on the other ranks.
+
+        No two ranks may use the same tensor name.
+        """
         return {name: value.cpu() for name, value in values.items()}
 
     def send_to_first(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -89,7 +92,7 @@ class Channel:
     def reduce_buffer(self, count: int, device: torch.device) -> SharedReduceBuffer | None:
         """Allocate a buffer that sums ``count`` numbers over the ranks. Return None if the ranks share no memory.
 
-        ``count`` must be a multiple of ``size``.
+        ``count`` must be a multiple of the number of ranks.
         """
         return None
 
@@ -130,7 +133,7 @@ class RankGroup(Channel):
         return [self._decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the object of rank 0 on every rank."""
+        """Send rank 0's ``value`` to all ranks, and return it. The ``value`` of the other ranks is ignored."""
         text = self._encode(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
         size = torch.tensor([len(text)], device=self._device)
         self._group.broadcast([size], dist.BroadcastOptions()).wait()

@@ -90,7 +90,10 @@ def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class ContextPlan:
-    """Attention plan of this rank's tokens, which may be padded. ``whole`` is the plan of all ranks' tokens."""
+    """Determines which tokens this rank's tokens attend to.
+
+    The tokens may end with padding. ``whole`` is the attention plan for the tokens of all ranks.
+    """
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
         self.whole, self.channel = whole, channel
@@ -108,7 +111,7 @@ class ContextPlan:
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Return the indices of those entries of ``positions`` (packed positions) that belong to this rank."""
+        """Given token ``positions`` in the packed batch, return the indices of those entries that this rank computes."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -143,7 +146,7 @@ class ContextPlan:
 
 
 def _repeats(queries: int, keys: int, size: int) -> int:
-    """Return the smallest number of copies of each key head that gives each rank the key heads of its query heads."""
+    """Return how many copies of each key head are needed, so that each rank has the key heads for its query heads."""
     each = queries // keys
     fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
     return next(fitting, each)

@@ -25,7 +25,10 @@ from areno.errors import UnsupportedModelError, UsageError
 
 
 class _Route(torch.autograd.Function):
-    """Exchange rows [sum(sent), ...] sorted by receiver for rows [sum(received), ...] sorted by sender."""
+    """Send rows [sum(sent), ...] to the other ranks, and return the rows [sum(received), ...] that arrive from them.
+
+    The sent rows are sorted by receiver, and the returned rows by sender.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], channel: Channel) -> Tensor:
@@ -84,12 +87,15 @@ class ExpertParallelExperts:
         self.module.num_experts = self.total
 
     def release(self) -> None:
-        """Free the experts of other ranks."""
+        """Free the gathered weights of the other ranks' experts."""
         self._gathered = None
         self.module.num_experts = self.own
 
     def _computed(self, *inputs: Tensor) -> Tensor:
-        """Run the module's own ``forward`` with plain tensors: all experts if they are gathered, else this rank's experts."""
+        """Run the module's own ``forward`` on plain tensors.
+
+        If all experts have been gathered, the module computes all experts, otherwise only this rank's experts.
+        """
         sharded = dict(self.module._parameters)
         local = self._gathered or {name: cast(Any, parameter).to_local() for name, parameter in sharded.items()}
         self.module._parameters.update(local)

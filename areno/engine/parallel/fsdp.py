@@ -38,7 +38,7 @@ class FullyShardedWeights(Weights):
     """A model's weights, sharded across the default process group. This rank must have joined the group.
 
     Args:
-        module: the model before FSDP. After construction, the module holds this rank's shards. Shards of ``trained`` weights
+        module: the model to shard. After construction, the module holds this rank's shards. Shards of ``trained`` weights
         are fp32.
         reduces: dtype in which gradients are reduced.
     """
@@ -106,8 +106,8 @@ class FullyShardedWeights(Weights):
     def gather(self) -> None:
         """Gather all weights, which stay gathered until :meth:`release` is called. Every rank must call this method.
 
-        FSDP's hooks record the order of all passes. While the weights are gathered, the hooks are removed. With the hooks,
-        ranks with different pass orders would gather different layers in the next backward pass.
+        While the weights are gathered, FSDP's hooks are removed. The hooks would record the order in which layers run, and
+        ranks with different orders would gather different layers in the next backward pass.
         """
         if self.whole:
             return

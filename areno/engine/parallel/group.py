@@ -380,8 +380,8 @@ def open_engine(
 ) -> Backend:
     """Load an engine with a given layout.
 
-    A single rank runs in this process, unless a cluster launcher starts the ``processes``. For the arguments, see
-    :class:`EngineGroup`.
+    A single rank runs in this process. If a cluster launcher starts the ``processes``, or if there are several ranks, each rank
+    runs in a process of its own. For the arguments, see :class:`EngineGroup`.
     """
     if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)

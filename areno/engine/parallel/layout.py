@@ -15,13 +15,13 @@ from typing import NamedTuple
 from areno.errors import UsageError
 
 NO_ROLLOUT = (
-    "an engine with pipeline parallelism cannot generate sequences; use a layout without pipeline parallelism (p), or use a "
-    "separate rollout engine"
+    "an engine with pipeline parallelism cannot generate sequences; remove pipeline parallelism (such as p2 in d2p2) from the "
+    "layout, or use a separate rollout engine"
 )
 
 
 class Place(NamedTuple):
-    """A rank's index on each axis of the grid."""
+    """The coordinates of a rank in the grid of ranks: its index on each axis."""
 
     stage: int
     replica: int
@@ -79,7 +79,7 @@ class Layout:
         return self.dp_size * self.cp_size
 
     def place(self, rank: int) -> Place:
-        """Return a rank's index on each axis."""
+        """Return the index of a rank on each axis of the grid of ranks."""
         rest, tensor = divmod(rank, self.tp_size)
         rest, context = divmod(rest, self.cp_size)
         stage, replica = divmod(rest, self.dp_size)
@@ -105,7 +105,7 @@ class Layout:
         return [range(end - size, end) for end, size in zip(ends, layers, strict=True)]
 
     def leaders(self) -> list[int]:
-        """Return the first rank of each replica in the first stage."""
+        """Return one rank per replica: the first rank among the replica's ranks in the first stage."""
         return [replica * self.cp_size * self.tp_size for replica in range(self.dp_size)]
 
     @classmethod

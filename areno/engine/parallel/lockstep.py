@@ -24,7 +24,7 @@ from areno.types import Request
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """The leader's message before a turn.
+    """The message that the leader broadcasts before each iteration (turn) of the rollout loops.
 
     Attributes:
         arrived: new requests, as pairs (number, request).

@@ -36,7 +36,7 @@ class Microbatch(Protocol):
 
     @property
     def plan(self) -> AttentionPlan:
-        """Attention plan of the tokens."""
+        """The plan that determines which tokens attend to each other."""
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
@@ -56,7 +56,7 @@ class _Saved:
 
 
 class Pipeline:
-    """The passes of one rank of a pipeline. All ranks of all stages must make the same calls."""
+    """Runs the forward and backward passes of one rank. All ranks of all stages must make the same calls."""
 
     def __init__(self, model: PackedModel, peers: RankContext) -> None:
         assert model.stage is not None
@@ -118,7 +118,10 @@ class Pipeline:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A pending send to a stage. ``taken_by`` is the index of the action of ``stage`` that uses the values."""
+    """A pending send of ``values`` to another ``stage``.
+
+    ``taken_by`` is the number of the forward or backward pass that uses the values, counted in the schedule of that stage.
+    """
 
     stage: int
     taken_by: int
@@ -138,7 +141,7 @@ class _Inbox:
 
 
 class _Traffic:
-    """Sends and receives of this stage during one pass over all microbatches."""
+    """Exchanges hidden states and gradients with the other stages during one pass over all microbatches."""
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, lengths: Sequence[int]) -> None:
         self._pipeline, self._lengths = pipeline, lengths
@@ -154,11 +157,11 @@ class _Traffic:
             self._expect(inbox)
 
     def _goes_out(self, action: Action) -> bool:
-        """Whether another stage needs the result of an action."""
+        """Whether another stage needs the result of a forward or backward pass."""
         return action.run > 0 if action.backward else action.run < self._last
 
     def _expect(self, inbox: _Inbox) -> None:
-        """Start to receive the next values before an action needs the values."""
+        """Start receiving the next tensor before a forward or backward pass needs it."""
         inbox.next = None
         if inbox.coming:
             action = inbox.coming.popleft()
@@ -166,7 +169,7 @@ class _Traffic:
             inbox.next = action, room, inbox.link.receive(room, 0)
 
     def take(self, action: Action) -> Tensor:
-        """Return the values that an action needs from another stage."""
+        """Wait for the input that a forward or backward pass needs from another stage, and return it."""
         source = needed(action, self._last)
         assert source is not None
         inbox = self._inboxes[action.backward]
@@ -180,14 +183,14 @@ class _Traffic:
         return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """Drop the sends whose values ``stage`` used before its action ``number``."""
+        """Forget the pending sends to ``stage`` that must have arrived, because ``stage`` has reached its pass ``number``."""
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:
             sent.work.wait()
         self._sent = [sent for sent in self._sent if sent not in arrived]
 
     def send(self, action: Action, values: Tensor) -> None:
-        """Send the result of an action to the stage that needs it."""
+        """Send the result of a forward or backward pass to the stage that needs it."""
         own = self._pipeline.stage
         receiver = Action(action.backward, action.run + (-1 if action.backward else 1), action.microbatch)
         stage = receiver.run % self._stages

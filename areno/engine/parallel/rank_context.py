@@ -28,7 +28,7 @@ that the two directions cannot block each other.
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """A rank's place and communication groups."""
+    """A rank's place in the layout, and its communication groups."""
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
@@ -49,7 +49,7 @@ class RankContext:
 
     @property
     def place(self) -> Place:
-        """This rank's place on each axis."""
+        """This rank's index on each axis of the layout."""
         return self.layout.place(self.rank)
 
     @property
@@ -59,7 +59,10 @@ class RankContext:
 
     @property
     def decides(self) -> bool:
-        """Whether this is the first rank of its tensor-parallel group. The other ranks of the group follow its decisions."""
+        """Whether this is the first rank of its tensor-parallel group.
+
+        In rollouts, this rank decides when requests start and end, and the other ranks of the group do the same.
+        """
         return self.tensor.rank == 0
 
     @property
@@ -69,7 +72,7 @@ class RankContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its replica in its stage."""
+        """Whether this rank is the first of the ranks that have the same stage and the same replica."""
         return self.tensor.rank == 0 and self.context.rank == 0
 
     @property
@@ -144,7 +147,10 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
 
 
 def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: torch.device) -> Links:
-    """Create the links of a stage. To prevent deadlocks, all stages create links in the same order."""
+    """Create the groups that connect a stage with its neighbors.
+
+    To prevent deadlocks, all stages create these groups in the same order.
+    """
     links: Links = {}
     stages = layout.pp_size
     for gradients in (False, True) if stages > 1 else ():

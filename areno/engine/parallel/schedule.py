@@ -17,7 +17,7 @@ class Action(NamedTuple):
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""The actions of each stage, in order."""
+"""For each stage, its forward and backward passes in the order in which the stage runs them."""
 
 
 def make_schedule(stages: int, chunks: int, microbatches: int, backward: bool = True) -> Schedule:
@@ -55,7 +55,7 @@ def _present(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
 
 
 def needed(action: Action, last: int) -> Action | None:
-    """Return the action whose result ``action`` needs; None for a forward pass of the first chunk.
+    """Return the pass that computes the input of the pass ``action``; None for a forward pass of the first chunk.
 
     ``last`` is the index of the last chunk.
     """

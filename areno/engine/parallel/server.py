@@ -82,7 +82,10 @@ class EngineServer:
     # -- run at once, on the leaders of replicas ---------------------------------------------------------------------
 
     def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
-        """Queue numbered requests. Every token of the requests in ``heard`` is sent as an event."""
+        """Queue numbered requests.
+
+        ``heard`` has the numbers of the requests that have a listener. Each token of these requests is sent as an event.
+        """
         listening = [
             dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
             for number, request in requests.items()

@@ -47,7 +47,7 @@ def distributed_config(
 
     Args:
         config: model configuration.
-        head_plan: tensor-parallel plan of the layers above the body, from the model's class.
+        head_plan: tensor-parallel plan of the layers after the decoder layers, such as ``lm_head``, from the model's class.
         layout: how the ranks divide the model.
         option: name of the option that sets the checkpoint ``path``, for error messages.
 

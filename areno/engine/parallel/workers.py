@@ -146,7 +146,7 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether the group has failed. One failed rank fails the group."""
+        """Whether the group has failed. If one rank fails, the whole group fails."""
         return self._failure is not None
 
     @property

@@ -15,7 +15,7 @@ Change = dict[str, Any]
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
     """Return command-line options that together make a run fit into memory; an empty list if no options make the run fit.
 
-    The options are sorted by increasing cost.
+    The options with the smallest effect on speed and results come first.
     """
 
     def planned(change: Change) -> tuple[bool, int]:
@@ -43,7 +43,10 @@ def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[b
 
 
 def _changes(options: TrainOptions) -> Iterator[Change]:
-    """Yield the possible changes, starting with the least costly. A later value of an option replaces an earlier value."""
+    """Yield the possible changes, starting with those that have the smallest effect on speed and results.
+
+    If several accepted changes set the same option, the last one determines its value.
+    """
     rollout = get_algorithm(options.algo).requires_rollout
     if rollout and not options.drop_rollout_state:
         yield {"drop_rollout_state": True}

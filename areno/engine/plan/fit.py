@@ -210,7 +210,7 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         "",
         "GiB held: memory of the device that uses the most memory. GiB sent: data that each device sends per step.",
         "waiting: share of a step for which devices wait in the pipeline. about s: estimated seconds per step.",
-        "In layouts that begin with megatron:, every replica has the full weights.",
+        'In layouts with the prefix "megatron", every replica has the full weights.',
     ]
     if options.tried:
         lines.append(

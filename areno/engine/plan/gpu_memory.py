@@ -107,7 +107,10 @@ def pool_tokens(tokens: int, running: int, context: int | None) -> int:
 
 
 def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
-    """Trace the actor's memory use on fake tensors. Other trained models are assumed to need no more memory."""
+    """Trace the actor's memory use on fake tensors.
+
+    The function assumes that no other trained model needs more memory than the actor.
+    """
     from areno.engine.plan.trace import ShapeOf
 
     actor = roles[0]

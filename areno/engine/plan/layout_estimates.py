@@ -153,7 +153,10 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 
 
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
-    """Return the maximum number of a stage's forward passes that wait for their backward pass. Each pass runs one chunk."""
+    """Return the maximum number of forward passes whose activations a stage must hold at once for later backward passes.
+
+    Each pass runs one model chunk.
+    """
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(first + 1, microbatches * chunks)
@@ -204,7 +207,10 @@ class Machines:
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """Estimate the duration of a step in seconds. Only data and pipeline communication overlaps with computation."""
+    """Estimate the duration of a step in seconds.
+
+    The communication of data and pipeline parallelism overlaps with computation. Other communication does not.
+    """
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node
     inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
@@ -231,7 +237,8 @@ def idle_share(layout: Layout, microbatches: int) -> float:
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
     """Yield the layouts for a number of devices.
 
-    The first layout has one full replica per device. The other layouts combine all kinds of parallelism.
+    The first layout has one full replica per device. The others combine FSDP with tensor, pipeline, context and
+    expert parallelism in all ways that the model allows.
     """
     yield Layout(devices)
     for tensor in _divisors(model.keys // model.width, min(devices, per_node)):

@@ -13,7 +13,10 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Multiply the matrices of experts. The product runs in bf16, because PyTorch supports no other dtype for fake tensors."""
+    """Run PyTorch's grouped matrix multiplication, which computes the experts of an MoE layer.
+
+    The inputs are converted to bf16, because PyTorch supports no other dtype for fake tensors.
+    """
     first, second, *rest = args
     product: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
     return product.to(first.dtype)

@@ -14,7 +14,10 @@ _SPLIT = ("rowwise_split_input", "rowwise_rep")
 
 
 def keep_one_part(module: nn.Module, tp_size: int) -> None:
-    """Replace each tensor that the plan splits with a tensor of the shard's shape. Tied weights stay tied."""
+    """Replace each tensor that the model's tensor-parallel plan splits. The new tensor has the shape of one shard.
+
+    Tied weights stay tied.
+    """
     plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
     shards: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():

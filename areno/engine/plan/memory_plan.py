@@ -262,9 +262,9 @@ class _Planner:
         return dataclasses.replace(rollout, peak=pool + rollout.beside, cache=pool)
 
     def _logits(self) -> int:
-        """Return the size in bytes of the fp32 logits in training, plus one chunk of their gradients.
+        """Return the size in bytes of the fp32 logits in training, plus the gradients of one chunk of logits.
 
-        The logits are one chunk, or the logits of all trained tokens if these are kept for the backward pass.
+        If the logits are kept for the backward pass, the logits of all trained tokens count. Otherwise, only one chunk counts.
         """
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0

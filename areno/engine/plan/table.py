@@ -70,7 +70,10 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """State whether a run fits. If not, state the options to ``change``; if ``change`` is empty, state the ``remedy``."""
+    """Return a text that states whether a run fits into memory. If not, the text also states what to change.
+
+    ``change`` lists options with which the run fits. If the list is empty, the text contains ``remedy`` instead.
+    """
     figures = f"The peak is {needed / _MIB:,.1f} MiB{where}, and {available / _MIB:,.1f} MiB are free now"
     if needed <= available:
         return f"Fits: yes. {figures}."

@@ -241,7 +241,8 @@ class ShapeOf:
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """Return the run's optimizer, with a stub for other ranks.
 
-        With one rank, the optimizer does not offload; :meth:`update` subtracts the memory that the run offloads.
+        If the run has one rank and offloads the optimizer, the returned optimizer does not offload. :meth:`update` then
+        subtracts the memory that the run offloads.
         """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
@@ -249,7 +250,10 @@ class ShapeOf:
         return ZeroAdamW(parameters, config, RankContext(self.layout, data=_StubChannel(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
-        """Return the model's predictions for a loss. ``scored`` is the number of tokens to train on, for each row."""
+        """Run the forward pass of a training step. Return the predictions that the loss needs: log-probs, values or rewards.
+
+        ``scored`` is the number of tokens to train on, for each row.
+        """
         plan = PackedPlan(lengths)
         hidden = self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
         if self.kind == "reward":
@@ -270,7 +274,7 @@ class ShapeOf:
         return live.peak
 
     def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
-        """Trace the generation of ``running`` sequences in the slot cache. All prompts have ``prompt`` tokens.
+        """Estimate the memory of generating ``running`` sequences at once. All prompts have ``prompt`` tokens.
 
         Sequences grow to ``longest`` tokens. ``budget`` is the maximum number of tokens in the cache; None means no limit.
         """

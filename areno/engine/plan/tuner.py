@@ -6,7 +6,8 @@ The search first checks that the smallest size fits, then considers the sizes fr
 a size is within the limit, the size is tried with sequences of maximum length. The search chooses the first size whose measured
 peak is within the limit. The trials change neither weights nor optimizer states nor random states.
 
-With several ranks, each replica tries its share of a size, and the highest peak of all ranks is compared with the limit.
+With several replicas, each replica processes an equal part of a trial's sequences. The highest peak of all ranks is compared
+with the limit.
 """
 
 import dataclasses
@@ -40,11 +41,11 @@ def tune_sizes(
     """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``. Values that the user has set are not changed.
 
     Args:
-        engine: engine or engine group with a loaded actor. The memory of other models is planned, so other models need not be
-            loaded.
+        engine: engine or engine group with a loaded actor. Other models need not be loaded, because the search uses
+            estimates of their memory.
         rows: number of prompts in the dataset, which limits the batch size; None means no limit.
-        capacity: memory in bytes of each rank, of which the search uses at most the share ``mem_frac``. None means the sum of
-            used and free memory, which the ranks on a CPU divide equally.
+        capacity: memory in bytes of each rank, of which the search uses at most the share ``mem_frac``. None means the
+            memory that the rank uses plus the free memory. Ranks on a CPU share one memory, so each rank gets an equal part.
 
     Returns:
         The options with the chosen sizes. If the user has not set ``drop_rollout_state``, the function sets it to True.
@@ -158,7 +159,7 @@ class _Tuner:
     # -- trials ----------------------------------------------------------------------------------------------------
 
     def _require(self, search: _Search, value: int, planned: TrainOptions, remedy: str) -> None:
-        """Raise UsageError if ``value`` does not fit."""
+        """Raise UsageError if a run with the size ``value`` does not fit into memory. The message ends with ``remedy``."""
         if not self._fits(search, value, planned):
             raise UsageError(
                 f"--tune-params: {search.name}={value} needs more memory than the limit of {self.limit / _MIB:.0f} MiB "
@@ -196,14 +197,17 @@ class _Tuner:
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
     def _absent(self, plan: MemoryPlan) -> int:
-        """Return the planned bytes that no trial allocates: other models, their optimizer states, and a kept KV cache."""
+        """Return the planned bytes that no trial allocates.
+
+        These are the other models, their optimizer states, and the KV cache if it stays allocated during training.
+        """
         phase = plan.phase("forward")
         assert phase is not None
         kept = 0 if self.options.drop_rollout_state else phase.parts["kv_cache"]
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
-        """Return the size in bytes of the planned optimizer states that the actor has already allocated."""
+        """The plan counts all optimizer states. Return the size in bytes of those that the actor has already allocated."""
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:

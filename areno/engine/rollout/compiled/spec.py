@@ -27,7 +27,7 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The properties of a model on which the code of its decode step depends."""
+    """The model properties that determine the code of a compiled decode step."""
 
     config: str  # the model's configuration as JSON
     architecture: str  # name of the model's class

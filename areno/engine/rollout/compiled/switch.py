@@ -6,9 +6,9 @@ a tiny model, and 7 to 22 % for a model of 135 M parameters.
 
 In mode ``auto``, a compiled step that is on disk is loaded at once. Otherwise, the step is compiled as soon as the expected
 savings exceed the compile time, which is 40 seconds or more on one core. Compiling does not delay generation, because a
-separate process at the lowest priority compiles the step. Decoding switches to the compiled step between two steps. If the step
-cannot be compiled, a log line reports the reason, and decoding continues without a compiled step. Compiled steps are cached on
-disk, so the next run of the same model uses the compiled step from the start.
+separate process at the lowest priority compiles the step. Decoding regularly checks whether the compilation has finished, and
+then uses the compiled step. If the step cannot be compiled, a log line reports the reason, and decoding continues without a
+compiled step. Compiled steps are cached on disk, so the next run of the same model uses the compiled step from the start.
 """
 
 from __future__ import annotations
