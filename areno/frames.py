@@ -1,8 +1,8 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair, the leading end first sends a random key. Every header then starts with this key. If other code writes stray
-bytes to the socket, the receiver raises an error instead of reading the bytes as a length. Connections between machines use
-:class:`SignedFormat`.
+On a socket pair, one end (the leading end) first sends a random key to the other end (the following end). Every header then
+starts with this key. If other code writes stray bytes to the socket, the receiver raises an error instead of reading the bytes
+as a length. Connections between machines use :class:`SignedFormat`.
 """
 
 from __future__ import annotations
@@ -120,15 +120,16 @@ class Frames:
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """Return one end for this process, and the socket of the other end. :meth:`join` takes the socket's file
-        descriptor.
+        """Create a socket pair. Return the end for this process, and the socket of the end for another process.
+
+        The other process calls :meth:`join` with the file descriptor of this socket.
         """
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs
 
     @classmethod
     def lead(cls, sock: socket.socket, limit: int) -> Frames:
-        """Wrap the leading end, which draws and sends the key."""
+        """Wrap a socket as the leading end of a connection: create a random key, and send it to the following end."""
         key = secrets.token_bytes(_KEY_BYTES)
         with suppress(OSError):  # if the peer has closed already, the first read reports it
             sock.sendall(key)
@@ -136,12 +137,12 @@ class Frames:
 
     @classmethod
     def follow(cls, sock: socket.socket) -> Frames:
-        """Wrap the following end, which trusts the leading end and accepts bodies of any size."""
+        """Wrap a socket as the following end of a connection: receive the key, and accept bodies of any size."""
         return cls(sock, KeyedFormat(sock.recv(_KEY_BYTES, socket.MSG_WAITALL)), sys.maxsize)
 
     @classmethod
     def join(cls, file: int) -> Frames:
-        """Wrap the following end, given its file descriptor."""
+        """Wrap the socket with the file descriptor ``file`` as the following end of a connection; see :meth:`follow`."""
         return cls.follow(socket.socket(fileno=file))
 
     def fileno(self) -> int:

@@ -57,7 +57,8 @@ class ExperimentSizes(Sizes):
     def roles(self) -> list[HeldRole]:
         """Return the models that need memory for weights in addition to the actor's weights.
 
-        A frozen model needs no such memory if the actor's frozen base or an earlier frozen model has the same weights.
+        A frozen model needs no additional memory if it shares its weights with another frozen model of the list, or with
+        the frozen base model under the actor's LoRA adapter.
         """
         config, held = self.experiment, []
         if not self.trains:
@@ -130,7 +131,11 @@ class ExperimentPlan:
 
     @property
     def needed(self) -> int:
-        """Peak memory in bytes: the sum of both plans and ``transfer`` if the plans share memory, else the larger plan."""
+        """Peak memory in bytes.
+
+        If ``actor`` and ``rollout`` share one memory, this is the sum of both plans and ``transfer``. Otherwise, this is the
+        larger of both plans.
+        """
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
 
@@ -209,7 +214,7 @@ def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
 
 
 def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
-    """Yield changes of settings that reduce memory, least costly first. ``longest`` is the longest row in tokens."""
+    """Yield changes of settings that reduce memory, least costly first. ``longest`` is the length of the longest row."""
     actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}
@@ -312,7 +317,8 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
     if plan.transfer:
         lines.append(f"Shared memory for weight transfers: {plan.transfer / 2**20:,.1f} MiB.")
     remedy = (
-        "No tried change of the settings makes the experiment fit; use a smaller model, or a machine with more memory"
+        "The experiment does not fit with any of the settings that were tried; use a smaller model, or a machine with more "
+        "memory"
     )
     lines.append(verdict(plan.needed, plan.available, change, remedy))
     if sizes is not None:

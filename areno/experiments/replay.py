@@ -64,7 +64,7 @@ class ReplayPPOTrainer(PPOTrainer):
         return None
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the data position only."""
+        """Restore only the position in the training data."""
         ExperimentTrainer.load_part_states(self, parts, checkpoint)
 
     def prepare(self) -> None:
@@ -131,7 +131,10 @@ def replay_config(run: Path, settings: Sequence[str], out: Path, keeps: bool) ->
 
 
 def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> RecordedStep:
-    """Return the replay, adapted to changed settings. Raises UsageError if the settings need data that was not recorded."""
+    """Recompute or drop recorded values that depend on settings changed by the replay, and return the recorded step.
+
+    Raises UsageError if the settings need data that was not recorded.
+    """
     before, after = (config.reward_section.weights for config in (recorded, replayed))
     replay = replay.weighed(after) if after != before else replay
     for section, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):

@@ -83,14 +83,17 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """Run ``main_async_ppo.py`` or ``main_sync_ppo.py``, and return the exit code. The default reward is the math reward."""
+    """Main function of ``main_async_ppo.py`` and ``main_sync_ppo.py``: train, and return the exit code of the program."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     return guarded(lambda: run_experiment(legacy_config(words, asynchronous=asynchronous)))
 
 
 def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
-    """Return the configuration from legacy keys, with the math reward if there is neither a reward function nor a model."""
+    """Return the configuration for the ``key=value`` options of a legacy program.
+
+    If the options name neither a reward function nor a reward model, the reward is 1 for a mathematically correct answer.
+    """
     config = load_legacy_config(words, asynchronous=asynchronous)
     if not config.reward.path:
         config.reward.fn = config.reward.fn or MATH_REWARD
@@ -98,7 +101,10 @@ def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Call ``run``, and return the exit code of :func:`areno.errors.exit_code`. An `ArenoError` is printed to stderr."""
+    """Call ``run``, and return the program's exit code: 0, or the code of :func:`areno.errors.exit_code` after an exception.
+
+    An `ArenoError` is printed to stderr.
+    """
     try:
         run()
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit after --help

@@ -76,7 +76,7 @@ class Listener:
         threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
 
     def expect(self, name: str) -> Future[Connection]:
-        """Accept the connection of a worker that will be started under a unique name. Return a future of the connection."""
+        """Return a future that gets the connection of the worker ``name`` once the worker connects. Names must be unique."""
         future: Future[Connection] = Future()
         self._expected[name] = future
         return future
@@ -158,7 +158,7 @@ def _dial(link: str, key: bytes, attempts: int) -> Connection:
         sock.sendall(bytes([len(name.encode())]) + name.encode() + nonce + _mac(key, b"worker", transcript))
         if not hmac.compare_digest(_receive(sock, _MAC_BYTES, deadline), _mac(key, b"starter", transcript)):
             raise EngineError(
-                f"the process at {address} does not know the key of this run, so it did not start this worker"
+                f"the process at {address} does not know the key of this run, so it is not the process that started this worker"
             )
     except OSError as error:
         if attempts > 1:

@@ -10,9 +10,10 @@ Placement = dict[str, list[str]]
 
 
 def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Choose a node for each worker of each role. The first worker of the first role gets its first allowed node.
+    """Choose a node for each worker of each role.
 
-    Workers with GPUs fill one node after another. A worker without GPUs is placed on the node with the fewest cores in use.
+    The first worker of the first role is placed on the first node that this role allows. Workers with GPUs fill one node after
+    another. A worker without GPUs is placed on the node with the fewest cores in use.
 
     Raises:
         UsageError: there are too few GPUs, the GPUs of a colocated worker would be on several nodes, or ``nodelist`` and

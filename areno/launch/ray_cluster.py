@@ -333,9 +333,9 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the node of each worker from number ``first`` on; empty without a node list.
+    """Return the nodes of ``workers`` consecutive workers, starting with worker number ``first``.
 
-    Engines are assigned to the listed nodes in turn.
+    Engines are assigned to the nodes in ``nodelist`` in turn. If ``nodelist`` is empty, the result is empty.
     """
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []

@@ -5,8 +5,9 @@
 - ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
 - ``clipping``: importance ratios, clipping, averages and statistics for all policy losses; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
-- ``advantages``: estimators of ``--advantage``; ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
-- ``stats``: exactly aggregated statistics; ``units``: losses that are means over tokens or pairs.
+- ``advantages``: the estimators that the option ``--advantage`` selects.
+- ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
+- ``stats``: statistics that are aggregated exactly over microbatches; ``units``: losses that are means over tokens or pairs.
 
 To add a loss, write a function with the interface of ``loss_interface``. Then declare an ``AlgorithmSpec`` that uses this
 function. The spec is either the variable ``SPEC`` of a new file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or

@@ -35,8 +35,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     - ``kl`` (alias ``k1``): d. Unbiased, but may be negative.
     - ``abs``: \\|d\\|.
     - ``mse`` (alias ``k2``): d^2 / 2.
-    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d. Unbiased and never negative, as long as no bound applies. The
-      exponent is clamped to the range from -20 to 20, and the estimate to at most 10.
+    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d. Never negative, and unbiased as long as no clamp
+      applies. The exponent is clamped to the range from -20 to 20, and the estimate to at most 10.
 
     As loss terms, ``abs``, ``mse`` and ``low_var_kl`` pull the policy towards the reference. As a loss term, ``kl`` has
     a gradient that does not depend on the reference.
@@ -54,7 +54,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 def masked_kl(pack: DataPack, logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Apply :func:`kl_penalty` on the action axis [A]; 0 outside the response mask."""
+    """Return the KL estimate of :func:`kl_penalty` at each token [A]; 0 outside the response mask."""
     mask = pack["packed_response_mask"]
     return kl_penalty(torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0), kind)
 

@@ -137,7 +137,7 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 
 
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
-    """Return an optional tensor of the pack. Raise ValueError if the pack lacks the tensor."""
+    """Return ``pack[key]``. If the pack has no ``key``, raise a ValueError that names ``reader`` and contains ``remedy``."""
     if key not in pack:
         raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
     return pack[key]  # type: ignore[literal-required,no-any-return]

@@ -134,8 +134,8 @@ def policy_loss_fn(
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss, the statistics of all policy losses, and the statistics documented for experiments (``importance_weight``,
-        ``approx_kl``, ..., each with ``/avg``, ``/min`` and ``/max``).
+        Loss, the statistics that every policy loss reports, and the statistics documented for experiments
+        (``importance_weight``, ``approx_kl``, ..., each with ``/avg``, ``/min`` and ``/max``).
 
     Raises:
         ValueError: the pack lacks a tensor that the settings need, or ``version`` is missing.
@@ -205,7 +205,8 @@ def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
     versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
     if version is None:
         raise ValueError(
-            "an approximation of the proximal policy needs the argument version; set version to the engine's version plus one"
+            "an approximation of the proximal policy needs the weight version that this update produces; pass the "
+            "engine's version plus one as version="
         )
     return versions, version
 

@@ -19,7 +19,7 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
 def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
-    """Return alpha of each token [A], 0 to 1.
+    """Return the interpolation weight alpha (0 to 1; see the module) of each token [A].
 
     ``versions`` are the weight versions that sampled the tokens, and ``version`` is the version that the update
     produces. alpha is 0 for tokens whose version equals ``version``, and for prompt tokens, whose versions are negative.
@@ -63,7 +63,7 @@ def approximation_metrics(
 ) -> dict[str, Range]:
     """Compare each approximation with the log-probs of a forward pass, over the tokens of ``mask``.
 
-    All metric names begin with ``compute_logp/``. The metrics include :func:`divergences`. For each approximation, the
+    All metric names begin with ``compute_logp/``. The metrics include those of :func:`divergences`. For each approximation, the
     metrics also include the approximated log-probs, two importance ratios computed from these log-probs, and the errors
     of log-probs and ratios.
     """

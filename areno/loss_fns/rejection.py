@@ -1,7 +1,7 @@
 """Rejection sampling: handle tokens or sequences on which the proximal and the behavior policy differ too much.
 
-The action ``mask`` excludes these tokens or sequences from the loss. The action ``clamp`` keeps all tokens, and clamps the
-importance weights that are outside the bounds.
+With ``action="mask"``, these tokens or sequences are excluded from the loss. With ``action="clamp"``, all tokens are kept, and
+importance weights outside the bounds are clamped.
 
 The importance weight r = pi_proximal / pi_behavior corrects for stale samples (decoupled PPO, Hilton et al. 2022,
 arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). IcePop (Ling Team 2025, arXiv:2510.18855) masks tokens whose r is
@@ -37,7 +37,7 @@ class RejectionSampling(RejectionSamplingConfig):
       sampled token count as one token
 
     Raises:
-        ValueError: a name is unknown, or a bound is invalid.
+        ValueError: ``level``, ``action``, ``metric`` or ``agg`` has an unknown value, or a bound is invalid.
     """
 
     def __post_init__(self) -> None:

@@ -193,7 +193,7 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
 
 
 def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
-    """Concatenate the entries of the per-token list ``name`` for the trained tokens of all rows."""
+    """Return the entries for trained tokens from the per-token list ``name`` of each row, concatenated over the rows."""
     return [
         value for row in rows for value, trained in zip(getattr(row, name), row.trainable(), strict=True) if trained
     ]
@@ -259,7 +259,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return :func:`sizes`, and the numbers of sequences with a reward above 0 and of all other sequences."""
+    """Return the numbers of :func:`sizes`, the number of sequences with a reward above 0, and the number of other sequences."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),

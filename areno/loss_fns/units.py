@@ -1,7 +1,8 @@
-"""Losses that are means over units (tokens or pairs), with tables of the statistics to report.
+"""Losses that are means over units (tokens or pairs), and the tables that name the statistics of these losses.
 
 A unit function returns per-unit quantities by name, including ``loss``. :func:`mean_loss` turns a unit function into a
-loss that reports statistics under the names of ``areno train`` and the SDK. :func:`with_names` replaces these names.
+loss that also reports statistics. The names of the statistics are those in ``areno train`` and the SDK.
+:func:`with_names` replaces these names.
 """
 
 import functools
@@ -16,7 +17,7 @@ from areno.loss_fns.stats import Count, Statistic, masked_mean, masked_range
 
 
 class Quantity(NamedTuple):
-    """A quantity with one number per unit."""
+    """A quantity with one number per unit. A unit is a token, a sequence or a pair."""
 
     values: Tensor  # [units]
     counts: Tensor  # bool, units that have a value [units]
@@ -29,12 +30,15 @@ Names = Mapping[str, tuple[str, Summary]]
 
 
 def of_all(values: Tensor) -> Quantity:
-    """Create a quantity that every unit has."""
+    """Create a :class:`Quantity` in which all units have a value."""
     return Quantity(values, torch.ones_like(values, dtype=torch.bool))
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Create a decorator that turns a unit function into a loss. The loss is the mean of the quantity ``loss`` over units."""
+    """Create a decorator for unit functions, which return per-unit quantities by name. The decorated function is a loss.
+
+    The loss is the mean of the quantity ``loss`` over units. ``names`` determines the statistics that the loss reports.
+    """
 
     def decorate(units: UnitsFn) -> LossFn:
         @functools.wraps(units)

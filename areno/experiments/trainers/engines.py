@@ -1,4 +1,4 @@
-"""Turns configuration sections into engines: layout, optimizer, schedule, microbatches and inference servers."""
+"""Creates engines from configuration sections, and the options of engines, optimizers, microbatches and inference servers."""
 
 import importlib.util
 import math
@@ -201,9 +201,10 @@ def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
 
 
 def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) -> MicroBatching:
-    """Return the microbatching options. Each block of ``together`` adjacent rows stays in one microbatch.
+    """Return the microbatching options.
 
-    With ``tree``, a common prefix of several rows is computed only once.
+    Rows that belong together, such as the two rows of a pair, stay in one microbatch: the rows are divided into blocks of
+    ``together`` adjacent rows, and no block is split. With ``tree``, a common prefix of several rows is computed only once.
     """
     algorithm: Any = spec.packing_algorithm
     return MicroBatching(

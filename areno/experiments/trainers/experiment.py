@@ -1,4 +1,4 @@
-"""Base class of the trainers of ``areno run``: run specification, folders, log, engine and models.
+"""Base class of the trainers of ``areno run``, which opens the run directory, the log, the tracking services and the engine.
 
 Subclasses define a step (:meth:`ExperimentTrainer.run_step`) and the measurements of an evaluation. The loop is in
 :class:`areno.training.loop.TrainingLoop`.
@@ -131,7 +131,7 @@ class ExperimentTrainer(TrainingLoop):
         """Return the training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Return the names of the experiment's statistics, by their names in the health monitor and the display."""
+        """Map names that the health monitor and the display use, such as ``loss``, to the experiment's names of statistics."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
@@ -180,7 +180,7 @@ class ExperimentTrainer(TrainingLoop):
             raise DataError(problem)
 
     def _open_services(self) -> list[TrackingService]:
-        """Open the tracking services, before a model is loaded, because a login may be missing."""
+        """Open the tracking services. This comes before a model is loaded, so that a missing login is reported early."""
         loggers = self.config.stats_logger
         return open_services(
             RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
@@ -317,11 +317,11 @@ class ExperimentTrainer(TrainingLoop):
         return self.engine.train(rows, loss, batching, None, role)
 
     def part_states(self) -> dict[str, Any]:
-        """Return the data position for a checkpoint."""
+        """Return the position in the training data, to be saved in a checkpoint."""
         return {"rows": self.rows.state_dict()}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the data position from a checkpoint."""
+        """Restore the position in the training data from a checkpoint."""
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
@@ -392,5 +392,5 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def in_scope(section: str, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return statistics whose names are prefixed with ``{section}/``."""
+    """Return the statistics with the prefix ``{section}/`` added to their names."""
     return {f"{section}/{name}": value for name, value in numbers.items()}

@@ -21,14 +21,14 @@ _SHOWN = {
     "staleness_mean": "rollout/staleness/avg",
     "staleness_max": "rollout/staleness/max",
 }
-"""Statistics that only the display uses: the name in the display, and the name of the statistic."""
+"""For each name that only the terminal display uses, the name of the statistic whose value is shown."""
 
 
 class ExperimentReporter(Reporter):
     """Reports to the log, to the metrics file and to tracking services.
 
-    ``known_names`` maps names of the health monitor to names of statistics. ``fp32`` is whether both rollout and training
-    compute in fp32.
+    ``known_names`` maps each name that the health monitor uses to the name of the statistic in this experiment. ``fp32`` is
+    whether both rollout and training compute in fp32.
     """
 
     joins_evaluation: ClassVar[bool] = True
@@ -76,7 +76,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Record evaluation metrics under the number of the next step."""
+        """Record the metrics of an evaluation under the number of the step that follows the evaluation."""
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:

@@ -330,7 +330,7 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Return the names of the statistics of the update and of the rollout; see the base class."""
+        """Map names that the health monitor and the display use to the names of statistics of the update and the rollout."""
         names = {"loss": "actor_loss/avg"} | {
             name: name for name in ("grad_norm", "update_skipped", "loss_scale", "logp_abs_diff_mean", "response_len")
         }
@@ -450,7 +450,7 @@ class PPOTrainer(ExperimentTrainer):
         return self.dispatcher.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the data position, the weights of the replicas and the state of the dispatcher."""
+        """Restore the position in the training data, the weights of the replicas and the state of the dispatcher."""
         super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
         self.fleet.update_weights(self.engine, self.state.step)
