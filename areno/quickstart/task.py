@@ -39,7 +39,7 @@ def load_training_dataset(dataset_path, *, default_loader, **_):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One sum, in one wording."""
+    """The addition of two numbers, and the wording of the question."""
 
     a: int
     b: int

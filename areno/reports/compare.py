@@ -88,10 +88,10 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:
-    """A curve at the steps that both runs recorded.
+    """The values of one metric in two runs, at the steps that both runs recorded.
 
-    ``first``, ``last`` and ``mean`` have one value per run. ``difference`` is the mean of the second run minus the mean of the
-    first run.
+    ``first``, ``last`` and ``mean`` contain one value per run. ``difference`` is the mean of the second run minus the mean of
+    the first run.
     """
 
     key: str

@@ -126,7 +126,7 @@ class Evidence:
     def tied(self) -> tuple[float, Indices]:
         """Fraction of the last steps' prompts whose answers all have the same reward, and samples of these prompts.
 
-        The fraction is 0, without samples, if each prompt has only one answer.
+        If each prompt has only one answer, the fraction is 0, and no samples are returned.
         """
         if not (self.advice.number("--n-samples") or 1) > 1:
             return 0.0, np.zeros(0, np.int64)

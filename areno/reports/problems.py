@@ -22,7 +22,7 @@ from areno.reports.svg import short
 from areno.reports.trends import finite, window
 
 GROWTH = 10.0
-"""Factor of growth of the gradient norm above which differences between batches do not explain the growth."""
+"""A gradient norm that has grown by more than this factor is exploding: batches do not differ that much."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 """Factors by which the answers' length may change. A task rarely requires less than the first or more than the second."""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
@@ -39,7 +39,7 @@ FAILED = 0.05
 EPISODES_FAILED = 0.2
 """Fraction of failed episodes above which failures are reported. Agents usually fail on some prompts."""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
-"""Pattern of the health warning about the log-prob gap. The group of the pattern matches the limit of the run."""
+"""Pattern of the health warning about the log-prob gap. Its group captures the limit above which the run warned."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:

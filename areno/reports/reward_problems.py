@@ -19,7 +19,7 @@ REPETITIVE = 0.3
 In prose, the fraction is about 0.8.
 """
 BELOW_BREAK = 0.1
-"""Factor for the learning rate at which the reward collapsed. The product is the learning rate to try next."""
+"""After a collapse of the reward, the advice is to multiply the learning rate by this factor."""
 
 
 def equal_rewards(evidence: Evidence) -> RunProblem | None:
@@ -154,8 +154,8 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 def _costs_reward(evidence: Evidence) -> bool:
     """Return whether truncated answers get clearly lower rewards than complete answers.
 
-    If there are fewer than two truncated or fewer than two complete answers, return whether the reward does not rise. Return
-    False if the rewards are close to the highest reward of the run.
+    If there are fewer than two truncated or fewer than two complete answers, return True unless the training reward rises.
+    Return False if the rewards are close to the highest reward of the run.
     """
     if evidence.at_highest:
         return False
@@ -177,8 +177,8 @@ def _raise_limit(evidence: Evidence) -> str:
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2
     advice = f"Raise the limit: {evidence.advice.scaled('--max-new-tokens', 2)}."
     stop = (
-        "If the model never stops, check its end-of-sequence token and chat template, or teach the model to stop "
-        "with SFT."
+        "If the model never stops, check its end-of-sequence token and chat template, or use SFT to teach the model to "
+        "stop."
     )
     return f"{advice} {stop}" if endless else advice
 

@@ -133,11 +133,14 @@ class RunData:
 
     @property
     def entries(self) -> Entries:
-        """Index entries of all recorded samples."""
+        """Entries of the sample index, one per recorded sample."""
         return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the record of an index entry. Without ``tokens``, the ``rows`` of the record may be missing."""
+        """Return the recorded sample of an entry of the sample index.
+
+        If ``tokens`` is false, the tokens of the sample (its ``rows``) may be missing.
+        """
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:

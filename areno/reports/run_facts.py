@@ -14,7 +14,7 @@ _LISTED = 8
 
 
 def data_sentence(run: RunData, steps: int) -> str:
-    """Tell how many examples a run has, and how often ``steps`` steps used each example; empty if not recorded."""
+    """Tell how many examples a run has, and how often each example was used in ``steps`` steps; empty if not recorded."""
     data = run.environment.get("data")
     if not isinstance(data, dict) or not data.get("examples"):
         return ""

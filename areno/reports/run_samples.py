@@ -70,7 +70,7 @@ class RunSamples:
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
         """Return the samples with the highest or the lowest reward.
 
-        Among equal rewards, samples with recorded tokens come first, and later samples precede earlier samples.
+        If rewards are equal, samples with recorded tokens come before samples without, and newer samples before older ones.
         """
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
