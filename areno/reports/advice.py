@@ -1,4 +1,4 @@
-"""Writes options of a run with their values, for advice on changing options."""
+"""Formats options of a run with new values, for advice such as "Lower the learning rate: --lr 0.0003 (now 0.001)"."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,7 +11,7 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Writes options in the syntax of the command that started the run. Callers pass the names of ``areno train`` options."""
+    """Formats options in the syntax of the command that started the run. Callers pass the names of ``areno train`` options."""
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
@@ -31,7 +31,7 @@ class OptionAdvice:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """Rewrite the option names in a text in the syntax of the run's command."""
+        """Replace ``areno train`` options in a text with the corresponding settings if ``areno run`` started the run."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:

@@ -115,7 +115,7 @@ class Evidence:
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """Advise ``factor`` times the lower of two learning rates: the rate in ``step``, and the value of ``--lr``.
+        """Return ``--lr`` with a new value: ``factor`` times the learning rate in ``step`` or, if lower, the run's ``--lr``.
 
         If neither rate is known, return only ``--lr``.
         """

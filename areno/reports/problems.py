@@ -24,7 +24,10 @@ from areno.reports.trends import finite, window
 GROWTH = 10.0
 """A gradient norm that has grown by more than this factor is exploding: batches do not differ that much."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
-"""Factors by which the answers' length may change. A task rarely requires less than the first or more than the second."""
+"""Multiples of the initial length of the answers: below the first, the length has collapsed; above the second, exploded.
+
+A task rarely requires such a change of the length.
+"""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 """Multiples of the initial entropy: below the first, the entropy has collapsed; above the second, it has exploded.
 
@@ -79,7 +82,7 @@ def _exploding(evidence: Evidence) -> RunProblem | None:
         "exploding",
         f"The gradient norm grew from {short(trend.first)} to {short(trend.peak)} around step {trend.peak_step}, and the "
         f"{evidence.progress.name} did not improve: updates of this size damage the model.",
-        f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or --grad-clip-norm.",
+        f"Lower --grad-clip-norm or the learning rate: {evidence.advice.scaled('--lr', 0.3)}.",
     )
 
 

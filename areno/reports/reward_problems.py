@@ -14,7 +14,7 @@ from areno.reports.trends import CLEAR, window
 TRUNCATED = 0.3
 """Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
-"""A text is repetitive if its fraction of distinct sequences of four characters is below this value.
+"""A text is repetitive if less than this fraction of its four-character sequences are distinct.
 
 In prose, the fraction is about 0.8.
 """
@@ -90,14 +90,14 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
             "cut_off",
             f"{cut:.0%} of the answers in the last steps were truncated at {_limit(evidence)}, and {all_of_them} are {value}, "
             "probably because no answer is complete.",
-            f"{_raise_limit(evidence)} If all rewards are still equal afterwards, call the reward function (--reward-fn-path) "
+            f"{_raise_limit(evidence)} If all rewards are still equal afterwards, test the reward function (--reward-fn-path) "
             "on a correct answer.",
             _cut_answers(evidence),
         )
     return RunProblem(
         "equal_rewards",
         f"{all_of_them.capitalize()} are {value}, so all advantages are zero and nothing can be learned.",
-        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong answer. If "
+        "Test the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong answer. If "
         "one of the listed samples is correct, the reward function is wrong. If none of these samples is correct, use easier "
         "problems, a better initial model (SFT first) or a larger --n-samples.",
         evidence.spread(),

@@ -65,7 +65,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if
 _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
 """Limits of a configuration: number of bytes, of opening brackets, and of values.
 
-The number of brackets is limited to limit the nesting. The number of values is limited because YAML aliases multiply values.
+The limit on brackets prevents deep nesting. The limit on values is necessary because YAML aliases multiply values.
 """
 
 
