@@ -83,7 +83,7 @@ def quickstart_real(
     print("     Task: turn an order into JSON. Its files are in task/; edit them for your own task.\n")
 
     print(
-        f"2/4  Evaluate before training: answer {len(rows)} held-out orders with plain transformers, without sampling."
+        f"2/4  Evaluate before training: answer {len(rows)} held-out orders with plain transformers (greedy decoding)."
     )
     judge = import_user_file(task / "evaluate.py", option="--real")
     before = judge.answers(model, rows)

@@ -31,7 +31,7 @@ class OptionAdvice:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """Replace ``areno train`` options in a text with the corresponding settings if ``areno run`` started the run."""
+        """If ``areno run`` started the run, replace the ``areno train`` options in a text with the corresponding settings."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:

@@ -304,7 +304,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """Return a map from the number of each prompt of a step to the prompt.
+    """Return the prompts of a step. The key of a prompt is its number.
 
     A prompt is the token list of its first sample in ``with_tokens``. Without such a sample, the prompt is a text.
     """

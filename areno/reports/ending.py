@@ -80,7 +80,7 @@ def _steps(count: int) -> str:
 
 
 def _of_planned(run: RunData, advice: OptionAdvice) -> str:
-    """Return a text such as ``" of 200 (--max-steps 200)"``: the number of planned steps, and the option that limits it.
+    """Return a text such as ``" of 200 (--max-steps 200)"``: the number of planned steps, and the option that sets it.
 
     The number comes from the configuration or the log. Return ``""`` if neither has the number.
     """

@@ -115,8 +115,9 @@ class Evidence:
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """Return ``--lr`` with a new value: ``factor`` times the learning rate in ``step`` or, if lower, the run's ``--lr``.
+        """Return the option ``--lr`` with a lower value.
 
+        The value is ``factor`` times the learning rate in ``step`` or ``factor`` times the run's ``--lr``, whichever is lower.
         If neither rate is known, return only ``--lr``.
         """
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)

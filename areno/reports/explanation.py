@@ -87,8 +87,8 @@ def _documented() -> Iterator[Explanation]:
 def _by_full_name(query: str) -> Explanation | None:
     """Return the explanation of the metric with this full name; None if there is no explanation.
 
-    A name with a prefix in ``_SCOPES`` may be documented only under another of these prefixes. The explanation found under the
-    other prefix is returned then.
+    A metric may be documented under only one of the prefixes in ``_SCOPES``. Its names under the other prefixes get the same
+    explanation.
     """
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):

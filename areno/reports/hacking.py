@@ -19,14 +19,11 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""A falling reward part is a sign of exploitation only if it has lost more than this fraction of its initial value."""
+"""A falling reward part indicates exploitation only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""Minimum fraction of repetitive or equal answers that is a sign of exploitation.
-
-It is a fraction of the best answers in the last steps.
-"""
+"""Repetitive or equal answers indicate exploitation if they are at least this fraction of the last steps' best answers."""
 MORE = 0.3
-"""Minimum rise of the fraction of repetitive or equal answers, since the start of the run, that is a sign of exploitation.
+"""Repetitive or equal answers indicate exploitation only if their fraction has risen by at least this much during the run.
 
 Answers that are repetitive or equal from the start are due to the model or the task.
 """
@@ -36,7 +33,7 @@ SHORT_ANSWER = 20
 For equal short answers, ``NEARLY_ALL`` replaces ``MOST``, because many prompts may have the same correct short answer.
 """
 NEARLY_ALL = 0.9
-"""Minimum fraction of equal short answers that is a sign of exploitation."""
+"""Equal short answers indicate exploitation if they are at least this fraction of the last steps' best answers."""
 
 
 @dataclass(frozen=True, slots=True)

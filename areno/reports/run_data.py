@@ -137,7 +137,7 @@ class RunData:
         return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the recorded sample of an entry of the sample index.
+        """Return the recorded sample to which an entry of the sample index refers.
 
         If ``tokens`` is false, the tokens of the sample (its ``rows``) may be missing.
         """

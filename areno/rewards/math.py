@@ -80,7 +80,7 @@ def math_verify_reward(completion: str, answer: Any) -> float:
 def _final(reference: str) -> str:
     r"""Return the final answer in a text.
 
-    This is the text from the last ``\boxed``, else the text after ``####`` or ``answer is``, else the entire text.
+    This is the text from the last ``\boxed`` on, else the text after ``####`` or ``answer is``, else the entire text.
     """
     if (box := reference.rfind("\\boxed")) >= 0:
         return reference[box:]
