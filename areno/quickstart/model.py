@@ -70,8 +70,8 @@ def save_random_model(
 ) -> int:
     """Save a randomly initialized Llama model with its tokenizer. Return the number of parameters.
 
-    ``width`` must be a multiple of 24. Large initial weights, many small heads and a small RoPE base let the model
-    learn to copy and add three times faster.
+    ``width`` must be a multiple of 24. With large initial weights, many small heads and a small RoPE base, the model learns
+    the quickstart's task three times faster.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

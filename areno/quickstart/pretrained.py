@@ -82,7 +82,9 @@ def quickstart_real(
     print(f"1/4  Model: {chosen}")
     print("     Task: turn an order into JSON. Its files are in task/; edit them for your own task.\n")
 
-    print(f"2/4  Evaluate before training: greedy answers of plain transformers to {len(rows)} held-out orders.")
+    print(
+        f"2/4  Evaluate before training: answer {len(rows)} held-out orders with plain transformers (greedy decoding)."
+    )
     judge = import_user_file(task / "evaluate.py", option="--real")
     before = judge.answers(model, rows)
     exact_before = judge.score(before, rows)["exact"]
@@ -139,7 +141,10 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _example() -> Path:
-    """Return the folder of the example. An installed package has this folder next to this file; a checkout, in ``examples``."""
+    """Return the folder of the example.
+
+    In an installed package, this is the folder ``structured`` next to this file. In a checkout, it is ``examples/structured``.
+    """
     packaged = Path(__file__).with_name("structured")
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
 

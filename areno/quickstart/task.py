@@ -39,7 +39,7 @@ def load_training_dataset(dataset_path, *, default_loader, **_):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One sum, in one wording."""
+    """The addition of two numbers, and the wording of the question."""
 
     a: int
     b: int
@@ -64,14 +64,14 @@ class Problem:
 
 
 def problem_count() -> int:
-    """Return the number of distinct sums."""
+    """Return how many different additions the task contains."""
     return (HIGH - LOW + 1) ** 2
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """Draw ``count`` distinct sums: held-out sums if ``held_out`` is true, otherwise training sums.
+    """Draw ``count`` different additions: held-out additions if ``held_out`` is true, otherwise training additions.
 
-    The wording of each sum is drawn with the relative frequencies ``weights``.
+    The wording of each addition is drawn with the relative frequencies ``weights``.
     """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]

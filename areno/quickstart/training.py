@@ -1,4 +1,4 @@
-"""Code of both quickstarts: chooses the run folder, prints the equivalent command, and trains."""
+"""Code of both quickstarts: chooses the run folder, prints the ``areno train`` command, and trains."""
 
 import logging
 import shlex
@@ -57,9 +57,10 @@ def run_folder(run_dir: str | None) -> Path:
 
 
 def train(settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command, run the command in this process, and return the folder of the last checkpoint.
+    """Train with ``settings``, the options of ``areno train``, and return the folder of the last checkpoint.
 
-    If the training fails, the process exits.
+    The ``areno train`` command with these options is printed, but the training runs in this process. If the training fails,
+    the process exits.
     """
     from areno.api.run_training import run_training
 

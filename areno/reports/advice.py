@@ -1,4 +1,4 @@
-"""Writes options of a run with their values, for advice on changing options."""
+"""Formats options of a run with new values, for advice such as "Lower the learning rate: --lr 0.0003 (now 0.001)"."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,7 +11,7 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Writes options in the syntax of the command that started the run. Callers pass the names of ``areno train`` options."""
+    """Formats options in the syntax of the command that started the run. Callers pass the names of ``areno train`` options."""
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
@@ -31,17 +31,17 @@ class OptionAdvice:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """Rewrite the option names in a text in the syntax of the run's command."""
+        """If ``areno run`` started the run, replace the ``areno train`` options in a text with the corresponding settings."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:
-        """Write an option with a value."""
+        """Return an option with a value, such as ``--lr 0.0003``."""
         return f"{self.text(option)}{'=' if self._is_experiment else ' '}{value}"
 
     def scaled(self, option: str, factor: float) -> str:
-        """Write an option with ``factor`` times its value, such as ``--lr 0.0003 (now 0.001)``.
+        """Return an option with ``factor`` times the value that the run used, such as ``--lr 0.0003 (now 0.001)``.
 
-        If the value is 0 or unknown, write only the option.
+        If this value is 0 or unknown, return only the option.
         """
         value = self.number(option)
         if not value:
@@ -49,7 +49,7 @@ class OptionAdvice:
         return self.changed(option, round(value * factor) if isinstance(self.value(option), int) else value * factor)
 
     def changed(self, option: str, value: float) -> str:
-        """Write an option with a new value, followed by its current value if the current value is known."""
+        """Return an option with a new value, followed by the value that the run used, if this is known."""
         present = self.number(option)
         written = self.assign(option, value if isinstance(value, int) else f"{value:.1g}")
         return written if present is None else f"{written} (now {short(present)})"

@@ -75,9 +75,10 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting or a property of the environment whose values differ.
+    """A setting or a property of the environment that has different values in two runs.
 
-    ``same`` is the number of other sections that have a setting of this name with these two values.
+    If settings with the same name in several sections differ in the same way, only one of them is listed. Then ``same`` is the
+    number of the others.
     """
 
     name: str
@@ -88,10 +89,10 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:
-    """A curve at the steps that both runs recorded.
+    """The values of one metric in two runs, at the steps that both runs recorded.
 
-    ``first``, ``last`` and ``mean`` have one value per run. ``difference`` is the mean of the second run minus the mean of the
-    first run.
+    ``first``, ``last`` and ``mean`` contain one value per run. ``difference`` is the mean of the second run minus the mean of
+    the first run.
     """
 
     key: str
@@ -157,9 +158,9 @@ def _described(run: RunData) -> dict[str, Any]:
 
 
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
-    """Yield the settings whose values differ.
+    """Yield the settings that differ between two runs.
 
-    If several sections have a setting of the same name with the same two values, this setting is listed once.
+    If settings with the same name in several sections differ in the same way, only one of them is yielded.
     """
     first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:

@@ -101,9 +101,9 @@ def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
 
 
 def part_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """Return the series of each part of the first run's reward, in both runs.
+    """Return a pair of series for each reward part of the first run: its values in the first run and in the second run.
 
-    If the second run does not have the part, its series is empty.
+    If the second run does not have the part, the second series is empty.
     """
     parts = b.reward_parts()
     return {f"reward_parts/{name}": (series, parts.get(name, Series())) for name, series in a.reward_parts().items()}
@@ -304,7 +304,7 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """Return the prompts of a step by number.
+    """Return the prompts of a step. The key of a prompt is its number.
 
     A prompt is the token list of its first sample in ``with_tokens``. Without such a sample, the prompt is a text.
     """
@@ -367,7 +367,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
             if count
             else ""
         )
-        return f"the prompts are the same, but {what} differ from token {position} of sample {sample_id(a[key])} on{before}"
+        return f"the prompts are the same, but from token {position} of sample {sample_id(a[key])} on, {what} differ{before}"
     for key in common:
         if a[key]["completion"] != b[key]["completion"]:
             return f"the prompts are the same, but sample {sample_id(a[key])} has a different answer"

@@ -68,8 +68,8 @@ def ending_of(run: RunData, advice: OptionAdvice) -> Ending:
         less_memory = "actor.mb_spec.max_tokens_per_mb" if run.is_experiment else "--mini-bs"
         return Ending(
             state,
-            f"The process of the run was killed {at} and could not record a reason. A scheduler or kill -9 killed the process, "
-            "memory ran out, or the machine went down.",
+            f"The process of the run was killed {at} and could not record a reason. Possible reasons: a scheduler or `kill -9` "
+            "killed the process, memory ran out, or the machine went down.",
             f"If the kernel's log (dmesg) says that memory ran out, lower {less_memory}. {again}",
         )
     return Ending("", f"The reason for the end is unknown: the run recorded no status, and its metrics end {at}.")
@@ -80,7 +80,7 @@ def _steps(count: int) -> str:
 
 
 def _of_planned(run: RunData, advice: OptionAdvice) -> str:
-    """Return ``" of N"``, where N is the number of planned steps, with the option that sets N.
+    """Return a text such as ``" of 200 (--max-steps 200)"``: the number of planned steps, and the option that sets it.
 
     The number comes from the configuration or the log. Return ``""`` if neither has the number.
     """

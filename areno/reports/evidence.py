@@ -115,8 +115,9 @@ class Evidence:
         return None if step is None or not len(steps) else float(np.interp(step, steps, rates))
 
     def lower_rate(self, step: int | None, factor: float) -> str:
-        """Advise ``factor`` times the lower of two learning rates: the rate in ``step``, and the value of ``--lr``.
+        """Return the option ``--lr`` with a lower value.
 
+        The value is ``factor`` times the learning rate in ``step`` or ``factor`` times the run's ``--lr``, whichever is lower.
         If neither rate is known, return only ``--lr``.
         """
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
@@ -126,7 +127,7 @@ class Evidence:
     def tied(self) -> tuple[float, Indices]:
         """Fraction of the last steps' prompts whose answers all have the same reward, and samples of these prompts.
 
-        The fraction is 0, without samples, if each prompt has only one answer.
+        If each prompt has only one answer, the fraction is 0, and no samples are returned.
         """
         if not (self.advice.number("--n-samples") or 1) > 1:
             return 0.0, np.zeros(0, np.int64)

@@ -19,20 +19,21 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""A falling reward part counts as a sign only if it has lost more than this fraction of its initial value."""
+"""A falling reward part indicates exploitation only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""Repetitive or equal answers are a sign if they make up at least this fraction of the best answers in the last steps."""
+"""Repetitive or equal answers indicate exploitation if they are at least this fraction of the last steps' best answers."""
 MORE = 0.3
-"""Minimum rise of the fraction of repetitive or equal answers since the start of the run.
+"""Repetitive or equal answers indicate exploitation only if their fraction has risen by at least this much during the run.
 
-The fraction at the start is not a sign: it is due to the model or the task.
+Answers that are repetitive or equal from the start are due to the model or the task.
 """
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
 
-Equal short answers are a sign only if at least the fraction ``NEARLY_ALL`` of the best answers is equal.
+For equal short answers, ``NEARLY_ALL`` replaces ``MOST``, because many prompts may have the same correct short answer.
 """
 NEARLY_ALL = 0.9
+"""Equal short answers indicate exploitation if they are at least this fraction of the last steps' best answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def _stopping(evidence: Evidence) -> str:
 
 
 def _passes(evidence: Evidence) -> float:
-    """Return a lower bound of the mean number of times that each prompt was trained on."""
+    """Return how often the policy was trained on each prompt, on average. The true number may be higher."""
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)

@@ -163,7 +163,7 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
     """Return the steps, and the total number of tokens up to the end of each step.
 
-    Generated tokens are counted. In SFT and in experiments, trained tokens are counted instead.
+    For SFT and for experiments, these are the trained tokens. For other runs, these are the generated tokens.
     """
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:

@@ -22,9 +22,12 @@ from areno.reports.svg import short
 from areno.reports.trends import finite, window
 
 GROWTH = 10.0
-"""Factor of growth of the gradient norm above which differences between batches do not explain the growth."""
+"""A gradient norm that has grown by more than this factor is exploding: batches do not differ that much."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
-"""Factors by which the answers' length may change. A task rarely requires less than the first or more than the second."""
+"""Multiples of the initial length of the answers: below the first, the length has collapsed; above the second, exploded.
+
+A task rarely requires such a change of the length.
+"""
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 """Multiples of the initial entropy: below the first, the entropy has collapsed; above the second, it has exploded.
 
@@ -39,7 +42,7 @@ FAILED = 0.05
 EPISODES_FAILED = 0.2
 """Fraction of failed episodes above which failures are reported. Agents usually fail on some prompts."""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
-"""Pattern of the health warning about the log-prob gap. The group of the pattern matches the limit of the run."""
+"""Pattern of the health warning about the log-prob gap. Its group captures the limit above which the run warned."""
 
 
 def metric_problems(evidence: Evidence) -> list[RunProblem]:
@@ -79,7 +82,7 @@ def _exploding(evidence: Evidence) -> RunProblem | None:
         "exploding",
         f"The gradient norm grew from {short(trend.first)} to {short(trend.peak)} around step {trend.peak_step}, and the "
         f"{evidence.progress.name} did not improve: updates of this size damage the model.",
-        f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or --grad-clip-norm.",
+        f"Lower --grad-clip-norm or the learning rate: {evidence.advice.scaled('--lr', 0.3)}.",
     )
 
 

@@ -274,14 +274,14 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
     else:
         yield (
             "Best",
-            "The samples with the highest recorded rewards. Among equal rewards, samples with recorded tokens come first, "
-            "then later samples.",
+            "The samples with the highest recorded rewards. If rewards are equal, samples with recorded tokens come before "
+            "samples without, and newer samples before older ones.",
             best,
         )
         yield (
             "Worst",
-            "The samples with the lowest recorded rewards. Among equal rewards, samples with recorded tokens come first, "
-            "then later samples.",
+            "The samples with the lowest recorded rewards. If rewards are equal, samples with recorded tokens come before "
+            "samples without, and newer samples before older ones.",
             worst,
         )
 

@@ -14,12 +14,12 @@ from areno.reports.trends import CLEAR, window
 TRUNCATED = 0.3
 """Fraction of truncated answers above which the rewards of unfinished answers are examined."""
 REPETITIVE = 0.3
-"""A text is repetitive if its fraction of distinct sequences of four characters is below this value.
+"""A text is repetitive if less than this fraction of its four-character sequences are distinct.
 
 In prose, the fraction is about 0.8.
 """
 BELOW_BREAK = 0.1
-"""Factor for the learning rate at which the reward collapsed. The product is the learning rate to try next."""
+"""After a collapse of the reward, the advice is to multiply the learning rate by this factor."""
 
 
 def equal_rewards(evidence: Evidence) -> RunProblem | None:
@@ -90,14 +90,14 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
             "cut_off",
             f"{cut:.0%} of the answers in the last steps were truncated at {_limit(evidence)}, and {all_of_them} are {value}, "
             "probably because no answer is complete.",
-            f"{_raise_limit(evidence)} If all rewards are still equal afterwards, call the reward function (--reward-fn-path) "
+            f"{_raise_limit(evidence)} If all rewards are still equal afterwards, test the reward function (--reward-fn-path) "
             "on a correct answer.",
             _cut_answers(evidence),
         )
     return RunProblem(
         "equal_rewards",
         f"{all_of_them.capitalize()} are {value}, so all advantages are zero and nothing can be learned.",
-        "Call the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong answer. If "
+        "Test the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong answer. If "
         "one of the listed samples is correct, the reward function is wrong. If none of these samples is correct, use easier "
         "problems, a better initial model (SFT first) or a larger --n-samples.",
         evidence.spread(),
@@ -154,8 +154,8 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 def _costs_reward(evidence: Evidence) -> bool:
     """Return whether truncated answers get clearly lower rewards than complete answers.
 
-    If there are fewer than two truncated or fewer than two complete answers, return whether the reward does not rise. Return
-    False if the rewards are close to the highest reward of the run.
+    If there are fewer than two truncated or fewer than two complete answers, return True unless the training reward rises.
+    Return False if the rewards are close to the highest reward of the run.
     """
     if evidence.at_highest:
         return False
@@ -177,8 +177,8 @@ def _raise_limit(evidence: Evidence) -> str:
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2
     advice = f"Raise the limit: {evidence.advice.scaled('--max-new-tokens', 2)}."
     stop = (
-        "If the model never stops, check its end-of-sequence token and chat template, or teach the model to stop "
-        "with SFT."
+        "If the model never stops, check its end-of-sequence token and chat template, or use SFT to teach the model to "
+        "stop."
     )
     return f"{advice} {stop}" if endless else advice
 

@@ -65,7 +65,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster, if
 _CONFIG_BYTES, _CONFIG_BRACKETS, _CONFIG_VALUES = 2**20, 10_000, 100_000
 """Limits of a configuration: number of bytes, of opening brackets, and of values.
 
-The number of brackets is limited to limit the nesting. The number of values is limited because YAML aliases multiply values.
+The limit on brackets prevents deep nesting. The limit on values is necessary because YAML aliases multiply values.
 """
 
 
@@ -133,11 +133,14 @@ class RunData:
 
     @property
     def entries(self) -> Entries:
-        """Index entries of all recorded samples."""
+        """Entries of the sample index, one per recorded sample."""
         return self.files.read_entries()
 
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the record of an index entry. Without ``tokens``, the ``rows`` of the record may be missing."""
+        """Return the recorded sample to which an entry of the sample index refers.
+
+        If ``tokens`` is false, the tokens of the sample (its ``rows``) may be missing.
+        """
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:

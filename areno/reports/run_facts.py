@@ -10,11 +10,11 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Maximum length of a list of steps. Of a longer list, the text has only the length, the first step and the last step."""
+"""Maximum number of steps that a sentence lists. If there are more, it gives their number, the first and the last step."""
 
 
 def data_sentence(run: RunData, steps: int) -> str:
-    """Tell how many examples a run has, and how often ``steps`` steps used each example; empty if not recorded."""
+    """Tell how many examples a run has, and how often each example was used in ``steps`` steps; empty if not recorded."""
     data = run.environment.get("data")
     if not isinstance(data, dict) or not data.get("examples"):
         return ""

@@ -70,7 +70,7 @@ class RunSamples:
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
         """Return the samples with the highest or the lowest reward.
 
-        Among equal rewards, samples with recorded tokens come first, and later samples precede earlier samples.
+        If rewards are equal, samples with recorded tokens come before samples without, and newer samples before older ones.
         """
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
@@ -161,7 +161,10 @@ class RunSamples:
 
 
 def distinct_share(text: str) -> float:
-    """Return the fraction of distinct sequences of four characters at the end of a text; 1 if the text is too short."""
+    """Return which fraction of the four-character sequences of a text are distinct; 1 if the text is too short.
+
+    Only the end of a long text is examined.
+    """
     text = re.sub(r"\s+", " ", text)[-1000:]
     pieces = [text[start : start + 4] for start in range(len(text) - 3)]
     return len(set(pieces)) / len(pieces) if len(text) >= 40 else 1.0

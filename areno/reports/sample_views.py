@@ -21,7 +21,7 @@ CONTEXT_CHARS = 600
 MAX_SEGMENTS = 60
 """Maximum number of segments of a row that are shown."""
 TEXT_CHARS = 2000
-"""Maximum number of characters of an answer whose tokens are not shown."""
+"""Maximum number of characters that are shown of an answer without recorded tokens."""
 NAME_CHARS = 200
 """Maximum number of characters of a token, a role name or the name of a reward part."""
 GAP = 0.1
@@ -95,7 +95,10 @@ class SampleViews:
         )
 
     def _row(self, row: Sequence[Mapping[str, Any]]) -> list[SegmentView]:
-        """Show sampled and trained tokens of a row one by one, and other segments as text."""
+        """Return the segments of a row.
+
+        If the model sampled a segment or is trained on it, its tokens are shown one by one. Other segments are shown as text.
+        """
         left_out, row = len(row) - MAX_SEGMENTS, row[:MAX_SEGMENTS]
         shown = sum(len(segment["tokens"]) for segment in row if _is_detailed(segment))
         most = min(SAMPLE_TOKENS, self._left)
@@ -179,7 +182,7 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def data_text(record: Mapping[str, Any]) -> str:
-    """Return the data row of a sample without its prompt, for example the expected answer. Each field is on one line.
+    """Return the fields of a sample's data row, such as the expected answer, as lines of text. The prompt is not included.
 
     The text is empty if the data row was not recorded.
     """

@@ -1,7 +1,8 @@
 """Draws line charts and stacked bars as SVG, for pages and for files.
 
-A chart has its own colors and fonts, which an ``.svg`` file needs. A page can override the colors with CSS rules, for example
-for a dark scheme. These rules use classes such as ``axis``, ``s0`` to ``s7``, and ``f0`` to ``f7``.
+A chart contains its colors and fonts, so an ``.svg`` file can be displayed without a style sheet. A page can override the
+colors with CSS rules, for example for a dark scheme. These rules use classes such as ``axis``, ``s0`` to ``s7``, and ``f0`` to
+``f7``.
 """
 
 import math
@@ -15,7 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from areno.observability.chart import printable
 
 MAX_POINTS = 500
-"""Maximum number of points of a drawn line. Of a longer line, only the extremes of intervals are drawn."""
+"""Maximum number of points that are drawn of a line.
+
+A longer line is divided into intervals, and only the lowest and the highest point of each interval are drawn.
+"""
 COLORS = ("#0072b2", "#d55e00", "#00805d", "#b0508c", "#a66f00", "#3b7dd8", "#5c5c5c", "#8a4fbf")
 """Colors of the lines, which are distinguishable for color-blind readers and readable on white."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
@@ -150,7 +154,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = 
 
 
 def _legend(names: Sequence[str], width: int, top: float, filled: bool = False) -> tuple[list[str], float]:
-    """Draw a legend in rows below ``top``. Return the legend and its bottom."""
+    """Draw a legend in rows below ``top``. Return the legend and the y coordinate of its lower edge."""
     parts, x, y = [], 8.0, top + 8
     for index, name in enumerate(names):
         size = 34 + _CHAR * len(name)
@@ -178,7 +182,11 @@ def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _thinned(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return the points to draw. Of a long line, these are the first point, the last point, and the extremes of intervals."""
+    """Return the points to draw.
+
+    A long line is divided into intervals. The lowest and the highest point of each interval, and the first and the last point
+    of the line, are drawn.
+    """
     x, y, low, high = _arrays(line)
     count = len(x)
     if count <= MAX_POINTS:

@@ -46,12 +46,12 @@ class SeriesTrend:
 
     @property
     def rises(self) -> bool:
-        """Whether the rise is clear."""
+        """Whether the end of the series is clearly higher than its start."""
         return self.clear(self.change)
 
     @property
     def falls(self) -> bool:
-        """Whether the fall is clear."""
+        """Whether the end of the series is clearly lower than its start."""
         return self.clear(-self.change)
 
     def clear(self, change: float) -> bool:
@@ -99,8 +99,8 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 def _noise(values: NDArray[np.float64], width: int) -> float:
     """Return the standard error of the difference between the means of two windows; infinite for fewer than four values.
 
-    The standard deviation of a value is estimated twice: from the differences of successive values, which a trend hardly
-    changes, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may
+    The standard deviation of a value is estimated twice: from the differences of successive values, which hardly depend on a
+    trend, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may
     be too small. For the same reason, the factor ``1 + 3 / len(values)`` increases the result if there are few values.
     """
     if len(values) < 4:

@@ -20,7 +20,7 @@ _CAUSES = (
     *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
     *("equal_rewards", "zero_gradient", "length_collapse"),
 )
-"""Problems that are listed first. Signs of exploitation follow, because exploitation may explain the other problems."""
+"""Problems that are listed before the signs of exploitation. All other problems are listed after these signs."""
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
@@ -33,7 +33,7 @@ _EXPLAINED = {
     "memorized": ("against_evaluation", "tied_groups", "solved"),
     **dict.fromkeys(_EXPLOITED, _BY_EXPLOITATION),
 }
-"""Maps a problem to the problems that follow from it. The problems that follow are not listed."""
+"""Maps a problem to its possible effects. If the verdict lists the problem, it does not list these effects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,11 @@ def verdict_of(run: RunData, evidence: Evidence | None = None) -> Verdict:
 
 
 def _decided(state: State, keys: set[str]) -> State:
-    """Adjust the state to the problems. A problem may contradict the metric by which the run is judged."""
+    """Return the final answer to "Did the model learn?".
+
+    The answer from the metrics, ``state``, is corrected if one of the detected problems (``keys``) contradicts it. For example,
+    the reward also rises if the policy exploits the reward function.
+    """
     if state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
         return "exploited"
     if state in ("yes", "partly", "worse", "lost") and "memorized" in keys:

@@ -78,7 +78,10 @@ def math_verify_reward(completion: str, answer: Any) -> float:
 
 
 def _final(reference: str) -> str:
-    """Return the final answer in a text: the last box, else the text after ``####`` or ``answer is``, else the entire text."""
+    r"""Return the final answer in a text.
+
+    This is the text from the last ``\boxed`` on, else the text after ``####`` or ``answer is``, else the entire text.
+    """
     if (box := reference.rfind("\\boxed")) >= 0:
         return reference[box:]
     if _FINAL_MARK in reference:
@@ -87,7 +90,10 @@ def _final(reference: str) -> str:
 
 
 def _boxed(text: str, warn: bool = False) -> str:
-    """Put a text in a box that math-verify can parse. If the text starts with a box, only the content of this box is used."""
+    r"""Return a text as a ``\boxed{...}`` that math-verify can parse.
+
+    If the text starts with ``\boxed{...}``, only the content of its braces is used.
+    """
     content = text
     if text.startswith("\\boxed"):
         if (inner := _box_content(text)) is None:
@@ -100,7 +106,7 @@ def _boxed(text: str, warn: bool = False) -> str:
 
 
 def _box_content(text: str) -> str | None:
-    """Return the content of the box with which ``text`` starts; None if the braces of the box do not close."""
+    r"""Return the content of the ``\boxed{...}`` at the start of ``text``; None if its braces are not balanced."""
     depth = 0
     start = len("\\boxed")
     for index, character in enumerate(text[start:], start):

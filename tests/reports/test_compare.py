@@ -108,7 +108,7 @@ def advantage(record):
         (set_prompt, 0, "prompts", r"prompt 0 is 'Question 0' in the first run and 'Another question' in the second"),
         (template, 0, "prompts", "prompt 0 has the same text, but different tokens: the tokenizer or the chat template"),
         (logprobs, 0, "log-probs", r"log-probs of equal tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
-        (tokens, 0, "sampled tokens", "from token 2 of sample 2/0/0 on, although the log-probs of the 14 common tokens agree"),
+        (tokens, 0, "sampled tokens", "2/0/0 on, sampled tokens differ, although the log-probs of the 14 common tokens agree"),
         (reward, 0, "rewards", r"sample 2/0/0 is 0 in the first run and 0\.5 in the second \(short: 0\.0 and 0\.5\)"),
         (advantage, 0, "advantages", r"rewards are the same, but the advantage of sample 2/0/0 is -0\.5 in the first run"),
     ],
@@ -151,7 +151,7 @@ def test_differing_tool_tokens_are_distinguished_from_sampled_tokens(tmp_path, c
     first = write_run(tmp_path / "a", samples=with_tool(1))
     second = write_run(tmp_path / "b", samples=with_tool(2), metrics=from_step(0, train__loss=7.0))
     _, _, data = diff(capsys, first, second)
-    expected = "but tokens that were not sampled (tool results, messages) differ from token 5 of sample 0/0/0 on"
+    expected = "but from token 5 of sample 0/0/0 on, tokens that were not sampled (tool results, messages) differ"
     assert expected in data["divergence"]["different"]["text"]
 
 
