@@ -71,7 +71,7 @@ class WorkerProcess:
         self.close()
 
     def stop(self) -> None:
-        """Kill the process, but keep the connection open for a reading thread. Call :meth:`close` afterwards."""
+        """Kill the process. The connection stays open until :meth:`close`, because another thread may still read from it."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             with contextlib.suppress(OSError):  # already ended

@@ -70,7 +70,8 @@ def sampled_roles(turn: Turn) -> list[Role]:
 def _call_spans(turn: Turn) -> list[tuple[int, int]]:
     """Return the spans of tool calls in a turn's text, including the markers.
 
-    ``turn.pieces`` has the exact text between the tool calls. Everything else in the turn's text belongs to tool calls.
+    ``turn.pieces`` has the texts before, between and after the tool calls. This function finds these texts in ``turn.text``.
+    The tool calls lie between them.
     """
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]

@@ -126,7 +126,7 @@ def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], ten
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast the bytes of ``memory`` from the trainer, and overwrite ``memory`` on the other members."""
+    """Broadcast ``memory`` (uint8) from the trainer to the process group ``channel``. The replicas receive into ``memory``."""
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a process group")
     try:
