@@ -1,9 +1,9 @@
 """The supervisor kills all descendants of a worker process when the worker or the trainer exits.
 
-:func:`supervised` forks. The child process is the worker, and the parent process is the supervisor. The supervisor is a child
-subreaper: when a process between the supervisor and a descendant exits, the descendant becomes a child of the supervisor.
-Neither ``setsid`` nor a double fork prevents this adoption. Without ``/proc``, on systems other than Linux, only the worker's
-process group is killed.
+:func:`supervised` calls ``os.fork``. The new child process becomes the worker, and the calling process becomes the supervisor.
+The supervisor is a child subreaper: when a process between the supervisor and a descendant exits, the descendant becomes a
+child of the supervisor. Neither ``setsid`` nor a double fork prevents this adoption. On systems without ``/proc``, such as
+macOS, only the worker's process group is killed.
 """
 
 import contextlib
@@ -43,7 +43,10 @@ def supervised(lifeline: int, connection: int) -> Frames:
 
 
 def fork_supervised(lifeline: int, connection: int | None = None) -> None:
-    """Fork, and return only in the child process. When the lifeline closes, the child and its descendants are killed."""
+    """Fork, and return only in the child process.
+
+    ``lifeline`` is a socket to the trainer. When the trainer closes its end or exits, the child and its descendants are killed.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` handles these signals
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

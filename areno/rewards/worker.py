@@ -79,7 +79,8 @@ def source_file(function: Callable[..., Any]) -> str:
 
 
 def describe_error(error: BaseException, source: str) -> str:
-    """Describe an error as ``Type: message (file:line)``. The line is the innermost line in the user's file ``source``."""
+    """Describe an error as ``Type: message (file:line)``. The file and the line are those of the last traceback frame in
+    ``source``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if frame.filename == source] or frames
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,7 +1,7 @@
 """Workers that run reward functions. A worker process can be killed. A worker thread can only be abandoned.
 
-A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker`. When a worker ends, its slot adds the
-message ``["died", text]``. The runner handles deadlines and retries.
+A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker`. When a worker ends,
+:meth:`WorkerSlot.read` adds the message ``["died", text]`` to these replies. The runner handles deadlines and retries.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class WorkerProcess:
         self.close()
 
     def stop(self) -> None:
-        """Kill the process, but keep the connection open for a reading thread. Call :meth:`close` afterwards."""
+        """Kill the process. The connection stays open until :meth:`close`, because another thread may still read from it."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             with contextlib.suppress(OSError):  # already ended
@@ -160,7 +160,7 @@ class RewardThread:
         self._thread.join(timeout_s)
 
     def kill(self) -> None:
-        """Abandon the thread and close its connection."""
+        """Close the connection, and do not wait for the thread. Python cannot kill a thread, so its function may still run."""
         self.request_exit()
         self.frames.close()
 

@@ -59,8 +59,8 @@ class BatchesAhead:
         self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
-        """Return the finished results that training has not used yet, by step and index. A resumed run generates only the
-        missing results."""
+        """Return the finished results that training has not used yet: ``{step: {index in the step's batch: result}}``.
+        A resumed run generates only the missing results."""
         done = {
             step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
             for step, futures in self._begun.items()

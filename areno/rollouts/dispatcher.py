@@ -54,7 +54,7 @@ class BatchDispatcher:
         staleness: limits the number of running episodes. Its ``batch_size`` is the number of episodes in a batch.
         seed: seed of the shuffling.
         dynamic_bs: count rejected episodes towards the batch size; requires ``replaces_rejected=False`` in ``staleness``.
-        queue_size: maximum number of waiting rows, but at most ``staleness.pending_limit``; None: 16 per concurrent rollout.
+        queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness.pending_limit`` also applies.
         max_staleness: maximum age of a token at training time, in weight versions; None: only ``staleness`` limits the age.
         on_stale: ``regenerate`` reruns an episode whose trajectory exceeds ``max_staleness``; ``drop`` discards the trajectory.
         max_errors_in_a_row: the run ends after this many consecutive failed episodes; None: max(8, 2 * batch size).
@@ -65,7 +65,7 @@ class BatchDispatcher:
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
-        on_wait: function that is called repeatedly while a method waits. If it raises an error, only this wait ends.
+        on_wait: called repeatedly while a method waits. If it raises an error, the waiting method raises it; episodes continue.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -144,7 +144,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return the counts of :class:`RolloutStat` except ``claimed``, the rejections by reason, and ``restarted`` rows."""
+        """Return the counts of :class:`RolloutStat` (without ``claimed``), of rejections by reason, and of restarted rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}

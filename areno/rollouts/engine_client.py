@@ -38,8 +38,8 @@ class RolloutEngine(Generator, Protocol):
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
     """Convert generation settings to sampling parameters for a prompt of ``prompt_len`` tokens.
 
-    ``max_new_tokens`` limits the answer. ``max_tokens`` and the model's context length limit the prompt and the answer
-    together. A ``top_k`` of ``10**8`` or more disables top-k sampling.
+    ``max_new_tokens`` limits the answer. The prompt and the answer together have at most ``max_tokens`` tokens, and fit into
+    the model's context. A ``top_k`` of ``10**8`` or more disables top-k sampling.
 
     Raises:
         DataError: the prompt leaves no room for an answer.
@@ -122,12 +122,13 @@ class ModelResponse:
 @dataclass(slots=True)
 class Episode:
     """Identifies a sample, so that a repeated run derives the same seeds. ``sample`` is the index of the sample in its group;
-    None if one request generates all samples of the group. ``draws`` yields the index of the next request.
+    None if one request generates all samples of the group. ``request_indices`` yields 0 for the episode's first request, then
+    1, 2 and so on.
     """
 
     task_id: int
     sample: int | None = None
-    draws: Iterator[int] = field(default_factory=itertools.count)
+    request_indices: Iterator[int] = field(default_factory=itertools.count)
 
 
 EPISODE: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("areno_episode", default=None)
@@ -202,15 +203,15 @@ class EngineClient:
 
     async def _seeds(self, samples: int) -> list[int]:
         episode = EPISODE.get() or self._outside
-        draw = next(episode.draws)
-        if draw and episode is not self._outside and not self._keeps:
+        request_index = next(episode.request_indices)
+        if request_index and episode is not self._outside and not self._keeps:
             # The second request of a sample: from now on, each turn reuses the KV cache of the previous one.
             self._keeps, keep = True, getattr(self.engine, "enable_prefix_cache", None)
             if keep is not None:
                 await asyncio.get_running_loop().run_in_executor(None, keep, True)
         if episode.sample is None:
-            return [derive_seed(self.seed, episode.task_id, index, draw) for index in range(samples)]
-        own = self.seed, episode.task_id, episode.sample, draw
+            return [derive_seed(self.seed, episode.task_id, index, request_index) for index in range(samples)]
+        own = self.seed, episode.task_id, episode.sample, request_index
         return [derive_seed(*own), *(derive_seed(*own, index) for index in range(1, samples))]
 
     async def _retried(self, request: Request, rid: str) -> Sequence[RolloutSequence]:

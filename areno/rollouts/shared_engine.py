@@ -55,7 +55,7 @@ class SharedEngine:
         """Queue requests, and return one future per request. If a request is invalid, its future raises the error.
 
         Raises:
-            EngineError: the rollout is closed.
+            EngineError: this object is closed.
         """
         futures: list[Future[RolloutResult]] = [Future() for _ in requests]
         with self._lock:
@@ -99,7 +99,7 @@ class SharedEngine:
             future.set_result(inner.result())
 
     def update_weights(self, engine: Backend, version: int) -> UpdateReport:
-        """Set the weight version of the tokens that follow. The engine already has the weights."""
+        """Set the weight version that later tokens are recorded with. The engine already has the weights."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)
 

@@ -106,8 +106,12 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Stop counting an accepted episode that no batch uses, so that another episode may start. With ``stale``, the episode
-        counts as stale. With ``claimed``, no other episode starts, because a dynamic batch still counts this episode.
+        """Remove an episode that no batch uses from the number of accepted episodes, so that another episode may start.
+
+        Args:
+            stale: add the episode to the number of stale episodes.
+            claimed: add the episode to the number of claimed episodes, because a dynamic batch still counts it. Then no other
+                episode may start.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 

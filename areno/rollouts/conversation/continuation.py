@@ -24,7 +24,7 @@ ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited
 
 - ``rewritten``: the template renders earlier turns differently.
 - ``thinking dropped``: the template omits the reasoning of earlier turns.
-- ``ended otherwise``: the recorded answer does not end as the template ends answers.
+- ``ended otherwise``: the chat template ends an answer with other text than the recorded answer.
 - ``edited``: the client edited the history.
 """
 

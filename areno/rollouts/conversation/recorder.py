@@ -27,7 +27,8 @@ _HASH_BITS = (1 << 63) - 1
 class ConversationRecorder:
     """Records the conversations of one API key. Implements :class:`areno.serving.recording.SessionRecorder`.
 
-    The seeds of requests are derived from ``seed``. ``session`` is the tracing session in which the recorder was created.
+    The seeds of requests are derived from ``seed``. The requests are traced in ``session``, which is the tracing session of the
+    code that created the recorder.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:

@@ -68,7 +68,11 @@ def sampled_roles(turn: Turn) -> list[Role]:
 
 
 def _call_spans(turn: Turn) -> list[tuple[int, int]]:
-    """Return the spans of tool calls in a turn's text, including the markers. The spans are the gaps between pieces of text."""
+    """Return the spans of tool calls in a turn's text, including the markers.
+
+    ``turn.pieces`` has the texts before, between and after the tool calls. This function finds these texts in ``turn.text``.
+    The tool calls lie between them.
+    """
     pieces = turn.pieces
     calls = [place for place, piece in enumerate(pieces) if isinstance(piece, ToolCallDelta)]
     spans: list[tuple[int, int]] = []
@@ -95,8 +99,9 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 
 
 def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Container[int] = ()) -> list[bool]:
-    """Return, for each new prompt token of a turn, whether it is trained on. Messages whose ``keys`` are in ``seen`` are not
-    trained on.
+    """Return, for each new prompt token of a turn, whether it is trained on. Repeated messages are not trained on.
+
+    For ``seen``, see :func:`context_roles`.
 
     Raises the UsageError of :func:`context_roles`.
     """
@@ -107,7 +112,9 @@ def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Conta
 
 
 def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list[Role]:
-    """Return the role of each new prompt token of a turn. Messages whose ``keys`` are in ``seen`` have the role ``template``.
+    """Return the role of each new prompt token of a turn. Tokens of repeated messages have the role ``template``.
+
+    ``seen`` contains the ``Turn.keys`` of the messages in earlier rows. A message whose key is in ``seen`` is repeated.
 
     Raises UsageError if the tokenizer cannot map tokens to text.
     """

@@ -71,7 +71,7 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """Return the rows of one sample's turns. Rows that train on no tokens are omitted.
+    """Build the training rows from the turns of one sample. Rows that train on no tokens are omitted.
 
     Raises:
         UsageError: ``policy`` selects prompt tokens, but the tokenizer cannot map tokens to text.

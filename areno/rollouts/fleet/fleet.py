@@ -1,6 +1,6 @@
 """A fleet of rollout replicas, separate from the trainer, with the generation interface of an engine. Each replica is an
-inference server, or an engine without optimizer and gradients in separate processes. The failure of a replica does not affect
-other replicas.
+inference server, or an areno engine that runs in its own processes, without optimizer and gradients. The failure of a replica
+does not affect other replicas.
 
 A request goes to the least loaded replica. If this replica dies, the request restarts on another replica. But if tokens of the
 answer were already streamed to a client, the request ends with an error.
@@ -269,7 +269,7 @@ class RolloutFleet:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
 
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
-        """Return the server options with further addresses. Raises UsageError if these servers cannot be joined."""
+        """Return the server options with ``addresses`` added. Raises UsageError if this run cannot use these servers."""
         server = self._server
         if server is None or not server.addresses:
             raise UsageError(

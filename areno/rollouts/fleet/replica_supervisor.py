@@ -146,7 +146,7 @@ class ReplicaSupervisor:
         must not overlap.
 
         Raises:
-            UsageError, WorkerCreationError: as in the constructor. Replicas that this call started are stopped.
+            UsageError, WorkerCreationError: as in the constructor. The number of replicas is then unchanged.
         """
         with self._changed:
             if self._closed:

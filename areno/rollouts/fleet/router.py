@@ -190,8 +190,8 @@ class RequestRouter:
             self._failed(routed, replica, error)
 
     def _failed(self, routed: _RoutedRequest, replica: RolloutReplica, error: BaseException) -> None:
-        """Handle the error of a request. The request is resubmitted if its replica died and a restart is possible. In all other
-        cases, the request ends."""
+        """Handle the error of a request. If its replica died, the request is resubmitted to another replica where possible.
+        Otherwise, the request ends."""
         routed.tries += 1
         if not replica.workers.failed:
             self._finish(routed, error)

@@ -124,7 +124,7 @@ def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _base_name(name: str) -> str:
-    """Return the name that a layer's base tensor ``name`` has in a layer with an adapter."""
+    """Return the name of a layer's tensor after an adapter has wrapped the layer."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 

@@ -93,8 +93,8 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 
 
 def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> None:
-    """Let a trainer's rank 0 send its copy of the weights (see ``Update.kept``) to the members of a new collective. Also works
-    during training."""
+    """Let a trainer's rank 0 send its copy of the weights (see ``Update.kept``) to the members of a new process group. Also
+    works during training."""
     if isinstance(engine, EngineGroup):  # `tell` does not wait for a training step to end
         engine.workers.tell(0, "apply", weight_update.hand_over, update, where, size)
     else:
@@ -104,8 +104,8 @@ def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> 
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the rendezvous of collectives. If
-    ``where`` is None, the rendezvous is a temporary folder, and the trainer and all replicas must be on one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. The trainer and the replicas form process groups
+    through the :class:`Rendezvous` in ``where``. If ``where`` is None, they use a temporary folder and must be on one machine.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class WeightTransfer:
             replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """Send the weights that the trainer's rank 0 keeps to one replica. A new collective connects only rank 0 and this
-        replica."""
+        """Send one replica the copy of the weights that is in the memory of the trainer's rank 0. A new process group
+        connects only rank 0 and this replica."""
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
@@ -186,7 +186,7 @@ class WeightTransfer:
         return channel
 
     def close(self) -> None:
-        """Free shared memory, delete folders, and leave the collective."""
+        """Free shared memory, delete folders, and leave the process group."""
         if self._segment is not None:
             self._segment.close()
         if self.newest is not None and self.newest.folder:
@@ -231,8 +231,8 @@ class WeightTransfer:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """Broadcast an update to all replicas. Replicas that the broadcast did not reach get the kept weights, if there are
-        any."""
+        """Broadcast an update to all replicas. Replicas that the broadcast did not reach get a copy of the weights, if the
+        trainer keeps one."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""
@@ -265,7 +265,7 @@ class WeightTransfer:
         return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
-        """Return the name of the collective of the trainer and the replicas. If a member has changed, form a new collective."""
+        """Let the trainer and the replicas form a process group if none exists or a member has changed. Return its name."""
         members: list[Backend] = [engine, *replicas.values()]
         if self._channel and members == self._members:
             return self._channel

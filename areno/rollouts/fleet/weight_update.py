@@ -43,7 +43,7 @@ from areno.rollouts.fleet.tensors import (
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the members of a collective wait for each other.
+# Seconds that the members of a process group wait for each other.
 PATIENCE_S = 120.0
 _channels: dict[str, RankGroup] = {}
 # On rank 0 of a trainer: the newest weights by version, if ``Update.kept`` is set.
@@ -51,7 +51,7 @@ _kept: dict[int, Tensor] = {}
 
 
 class BrokenChannelError(EngineError):
-    """A collective transfer failed, and no weights were installed."""
+    """A broadcast of weights failed, and no weights were installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Update:
     version: int
     specs: tuple[TensorSpec, ...]  # the tensors, in transfer order
     segment: str = ""  # shared memory for all tensors
-    channel: str = ""  # name of a joined collective
+    channel: str = ""  # name of a joined process group
     kept: bool = False  # rank 0 of the trainer keeps a copy for replicas that start later
     bucket_bytes: int = 1 << 30  # maximum size of one broadcast, unless a single tensor is larger
     folder: str = ""  # checkpoint with the tensors
@@ -126,9 +126,9 @@ def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], ten
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast the bytes of ``memory`` from the trainer, and overwrite ``memory`` on the other members."""
+    """Broadcast ``memory`` (uint8) from the trainer to the process group ``channel``. The replicas receive into ``memory``."""
     if channel not in _channels:
-        raise BrokenChannelError("the trainer and the rollout replicas could not form a collective")
+        raise BrokenChannelError("the trainer and the rollout replicas could not form a process group")
     try:
         _channels[channel].broadcast(memory)
     except RuntimeError as error:
@@ -148,7 +148,10 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
-    """Send the kept weights to the members of a new collective. Runs in a thread, so that other calls need not wait."""
+    """Send the copy of the weights that rank 0 keeps (see ``Update.kept``) to the members of a new process group.
+
+    The transfer runs in a thread, so that other calls need not wait.
+    """
 
     def send_kept() -> None:
         memory = _kept.get(update.version)
@@ -241,13 +244,13 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
-    """Join a collective of ``size`` members. Returns an empty string on success, otherwise the error.
+    """Join a process group of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
         engine: engine of a trainer or a replica. All ranks of a replica join. Only rank 0 of a trainer joins.
         where: rendezvous of the members.
-        channel: name of the collective.
-        first: rank in the collective that the engine's rank 0 gets; 0 for the trainer.
+        channel: name of the process group.
+        first: rank of the engine's rank 0 in the process group; 0 for the trainer.
         size: number of members.
     """
     peers = engine.config.peers
@@ -262,7 +265,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
 
 
 def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> None:
-    """Wait until all members have joined. Raises OSError if the collective is cancelled because a member died."""
+    """Wait until all members have joined. Raises OSError if a member died."""
     where.come(channel, rank)
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
@@ -272,9 +275,9 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
 
 
 def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.device) -> RankGroup:
-    """Form the process group in a thread, so that a cancelled collective can be left at once.
+    """Form the process group in a thread, so that this call can raise an error as soon as a member dies.
 
-    If a member dies while it connects, gloo lets the other members wait for five times the timeout.
+    Gloo itself would let the other members wait for five times the timeout.
     """
     formed: Future[RankGroup] = Future()
 
@@ -286,7 +289,7 @@ def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.d
 
     threading.Thread(target=form, name="areno-meet", daemon=True).start()
     while not wait([formed], timeout=0.1).done:
-        where.members(channel)  # raises OSError if the collective has been cancelled
+        where.members(channel)  # raises OSError if a member died
     return formed.result()
 
 
@@ -308,7 +311,7 @@ class DialledStore:
         """Do nothing, because members are not announced."""
 
     def members(self, name: str) -> int:
-        """Return a number above any group size. The members wait for each other only when they create the group."""
+        """Pretend that all members have joined. They wait for each other only when they create the group."""
         return 2**31
 
     def call_off(self, name: str) -> None:
@@ -321,6 +324,6 @@ def own_specs(engine: Engine) -> list[TensorSpec]:
 
 
 def leave(_engine: Engine, channel: str) -> None:
-    """Leave a collective."""
+    """Leave a process group."""
     with suppress(KeyError):
         del _channels[channel]

@@ -57,7 +57,7 @@ class ServerAnswer:
 
 
 class ServerCalls(Protocol):
-    """The HTTP calls of one product. A call raises EngineError if the server rejects the call or is unreachable."""
+    """The HTTP calls of vLLM or SGLang. A call raises EngineError if the server rejects the call or is unreachable."""
 
     product: str
 

@@ -84,7 +84,8 @@ class ServerChannel:
         return arrived | self._one_by_one({n: replica for n, replica in replicas.items() if n not in arrived})
 
     def _one_by_one(self, replicas: Mapping[int, ServerReplica]) -> dict[int, float]:
-        """Send the kept weights to servers that the broadcast did not reach. Return the seconds that each server took."""
+        """Send the weights to the servers that the broadcast did not reach, one server at a time. Return the seconds that each
+        server took."""
         arrived: dict[int, float] = {}
         for number, replica in replicas.items():
             if not self._fits or replica.workers.failed:
@@ -98,8 +99,8 @@ class ServerChannel:
         return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
-        """Send one server the weights that the trainer's rank 0 keeps, even during training. Return the duration in
-        seconds."""
+        """Send one server the copy of the weights that is in the memory of the trainer's rank 0. Return the duration in
+        seconds. Training may continue meanwhile."""
         engine, sent = self._sender, self._sent
         if engine is None or sent is None:
             return 0.0
@@ -122,9 +123,9 @@ class ServerChannel:
                 self._sender.run_on_all_ranks(weight_update.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """Return the name of the group of all members, or an empty string if the members could not connect.
+        """Let the trainer and all servers form a process group. Return the group's name, or an empty string on failure.
 
-        If the members could not connect although no server has failed, later updates use folders instead of broadcasts.
+        If the group could not be formed although no server has failed, later updates use folders instead of broadcasts.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:

@@ -26,7 +26,7 @@ class InferenceServerProcess:
         command: the command with arguments. ``{host}`` and ``{port}`` are replaced by the address at which the server listens.
         environment: additional environment variables.
         processes: launcher, log file and startup timeout.
-        on_failure: function that is called once, in a thread of this object, if the server exits unexpectedly or is abandoned.
+        on_failure: function that is called once, in a thread of this object, if the server exits without :meth:`close`.
 
     Attributes:
         url: URL of the server.

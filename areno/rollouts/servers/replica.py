@@ -39,7 +39,7 @@ _PROBE_ANSWER = 16
 
 
 class ExternalServer:
-    """A server that areno has not started. areno detects failures of the server, but does not stop the server."""
+    """A server that somebody else started. areno detects failures of the server, but does not stop the server."""
 
     def __init__(self, on_failure: Callable[[EngineError], None]) -> None:
         self.failed, self.pids = False, list[int]()
@@ -194,7 +194,10 @@ class ServerReplica:
             )
 
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
-        """Abandon the server if it is unhealthy. Called before the request ends, so that the router resubmits the request."""
+        """Abandon the server if it is unhealthy.
+
+        Call this method before a request ends with an error, because the router then resubmits the request to another server.
+        """
         if self.workers.failed or await self._healthy():
             return
         self.workers.abandon(str(error))

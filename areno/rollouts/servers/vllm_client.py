@@ -30,8 +30,8 @@ _PREFIX = "generate-tokens-"
 class VllmCalls:
     """The HTTP calls of vLLM.
 
-    ``transfers`` tells whether the server should have areno's worker extension, which is required for broadcasts. A
-    ``joined`` server was not started by areno, and may lack the extension.
+    With ``transfers``, the server's workers should have areno's worker extension, which weight broadcasts require. With
+    ``joined``, areno did not start the server, and the extension may be missing.
     """
 
     product = "vLLM"

@@ -36,7 +36,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightInfo(WeightTransferUpdateInfo):
-    """The broadcast tensors in order. A bucket has at most ``bucket_bytes``. A larger tensor is alone in its bucket."""
+    """The tensors of a broadcast, in order. A bucket has at most ``bucket_bytes``. A larger tensor is alone in its bucket."""
 
     names: list[str]
     dtypes: list[str]
