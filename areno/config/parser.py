@@ -199,7 +199,7 @@ def convert_values(
     for name, value in raw.items():
         if name not in entries:
             if not known_only:
-                problems.add(f"{label(name)} is not an option{nearest(name, entries)}; see areno train --help")
+                problems.add(f"{label(name)} is not an option{nearest(name, entries)}; see `areno train --help`")
             continue
         try:
             values[name] = convert(entries[name], value, label(name))

@@ -61,7 +61,7 @@ class ServingConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host names accepted besides loopback when there is no key; ``*`` allows any
     max_connections: int | None = None  # maximum open connections; None is unlimited
     max_body_bytes: int = 16 * 2**20  # maximum size of a request body
-    # maximum characters of a request; None: 16 per token of context, at least 65,536
+    # maximum characters of a request; None: 16 per token of the context length, but at least 65,536
     max_prompt_chars: int | None = None
     request_timeout_s: float | None = None  # maximum time until a request is answered; None is unlimited
 

@@ -238,7 +238,7 @@ def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | Non
     if options.dummy:
         raise UsageError(
             f"{options.option} {path}: random weights (dummy_load) cannot be split into pipeline stages; use a layout "
-            "without pipeline parallelism (p)"
+            "without pipeline parallelism (such as d2 instead of p2)"
         )
     layers = int(config.get_text_config().num_hidden_layers)
     try:
@@ -309,7 +309,7 @@ def _known_class(kind: Any, config: PretrainedConfig) -> Any:
     if resolved is None or isinstance(resolved, tuple):
         raise UnsupportedModelError(
             f"{type(config).__name__}: only model classes of transformers can be split into pipeline stages; use a "
-            "layout without pipeline parallelism (p)"
+            "layout without pipeline parallelism (such as d2 instead of p2)"
         )
     return resolved
 

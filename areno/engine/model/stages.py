@@ -112,7 +112,7 @@ def parts_of_body(body: nn.Module) -> tuple[str, str]:
         raise UnsupportedModelError(
             f"{type(body).__name__} cannot be split into pipeline stages: besides its embedding, it has "
             f"{', '.join([*lists, *others]) or 'nothing'}, but it must have one list of layers and one norm; use a layout "
-            "without pipeline parallelism (p)"
+            "without pipeline parallelism (such as d2 instead of p2)"
         )
     return lists[0], others[0]
 
@@ -167,5 +167,5 @@ def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any)
     if not torch.equal(out.last_hidden_state[0], hidden):
         raise UnsupportedModelError(
             f"{name}: {type(module).__name__} changes its input before the first layer, and every pipeline stage would "
-            "repeat this change; use a layout without pipeline parallelism (p)"
+            "repeat this change; use a layout without pipeline parallelism (such as d2 instead of p2)"
         )
