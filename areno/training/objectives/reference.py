@@ -81,7 +81,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """Return the part of the cache key that describes the compute dtype, quantization and seed of random weights."""
+        """Return the part of the cache key for the compute dtype, the quantization, and the seed of random weights."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
