@@ -41,11 +41,11 @@ def check_reachable(path: str) -> None:
         except GatedRepoError as error:
             raise UsageError(
                 f"{not_local}, and the hub gives access only on request; request access at {constants.ENDPOINT}/{path}, "
-                "and run hf auth login"
+                "and run `hf auth login`"
             ) from error
         except RepositoryNotFoundError as error:
             raise UsageError(
-                f"{not_local}, and the hub has no such model; check the spelling; for a private model, run hf auth login"
+                f"{not_local}, and the hub has no such model; check the spelling; for a private model, run `hf auth login`"
             ) from error
         except HfHubHTTPError:
             return  # the hub is reachable; other problems are reported when loading

@@ -31,7 +31,10 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 
 
 def read_sessions(inputs: Sequence[str | Path]) -> tuple[list[dict[str, Any]], int]:
-    """Return the sessions by submission time, and the number of skipped lines. Raises UsageError if there are no sessions."""
+    """Return the sessions, sorted by submission time, and the number of skipped lines.
+
+    Raises UsageError if there are no sessions.
+    """
     records = [record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path)]
     sessions = [record for record in records if record is not None and _is_session(record)]
     if not sessions:

@@ -124,7 +124,11 @@ class Checkpoints:
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
-        """Write a checkpoint to a folder. If the folder is a copy of ``copied``, write only files that may differ."""
+        """Write a checkpoint to a folder.
+
+        If the folder is a copy of ``copied``, a checkpoint of the same step, keep its model and optimizer state, and write only
+        the state of the run and of the rollout.
+        """
         if copied is None:
             backend.save_model(folder)
             if self.spec.saves_optimizer:
@@ -167,7 +171,7 @@ def _refuse_foreign(root: Path) -> None:
         if status.st_mode & stat.S_IWOTH and not closed and not path.is_symlink():
             raise CheckpointError(
                 f"{path} can be written to by every user, so its content is not trusted; if you trust the content, run "
-                f"chmod -R o-w {root}, otherwise delete the content"
+                f"`chmod -R o-w {root}`, otherwise delete the content"
             )
 
 

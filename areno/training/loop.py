@@ -46,7 +46,7 @@ from areno.types import TokenRecord, TrainSequence
 class PlannedStep:
     """A step to run, with its batch and its place in the run.
 
-    ``position`` is the position in the epoch's row order after the step.
+    ``position`` is the number of rows of the epoch that are consumed after the step, including skipped rows.
     """
 
     batch: Any
@@ -169,11 +169,14 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return and clear the token records of the last update, by the row's ``observed``; {} if there are no records."""
+        """Return the token records of the last update, by the ``observed`` number of the row, and clear them.
+
+        Returns {} if there are no records.
+        """
         return getattr(self.backend, "take_token_records", dict)()
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
-        """Measure the time of a ``with`` block under the name ``key``. By default, only the trace contains the time."""
+        """Measure the time of a ``with`` block under the name ``key``. This base class writes the time only to the trace."""
         return tracing.trace_scope(key)
 
     @contextmanager
@@ -273,7 +276,10 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model, at most once per step. If ``apart``, report the metrics separately; otherwise, return them."""
+        """Measure the model, unless it was already measured after the last step.
+
+        If ``apart``, write the metrics as a separate record, and return {}; otherwise, return the metrics.
+        """
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):
             return {}
@@ -295,7 +301,10 @@ class TrainingLoop(ABC):
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
-        """Return whether an evaluation is better than all earlier evaluations, and record the best. NaN is never better."""
+        """If an evaluation is better than all earlier evaluations, record it as the best. Return whether it is better.
+
+        NaN is never better.
+        """
         name, best = self.best_metric, self.state.best
         if name not in metrics:
             if self.best_may_be_missing:
@@ -323,8 +332,8 @@ class TrainingLoop(ABC):
     def _restore_evaluation(self) -> None:
         """Restore the evaluations of the checkpoint.
 
-        The evaluation of the restored step is reported again, because the resumed run has deleted its record. If the evaluation
-        settings have changed, the last and the best evaluation are discarded.
+        If the last evaluation was at the restored step, its metrics are recorded again, because resuming has deleted the record
+        of this evaluation. If the evaluation settings have changed, the last and the best evaluation are discarded.
         """
         previous = self.state.evaluation
         if previous is None:

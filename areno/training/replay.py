@@ -28,8 +28,8 @@ class RecordedStep:
     Attributes:
         complete: whether ``saved`` has all rows of the step.
         checkpoint: path of the checkpoint from which the replay starts; None for the initial model.
-        start: number of completed steps in the checkpoint. If the number is equal to ``step``, the recorded step started from
-            the same weights. Otherwise, the checkpoint is older.
+        start: number of completed steps in the checkpoint. If the number is equal to ``step``, the replay starts from the
+            same weights as the recorded step. Otherwise, it starts from older weights.
         reshapes: whether advantages are recomputed from the rewards. By default, the recorded advantages are used.
     """
 

@@ -58,7 +58,7 @@ class Saver:
         self._under_way: dict[str, Future[None]] = {}
 
     def path(self, role: str, at: StepInfo) -> Path:
-        """Return the path of a role's model after a step."""
+        """Return the folder in which the model of a role is saved after a step."""
         numbers = {"epoch": at.epoch, "epoch_step": at.epoch_step, "global_step": at.global_step}
         name = self._layout.model.format(steps=at.global_step + 1, **numbers)
         return self._root / self._layout.models.format(role=role) / name
@@ -66,7 +66,10 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
-        """Count a finished step of a role. If a save is due, call :meth:`save` and return the path; otherwise, return None."""
+        """Count a finished step in the save schedule of a role.
+
+        If a save is due, call :meth:`save` and return the path; otherwise, return None.
+        """
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage) if due else None
 
@@ -106,7 +109,7 @@ class Saver:
                 self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of each role."""
+        """Return the state of each role's save schedule, for a checkpoint."""
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,10 @@ def parts_of(reward: float | None) -> Mapping[str, float]:
 
 
 def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[float]]:
-    """Return a list of values for each part that all rewards have. ``prefix`` is prepended to the names of the parts."""
+    """Return the values of each reward part, by name. Parts that any reward lacks are omitted.
+
+    ``prefix`` is prepended to the names of the parts.
+    """
     rows = [parts_of(reward) for reward in rewards]
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     return {prefix + name: [row[name] for row in rows] for name in shared}
@@ -70,8 +73,8 @@ class RewardParts:
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (
-                f"returned {', '.join(parts) or 'one number'}, but not {', '.join(missing)}, which --reward-weights "
-                "(reward.weights) or other records contain; return every part for every record, with 0 for a part that does "
+                f"returned {', '.join(parts) or 'one number'}, but not {', '.join(missing)}; for every record, return all "
+                "parts that --reward-weights (reward.weights) names or that other records have, with 0 for a part that does "
                 "not apply"
             )
         return (

@@ -13,7 +13,7 @@ RoutingRecord = NDArray[np.integer]
 
 
 def no_expert(record: RoutingRecord) -> int:
-    """Return the value of all entries of a token without a record."""
+    """Return the filler value for tokens whose experts were not recorded."""
     return int(np.iinfo(record.dtype).max)
 
 

@@ -214,12 +214,12 @@ class TokenConstraint(Protocol):
         ...
 
     def push(self, token: int) -> None:
-        """Advance the state by a sampled token."""
+        """Update the state after ``token`` was sampled."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether only the end of the text is allowed next."""
+        """Whether the grammar allows no further text, so that the response must end."""
         ...
 
 

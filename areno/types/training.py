@@ -108,7 +108,7 @@ class TrainSequence:
 
     @property
     def knows_temperature(self) -> bool:
-        """Whether the temperature was set explicitly or taken from the log-probs. False if the temperature is the default."""
+        """True if ``temperature`` was passed or comes from ``logprobs``; False if it is only the default."""
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:

@@ -130,7 +130,10 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/explain")
     def explained(name: str) -> DataResponse:
-        """Return meaning, normal values and remedy of a metric, with one entry per command that records the metric."""
+        """Return the meaning of a metric, its normal values, and what to do about other values.
+
+        There is one entry per command that records the metric.
+        """
         return DataResponse([_explanation(one) for one in explain(name)])
 
     @app.get("/api/runs/{run_id}/timeline")

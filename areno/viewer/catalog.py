@@ -122,7 +122,7 @@ class RunCatalog:
         return [row for row in rows if row is not None]
 
     def signature(self) -> dict[str, Any]:
-        """Return one value per run ID. The value changes when the row of the run changes."""
+        """Map each run ID to a value that changes whenever the row of the run in :meth:`rows` changes."""
         return {run_id: (_signature(path), is_locked(path)) for run_id, path in self.paths().items()}
 
     def _search(self) -> None:
@@ -163,7 +163,10 @@ class RunCatalog:
 
 
 def completed_steps(data: RunData) -> int:
-    """Return the number of completed training steps. Evaluations are ignored, because their step may be one higher."""
+    """Return the number of completed training steps.
+
+    Evaluations are ignored, because they are recorded under the number of the next training step.
+    """
     metrics = list(data.metrics.series.items())  # another thread may add metrics, or replace them all
     return max((series.steps[-1] for name, series in metrics if not _is_evaluated(name)), default=-1) + 1
 

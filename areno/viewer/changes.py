@@ -1,4 +1,4 @@
-"""Sends events about new data of runs. The files of a run are checked twice per second, once for all clients."""
+"""Sends events about new data of runs. One task per run checks the run's files every 0.5 s, on behalf of all clients."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ _ROWS = ""
 """The key of the list of runs, used in place of a run ID."""
 
 Parts = dict[str, dict[str, Any]]
-"""Maps a run ID and a kind of data to a value, which changes when this data of the run changes."""
+"""For each run ID and each kind of data, such as ``metrics`` or ``log``: a value that changes when this data changes."""
 
 
 def sizes_of(run: OpenedRun) -> Parts:

@@ -46,7 +46,10 @@ def opener(folder: Path) -> Opener:
 
 
 def _open_below(folder: Path, path: Path) -> int:
-    """Open a file below a folder without following links. A folder in ``path`` may have become a link in the meantime."""
+    """Open a file below a folder without following links.
+
+    A folder in ``path`` may have been replaced by a link after ``path`` was resolved.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     for part in path.parts:
         outer = descriptor

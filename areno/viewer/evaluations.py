@@ -12,7 +12,7 @@ def evaluations(run: OpenedRun, before: int | None, after: int | None) -> dict[s
     """Return the answers to the same held-out prompts in two evaluations, by default the first and the last evaluation.
 
     Returns:
-        - ``steps``: number of completed steps of each recorded evaluation
+        - ``steps``: for each recorded evaluation, the number of training steps completed before it
         - ``before`` and ``after``: the steps of the two evaluations
         - ``prompts``: for each prompt, ``prompt_index``, ``prompt``, and the records ``before`` and ``after``. A record is
           null if its evaluation lacks the prompt.

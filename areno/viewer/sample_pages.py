@@ -87,7 +87,8 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     """Return the whole ``record`` of a sample, with ``index``, ``recorded`` and ``same_prompt``.
 
-    ``recorded`` is the number of all samples. ``same_prompt`` has the entries of all samples of this prompt in this step.
+    ``recorded`` is the number of all samples. ``same_prompt`` lists all samples of the same prompt in the same step, in
+    the form of :func:`describe_entry`.
 
     Raises:
         ApiError: there is no such sample, or the sample's line is too long or unreadable.

@@ -41,7 +41,7 @@ class ViewerServer:
     port: int | None = None
     key: str | None = None
     notices: list[str] = field(default_factory=list, init=False)
-    """Startup messages for the user, such as that another port is used."""
+    """Messages to show the user at startup, for example that ``PORT`` is in use and another port was chosen."""
 
     def __post_init__(self) -> None:
         Problems.raise_all(self._problems())

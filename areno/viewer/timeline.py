@@ -17,7 +17,7 @@ _READ = 4 * 2**20
 _LATEST = 1e18
 _UPDATE = "update_weights"
 _NO_PHASES = ("step",)
-"""Events that only contain other events."""
+"""Names of trace events that are not phases, because they only enclose other events."""
 
 
 def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
@@ -66,7 +66,10 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
 
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the last sessions that ended before ``until``, and ``until`` of the previous window (None if there is none)."""
+    """Return the last sessions that ended before ``until``, and the value of ``until`` for the sessions before these.
+
+    The second value is None if there are no earlier sessions.
+    """
     sessions, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -185,8 +188,8 @@ def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: f
     """Return the time at which each weight version became available.
 
     With a trace, this time is the end of the weight update. Without a trace, this time is when the step's metrics were
-    recorded, right after the update. An evaluation after the last update has the step of the next update, so its record is
-    skipped.
+    recorded, right after the update. Evaluations are recorded under the number of the next training step. If this step has
+    not been trained yet, the record does not mark an update, and is skipped.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

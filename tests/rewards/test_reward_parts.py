@@ -47,11 +47,15 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (
             ["{'a': 1, 'b': 2}", "{'a': 1}"],
             "",
-            [None, "returned a, but not b, which"],
+            [None, "returned a, but not b; for every record"],
         ),
         (["{'a': 1}", "2.0"], "", [None, "returned one number, but not a"]),
-        (["{'a': 1}"], "aa=2", ["but not aa, which --reward-weights (reward.weights) or other records contain"]),
-        (["2.0"], "a=2", ["returned one number, but not a, which --reward-weights (reward.weights) or"]),
+        (
+            ["{'a': 1}"],
+            "aa=2",
+            ["but not aa; for every record, return all parts that --reward-weights (reward.weights) names"],
+        ),
+        (["2.0"], "a=2", ["returned one number, but not a; for every record, return all parts"]),
         (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
@@ -84,8 +88,8 @@ def test_a_missing_part_stops_the_run_and_names_the_record(reward_file, records)
 def test_shared_reward_parts_expect_the_same_names_in_every_reward():
     parts = RewardParts()
     assert parts.weigh({"a": 1.0, "b": 2.0}) == 3.0
-    assert "returned a, but not b, which" in parts.problem(parts.weigh({"a": 1.0}))
-    assert "returned one number, but not a, b, which" in parts.problem(parts.weigh(0.5))
+    assert "returned a, but not b; for every record" in parts.problem(parts.weigh({"a": 1.0}))
+    assert "returned one number, but not a, b; for every record" in parts.problem(parts.weigh(0.5))
     assert parts.problem(parts.weigh({"b": 1.0, "a": 2.0})) is None
     assert RewardParts().weigh(0.5) == 0.5
     with pytest.raises(UsageError, match=r"'a=-1\.0' is not a valid weight"):

@@ -72,7 +72,7 @@ def test_an_unreachable_hub_is_distinguished_from_a_wrong_name(tmp_path):
 
 def test_a_gated_model_error_says_where_to_request_access(hub, tmp_path):
     output = outcome("some/gated", tmp_path, HF_ENDPOINT=hub)
-    assert f"request access at {hub}/some/gated, and run hf auth login" in output
+    assert f"request access at {hub}/some/gated, and run `hf auth login`" in output
     assert "no such model" not in output
 
 

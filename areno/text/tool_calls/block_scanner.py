@@ -36,7 +36,7 @@ class BlockBody(ABC):
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """Return the calls of the closed body; never empty. ``source`` is the text of the whole block, with its markers."""
+        """Return the calls in a complete body, at least one. ``source`` is the text of the whole block, with its markers."""
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], BlockBody]) -> CallFormat:

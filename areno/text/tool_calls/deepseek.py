@@ -1,4 +1,8 @@
-"""DeepSeek's tool-call formats. V3 writes type, separator, name and a code fence; V3.1 writes name, separator and an object."""
+"""DeepSeek's tool-call formats.
+
+V3 writes the word ``function``, a separator, the tool's name, and the arguments in a code fence. V3.1 writes the tool's name, a
+separator, and the arguments as a JSON object.
+"""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import CallShape, ToolCallParser

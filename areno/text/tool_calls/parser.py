@@ -152,7 +152,10 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The opening markers and wrappers of the formats. Decoding must not remove markers that are special tokens."""
+        """The markers that open a call in any of the formats, and the wrappers.
+
+        Decoding must not remove markers that are special tokens.
+        """
         return tuple(opener for form in self.formats for opener in form.openers) + self.wrappers
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:
@@ -299,7 +302,7 @@ class StreamingParser:
         return compact_json(arguments)
 
     def _advance(self, end: int) -> None:
-        """Advance to ``end`` over text without calls. Text that is not blank is emitted."""
+        """Consume the text up to ``end``, which contains no call, and emit it unless it is blank."""
         text = self._source.text[self._at : end]
         blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
         if text.strip(blank):

@@ -19,7 +19,7 @@ Example = list[TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBounds:
-    """Length limits of usable rows, and names for error messages."""
+    """Limits on the length of training rows, and texts for error messages, such as the name of the data."""
 
     max_prompt_tokens: int  # maximum prompt length in tokens
     max_new_tokens: int  # maximum answer length in tokens, including EOS
@@ -104,7 +104,10 @@ class Objective:
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
-        """Return the loss with the statistics of ``areno run``. ``options`` are passed to the loss."""
+        """Return the loss function for ``areno run``, which reports statistics under the names of ``areno run``.
+
+        ``options`` are passed to the loss function.
+        """
         return with_names(self.loss_fn, self.names, **options)
 
 

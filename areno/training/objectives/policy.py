@@ -58,8 +58,9 @@ class Prepared:
     """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: the result of :func:`~areno.loss_fns.shaping.shape_advantages`, without ``gae_advantages``. With
-            ``credits``, the result of :func:`~areno.loss_fns.shaping.credit_advantages`.
+        populations: values by metric name, to report as mean, minimum and maximum. They come from
+            :func:`~areno.loss_fns.shaping.shape_advantages` (without ``gae_advantages``) or, with ``credits``, from
+            :func:`~areno.loss_fns.shaping.credit_advantages`.
         divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
             over the trained tokens.
     """
@@ -72,7 +73,10 @@ class Prepared:
 
 
 class PolicyObjective:
-    """Prepares rows, and trains the models of the learners. ``around`` creates a context manager for each stage."""
+    """Prepares rows, and trains the models of the learners.
+
+    Each stage, such as scoring or training, runs inside a context manager that ``around`` returns.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class PolicyObjective:
         self._around: Around = around or (lambda *_: nullcontext())
 
     def rewards(self, tokens: TokenRows, completion: Callable[[int], str]) -> list[float]:
-        """Score rows with the role ``reward``. ``completion`` returns the text of a row's answer, for error messages."""
+        """Score rows with the reward model. ``completion`` returns the text of a row's answer, for error messages."""
         with self._around("rewards", "reward", len(tokens)):
             scores = self.models.score_rewards("reward", tokens, self.settings.rows_at_once("reward", tokens))
         for index, score in enumerate(scores):
@@ -144,7 +148,10 @@ class PolicyObjective:
             row.logprobs, row.prox_logprobs = row.prox_logprobs, []
 
     def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
-        """Set a column of each row to the log-probs of a role, at the temperature of the row."""
+        """Compute the log-probs of the rows with the model ``role``, and store them in the attribute ``column`` of each row.
+
+        The log-probs are computed at the temperature of the row.
+        """
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
             if role in self.settings.scorers:

@@ -81,7 +81,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """Return the cache key's part for the compute dtype, the quantization and the seed of random weights."""
+        """Return the part of the cache key for the compute dtype, the quantization, and the seed of random weights."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -91,7 +91,11 @@ class Reference:
 
     @contextmanager
     def _role(self) -> Iterator[str]:
-        """Yield the role that scores: the policy if it has no adapter and is equal to the reference, otherwise ``ref``."""
+        """Yield the name of the model that computes the reference log-probs.
+
+        This is the policy if it has no adapter and is equal to the reference. Otherwise, it is ``ref``, which exists only
+        inside the ``with`` block.
+        """
         if self.path == self.actor_path and self.models.config.adapter is None and not self.trained:
             yield ACTOR
             return
