@@ -146,9 +146,9 @@ class Repository:
             self.store.remove(name)
 
     def reset(self) -> None:
-        """Delete the values that this process added with ``delete_on_exit``, and stop keeping values alive.
+        """Delete the values that this process added with ``delete_on_exit``, and stop renewing values with a time to live.
 
-        If another process has replaced a value, the new value is kept.
+        A value that another process has replaced is not deleted.
         """
         names = list(self._own)
         for name in {*names, *self._alive}:
@@ -172,7 +172,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
 
 
 def _normal(name: str) -> str:
-    """Return a name without leading and trailing slashes. Raises UsageError if a word of the path is invalid."""
+    """Return ``name`` without leading and trailing slashes. Raises UsageError if a word between two slashes is invalid."""
     words = name.strip("/").split("/")
     if any(not word or word.startswith(".") or "\0" in word for word in words):
         raise UsageError(

@@ -54,9 +54,9 @@ def gap_remedy(limit: float) -> str:
 
 @dataclass(slots=True)
 class _History:
-    """The history of a condition, and whether a warning was issued.
+    """Records in how many steps a warning's condition has held, and whether the warning was issued.
 
-    ``held`` counts consecutive steps with the condition, and ``absent`` counts consecutive steps without the condition.
+    ``held`` counts the latest consecutive steps with the condition, and ``absent`` those without the condition.
     """
 
     held: int = 0
@@ -196,9 +196,10 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """Map the name of each condition to two values: whether the condition holds, and its warning.
+        """Map the name of each condition to two values: whether the condition holds in this step, and its warning.
 
-        None means that the condition is unknown. ``{n}`` in a warning stands for the number of steps.
+        The first value is None if the statistics do not show whether the condition holds. ``{n}`` in a warning stands for the
+        number of consecutive steps in which the condition has held.
         """
         tied, cut = _all_tied(rewards, groups), all(truncated) if truncated else None
         opposed = _opposed(self._parts)

@@ -77,7 +77,7 @@ class RunHeading:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A sample of the latest step, which the display shows."""
+    """The sample of the latest step that the display shows."""
 
     prompt: str
     completion: str

@@ -93,9 +93,9 @@ class SessionTracer:
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
-        """Open a session of a task. The block, and the asyncio tasks started in the block, run in this session.
+        """Open a session of the task ``task_id`` for the ``with`` block and for the asyncio tasks that the block starts.
 
-        If the block raises, the session gets the status ``failed``, regardless of the outcome of its task.
+        If the block raises an exception, the session gets the status ``failed``, even if the task later succeeds.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:

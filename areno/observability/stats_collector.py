@@ -166,7 +166,7 @@ class StatsTracker:
         return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
-        """Return the statistics over all ranks. ``gather`` collects the parts of all ranks (all-gather)."""
+        """Return the statistics over all ranks. ``gather`` takes this rank's ``Parts``, and returns those of all ranks."""
         return reduced(merge(gather(self.parts(reset=reset))))
 
     def _full_name(self, key: str) -> str:
@@ -205,7 +205,10 @@ class StatsTracker:
 
 
 def merge(gathered: Iterable[Parts]) -> Parts:
-    """Merge the parts of several processes, with equal weight for every value. Raises ValueError if reduce types differ."""
+    """Merge the statistics of several processes. In a mean, every recorded value has equal weight.
+
+    Raises ValueError if a statistic has different reduce types in two processes.
+    """
     merged: Parts = {}
     for parts in gathered:
         for name, part in parts.items():

@@ -96,7 +96,7 @@ class StatsLogger:
             )
 
     def close(self) -> None:
-        """Send the statistics of :meth:`before_step` if no step followed, and close the services.
+        """Send the statistics that :meth:`before_step` received and no step has sent, and close the services.
 
         Further calls send nothing.
         """
