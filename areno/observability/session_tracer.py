@@ -135,8 +135,8 @@ class SessionTracer:
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
         """Set the outcome of the sessions of a task, and write finished sessions if a batch is full.
 
-        A session whose block raised keeps the status ``failed``. Unknown tasks are ignored. Raises ValueError if the status is
-        unknown, and ArenoError if the file cannot be written.
+        If the block of :meth:`session_context` raised an exception, the session keeps the status ``failed``. Unknown tasks are
+        ignored. Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.
         """
         if status not in get_args(Status):
             raise ValueError(f"session status {status!r} is unknown; use one of {', '.join(get_args(Status))}")

@@ -107,7 +107,7 @@ class StatsTracker:
                 self._add(self._accumulator(self._full_name(key), ReduceType.SUM), tensor.double(), tensor)
 
     def stat(self, denominator: str, reduce_type: ReduceType | str | None = None, **tensors: Any) -> None:
-        """Record the elements of tensors that a mask selects.
+        """Record those elements of the tensors for which a mask is True.
 
         Args:
             denominator: name of a mask that :meth:`denominator` recorded in the current scope or in an enclosing scope. If
@@ -162,7 +162,7 @@ class StatsTracker:
         return parts
 
     def export(self, key: str | None = None, reset: bool = True) -> dict[str, float]:
-        """Return the statistics of this process by full name. The arguments are those of :meth:`parts`."""
+        """Return the statistics of this process, with full names as keys. The arguments are those of :meth:`parts`."""
         return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
@@ -234,7 +234,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """Return the exported numbers of merged parts by name.
+    """Compute the exported numbers from merged ``parts``. Return a dictionary that maps the name of each number to the number.
 
     A statistic without values is exported only if it is a sum or a timing.
     """

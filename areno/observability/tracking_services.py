@@ -2,8 +2,8 @@
 
 The package of a service is imported only if a run uses the service. If the package is missing, an error shows the install
 command. A resumed run continues its history if the service supports resuming. The services cannot delete values. If a resumed
-run repeats a step, MLflow keeps the old and the new values of this step, and most other services append the new values as a
-later step.
+run repeats a step, MLflow keeps the old and the new values of this step, and most other services record the new values under a
+later step number.
 """
 
 from __future__ import annotations

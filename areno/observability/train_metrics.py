@@ -97,8 +97,8 @@ _UPDATE: _Rows = (
     (
         "clip_fraction{,_high,_low,_dual}",
         "fraction",
-        "fraction of tokens (GRPO) or answers (GSPO) that lose their gradient because the ratio is clipped: in total, "
-        "above the clip range, below the clip range, and beyond the dual clip",
+        "fraction of tokens (GRPO) or answers (GSPO) that lose their gradient because the ratio is clipped. `_high` counts "
+        "only ratios above the clip range, `_low` only ratios below the range, and `_dual` only ratios beyond the dual clip",
     ),
     ("rollout_logprobs_mean", "nats", "mean log-prob of the trained tokens, recorded during sampling"),
     ("train_logprobs_mean", "nats", "mean log-prob of the trained tokens, computed in the update"),
@@ -244,8 +244,8 @@ _EVALUATION: _Rows = (
     (
         "accuracy",
         "fraction",
-        "fraction of answers with a reward above 0. Pairs: fraction of pairs whose chosen answer has the higher reward or "
-        "score",
+        "fraction of answers with a reward above 0. Training on pairs: fraction of pairs whose chosen answer has the higher "
+        "reward or score",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "mean number of tokens per answer"),
@@ -262,7 +262,7 @@ _EVALUATION: _Rows = (
     (
         "{,reward_}margin",
         "reward",
-        "pairs: reward or score of the chosen answer minus that of the rejected answer",
+        "training on pairs: reward or score of the chosen answer minus that of the rejected answer",
     ),
     (
         "{chosen,rejected}_reward",
