@@ -53,7 +53,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(options: NameOptions) -> None:
-    """Replace the store of this module's functions, after a ``reset`` of the previous store."""
+    """Call ``reset``, then replace the store that all functions of this module use."""
     store = options.open()
     _names.reset()
     _names.store = store

@@ -59,7 +59,10 @@ class _StoreActor(MemoryStore):
         self._results: OrderedDict[str, Any] = OrderedDict()
 
     def run(self, call_id: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the store, and return the result. If the id of the call is known, only return the earlier result."""
+        """Call a method of the store, and return the result.
+
+        If a call with the same id was executed before, only return the result of that call.
+        """
         if call_id not in self._results:
             self._results[call_id] = getattr(self, method)(*arguments)
             if len(self._results) > _KEPT_RESULTS:

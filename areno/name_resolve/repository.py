@@ -1,4 +1,4 @@
-"""The client of a name store. The client adds, reads and deletes names, and keeps values alive."""
+"""The client of a name store. The client adds, reads and deletes names, and renews values before they expire."""
 
 import logging
 import threading
@@ -23,14 +23,14 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
 class Repository:
     """Adds, reads and deletes names and their values in a store.
 
-    If a process adds a value with a time to live, a thread of this process keeps the value alive. The value expires soon after
-    the process exits, even if the process was killed.
+    If a process adds a value with a time to live, a thread of this process renews the value regularly. The value expires soon
+    after the process exits, even if the process was killed.
     """
 
     def __init__(self, store: NameStore) -> None:
         self.store = store
         self._own: set[str] = set()
-        self._alive: dict[str, threading.Event] = {}  # set to stop keeping a value alive
+        self._alive: dict[str, threading.Event] = {}  # set to stop renewing a value
 
     def add(
         self,
@@ -146,9 +146,9 @@ class Repository:
             self.store.remove(name)
 
     def reset(self) -> None:
-        """Delete the values that this process added with ``delete_on_exit``, and stop keeping values alive.
+        """Delete the values that this process added with ``delete_on_exit``, and stop renewing values with a time to live.
 
-        If another process has replaced a value, the new value is kept.
+        A value that another process has replaced is not deleted.
         """
         names = list(self._own)
         for name in {*names, *self._alive}:
@@ -168,11 +168,11 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
             if not store.touch(name, ttl):
                 return
         except (ArenoError, OSError) as error:  # the store may be reachable again before the value expires
-            logger.warning("cannot keep the value of the name %s alive: %s; trying again", name, error)
+            logger.warning("cannot renew the value of the name %s before it expires: %s; trying again", name, error)
 
 
 def _normal(name: str) -> str:
-    """Return a name without leading and trailing slashes. Raises UsageError if a word of the path is invalid."""
+    """Return ``name`` without leading and trailing slashes. Raises UsageError if a word between two slashes is invalid."""
     words = name.strip("/").split("/")
     if any(not word or word.startswith(".") or "\0" in word for word in words):
         raise UsageError(

@@ -56,7 +56,10 @@ def is_under(name: str, root: str) -> bool:
 
 
 class MemoryStore:
-    """Stores names in the memory of a process or of a Ray actor. ``owner`` identifies the process that calls an actor."""
+    """Stores names in the memory of a process or of a Ray actor.
+
+    In a Ray actor, ``owner`` identifies the process that calls the method.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +181,7 @@ class FileStore:
         return [file.parent.relative_to(self.root).as_posix() for file in files if self._value(file) is not None]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`. An expired value is valid again, unless another writer has replaced or removed it."""
+        """See :class:`NameStore`. The call also renews an expired value, unless another process has replaced or removed it."""
         file = self.root / name / _FILE
         with contextlib.suppress(FileNotFoundError), self._locked():
             if _entry(file).get("mark") == self._marks.get(name, ""):

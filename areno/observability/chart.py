@@ -102,7 +102,10 @@ def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float | None]:
-    """Return the mean of the finite values of each column; None for a column without finite values."""
+    """Divide the values into ``width`` columns, and return the mean of each column; None for a column without finite values.
+
+    Values that are not finite are ignored.
+    """
     columns: list[float | None] = []
     for i in range(width if values else 0):
         start = i * len(values) // width

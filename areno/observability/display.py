@@ -203,7 +203,7 @@ class LiveProgress(ProgressDisplay):
 
 
 class Picture:
-    """Lines of a frame, which rich can draw. Markup in the texts is not interpreted."""
+    """Lines of a frame as an object that the package ``rich`` can print. Markup in the texts is not interpreted."""
 
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines

@@ -89,7 +89,7 @@ _BATCH_COUNTS: _Rows = (
     ("rs_upper", "upper bound of rejection sampling (not reported without rejection sampling)"),
     (
         "rs_lower",
-        "lower bound of rejection sampling (not reported if the action is clamp, or if no lower bound is set)",
+        "lower bound of rejection sampling (not reported with rejection_sampling.action=clamp or without a lower bound)",
     ),
 )
 _UPDATE: _Rows = (
@@ -120,8 +120,8 @@ _UPDATE: _Rows = (
     ),
     (
         "behave_imp_weight",
-        "probability ratio of the proximal to the behavior policy, for each token that rejection sampling and M2PO keep. If "
-        "the action of rejection sampling is clamp, the ratio is clamped",
+        "probability ratio of the proximal to the behavior policy, for each token that rejection sampling and M2PO keep. "
+        "With rejection_sampling.action=clamp, the ratio is clamped",
     ),
     (
         "behave_approx_kl",
@@ -148,8 +148,8 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "number of microbatches per optimizer step, summed over the data-parallel replicas and averaged over "
-        "the update's optimizer steps",
+        "number of microbatches in an optimizer step, counting those of all data-parallel replicas; mean over the optimizer "
+        "steps of the update",
     ),
 )
 _LOGP: _Rows = (
@@ -265,7 +265,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),
 )
-"""Sections of the list, each with title, scope, kind of exported numbers, and rows."""
+"""Sections of the list of statistics, each with title, scope, kind of exported numbers, and rows of names and meanings."""
 
 
 def documented() -> Iterator[tuple[str, Statistic]]:

@@ -54,7 +54,7 @@ def gap_remedy(limit: float) -> str:
 
 @dataclass(slots=True)
 class _History:
-    """The history of a condition, and whether a warning was issued.
+    """Records in how many steps a warning's condition has held, and whether the warning was issued.
 
     ``held`` counts consecutive steps with the condition, and ``absent`` counts consecutive steps without the condition.
     """
@@ -196,9 +196,10 @@ class HealthMonitor:
     def _conditions(
         self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
     ) -> dict[str, tuple[bool | None, str]]:
-        """Map the name of each condition to two values: whether the condition holds, and its warning.
+        """Map the name of each condition to two values: whether the condition holds in this step, and its warning.
 
-        None means that the condition is unknown. ``{n}`` in a warning stands for the number of steps.
+        The first value is None if the statistics do not show whether the condition holds. ``{n}`` in a warning stands for the
+        number of consecutive steps in which the condition has held.
         """
         tied, cut = _all_tied(rewards, groups), all(truncated) if truncated else None
         opposed = _opposed(self._parts)
@@ -261,18 +262,18 @@ class HealthMonitor:
             return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"
         if self._moved > 0 and cut:
             return (
-                f"{seen}The reward may simply grow with length or repetition: read recent samples (areno inspect RUN)"
+                f"{seen}The reward may simply grow with length or repetition. Run `areno inspect RUN`, and read samples"
             )
         if self._moved > 0:
             return (
-                f"{seen}Earlier rewards were lower. Read recent samples (areno inspect RUN). If their answers are right, "
-                "the task is solved: stop the run, or use harder problems"
+                f"{seen}Earlier rewards were lower. Run `areno inspect RUN`, and read recent samples. If their answers are "
+                "right, the task is solved: stop the run, or use harder problems"
             )
         if cut:
             return f"{seen}All responses are truncated, which may be the cause: first raise {self._limit(length)[1]}"
         return (
-            f"{seen}Test the reward function on a correct answer. If the correct answer gets a higher reward, try easier "
-            "problems, a better starting model (SFT first), a higher --temperature or a larger --n-samples"
+            f"{seen}Test the reward function on a correct answer. If this answer gets a higher reward than the samples, try "
+            "easier problems, a better starting model (SFT first), a higher --temperature or a larger --n-samples"
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
@@ -287,7 +288,8 @@ class HealthMonitor:
         if self._moved > 0:
             return (
                 f"{seen}, and the reward is higher than at the start: the reward may simply grow with length or repetition. "
-                "Read recent samples (areno inspect RUN). Do not raise the limit: responses would fill a higher limit, too"
+                "Run `areno inspect RUN`, and read recent samples. Do not raise the limit: responses would fill a higher "
+                "limit, too"
             )
         if self._moved < 0:
             return (
@@ -337,10 +339,11 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
     rising, falling = names[up], names[down]
     rise, fall = ("{:.3g} to {:.3g}".format(*halves[part]) for part in (up, down))
     return True, (
-        f"reward parts move in opposite directions: over {PARTS_WINDOW} steps, `{rising}` rose ({rise}, means of the two "
-        f"halves) and `{falling}` fell ({fall}; correlation {correlation[up, down]:.2f}), while the total reward rose. The "
-        f"policy may be exploiting `{rising}`: with areno inspect RUN, read recent samples in which `{rising}` is high and "
-        f"`{falling}` is low. Then fix the loophole, or lower the weight of `{rising}` (--reward-weights {rising}=...)"
+        f"reward parts move in opposite directions while the total reward rises. Between the first and the second half of "
+        f"the last {PARTS_WINDOW} steps, the mean of `{rising}` rose from {rise}, and the mean of `{falling}` fell from {fall} "
+        f"(correlation {correlation[up, down]:.2f}). The policy may be exploiting `{rising}`. Run `areno inspect RUN`, and "
+        f"read recent samples in which `{rising}` is high and `{falling}` is low. Then fix the loophole, or lower the weight "
+        f"of `{rising}` (--reward-weights {rising}=...)"
     )
 
 

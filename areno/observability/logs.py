@@ -93,8 +93,9 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Return the number of a log level by its name in upper or lower case. None means ``ARENO_LOG_LEVEL`` (default INFO).
+    """Convert the name of a log level, in upper or lower case, to the number that ``logging`` uses.
 
+    None means the level in ``ARENO_LOG_LEVEL`` (default INFO).
     Raises UsageError if the level is unknown.
     """
     name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"

@@ -179,7 +179,7 @@ ADVICE: dict[str, Advice] = {
         "small compared with the rewards", "If the KL reward outweighs the other rewards, lower --kl-reward-coef"
     ),
     "train/routed_experts_changed": Advice(
-        "near 0 in the first optimizer step on a synchronous rollout", _OFF_POLICY, 0, 0.2
+        "near 0 in the first optimizer step after a synchronous rollout", _OFF_POLICY, 0, 0.2
     ),
     "train/reward_errors": Advice(
         "", "Fix the reward function. The log lists each record on which the function failed", 0, 0
@@ -209,7 +209,10 @@ ADVICE: dict[str, Advice] = {
     "train/agent_failed": Advice("", _DROPPED, 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
-        "each request extends the conversation", "docs/agentic.md explains when a conversation forks", 0, 0
+        "a row is added if a request does not extend the conversation",
+        "docs/agentic.md explains when a conversation forks",
+        0,
+        0,
     ),
     "train/workflow_failed": Advice("", _DROPPED, 0, 0),
     "train/tokens_per_second": Advice("steady. The speed falls when answers become longer", _SLOWER),
@@ -245,7 +248,7 @@ ADVICE: dict[str, Advice] = {
     "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
         "below 0 in the first steps, later 0.3 or more",
-        "If the metric stays near 0, raise --critic-lr. areno train has two more options that can help: "
+        "If the metric stays near 0, raise --critic-lr. Two other options of `areno train` can help: "
         "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,
         1,

@@ -28,7 +28,7 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks have numbers above this limit. Thread ids of the operating system are below the limit."""
 
 _MARKER = "areno: profile begins"
-"""Name of a profiler event at a known time of areno's clock. The event gives the offset of the profiler's clock."""
+"""Name of a profiler event at which areno also reads its own clock. The event shows the offset between the two clocks."""
 
 
 class Category(StrEnum):

@@ -37,7 +37,10 @@ Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids, including special tokens."""
 Segments = list[dict[str, Any]]
 Trajectory = Callable[[], Sequence[Segments]]
-"""Function that returns the training rows of a sample. Each row is a list of segments: tokens with equal attributes."""
+"""Function that returns the training rows of a sample. Each row is a list of segments.
+
+A segment is a range of consecutive tokens with equal attributes, such as the loss mask.
+"""
 
 
 def sample_records(

@@ -29,7 +29,7 @@ def step_scalars(
     total_skipped_long: int = 0,
     rewards: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Return all scalars of a step by name.
+    """Return a dictionary with the name and the value of each scalar of a step.
 
     Args:
         train_stats: statistics of the step by name, without the prefix ``train/``. Entries that are not scalars are ignored.

@@ -1,9 +1,9 @@
 """Lays out the contents of the live display as lines of styled text for any terminal size.
 
 :func:`frame` is a pure function of a :class:`ScreenState`. If the terminal has too few rows, the least important lines are
-omitted. If a line is too long, its last pieces are omitted, and its first piece is shortened if necessary. All texts of a run
-(answers, prompts, names and warnings) are reduced to printable characters, so no text can contain a control sequence for the
-terminal.
+omitted. A line consists of a label and pieces of text. If a line is too long, its last pieces are omitted, and if necessary the
+first piece is shortened. All texts of a run (answers, prompts, names and warnings) are reduced to printable characters, so no
+text can contain a control sequence for the terminal.
 """
 
 import math
@@ -62,7 +62,7 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class RunHeading:
-    """Description of a run, which the first line of the display shows.
+    """What the first line of the display shows about the run.
 
     Attributes:
         gap_limit: mean absolute difference between rollout and train log-probs above which the run warns; infinite if the run
@@ -77,7 +77,7 @@ class RunHeading:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A sample of the latest step, which the display shows."""
+    """The sample of the latest step that the display shows."""
 
     prompt: str
     completion: str
@@ -329,7 +329,7 @@ class _Layout:
         return [*lines[: limit - 1], self._shorten(set_cell_size(lines[limit - 1], room + 1), room)]
 
     def _wrap(self, text: str, limit: int) -> list[str]:
-        """Wrap a text into at most ``limit`` lines to the right of the labels. Words that are longer than a line are broken."""
+        """Wrap a text into at most ``limit`` lines that fit beside the label column. Words longer than a line are broken."""
         width, lines, line = self.width - _LABEL_WIDTH, [], ""
         for word in text.split(" "):
             for part in chop_cells(word, max(width, 2)) or [""]:

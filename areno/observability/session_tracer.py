@@ -93,9 +93,9 @@ class SessionTracer:
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
-        """Open a session of a task. The block, and the asyncio tasks started in the block, run in this session.
+        """Open a session of the task ``task_id`` for the ``with`` block and for the asyncio tasks that the block starts.
 
-        If the block raises, the session gets the status ``failed``, regardless of the outcome of its task.
+        If the block raises an exception, the session gets the status ``failed``, even if the task later succeeds.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:
@@ -135,8 +135,8 @@ class SessionTracer:
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
         """Set the outcome of the sessions of a task, and write finished sessions if a batch is full.
 
-        A session whose block raised keeps the status ``failed``. Unknown tasks are ignored. Raises ValueError if the status is
-        unknown, and ArenoError if the file cannot be written.
+        If the block of :meth:`session_context` raised an exception, the session keeps the status ``failed``. Unknown tasks are
+        ignored. Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.
         """
         if status not in get_args(Status):
             raise ValueError(f"session status {status!r} is unknown; use one of {', '.join(get_args(Status))}")

@@ -107,7 +107,7 @@ class StatsTracker:
                 self._add(self._accumulator(self._full_name(key), ReduceType.SUM), tensor.double(), tensor)
 
     def stat(self, denominator: str, reduce_type: ReduceType | str | None = None, **tensors: Any) -> None:
-        """Record the elements of tensors that a mask selects.
+        """Record those elements of the tensors for which a mask is True.
 
         Args:
             denominator: name of a mask that :meth:`denominator` recorded in the current scope or in an enclosing scope. If
@@ -162,11 +162,11 @@ class StatsTracker:
         return parts
 
     def export(self, key: str | None = None, reset: bool = True) -> dict[str, float]:
-        """Return the statistics of this process by full name. The arguments are those of :meth:`parts`."""
+        """Return the statistics of this process, with full names as keys. The arguments are those of :meth:`parts`."""
         return reduced(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
-        """Return the statistics over all ranks. ``gather`` collects the parts of all ranks (all-gather)."""
+        """Return the statistics over all ranks. ``gather`` takes this rank's ``Parts``, and returns those of all ranks."""
         return reduced(merge(gather(self.parts(reset=reset))))
 
     def _full_name(self, key: str) -> str:
@@ -205,7 +205,10 @@ class StatsTracker:
 
 
 def merge(gathered: Iterable[Parts]) -> Parts:
-    """Merge the parts of several processes, with equal weight for every value. Raises ValueError if reduce types differ."""
+    """Merge the statistics of several processes. In a mean, every recorded value has equal weight.
+
+    Raises ValueError if a statistic has different reduce types in two processes.
+    """
     merged: Parts = {}
     for parts in gathered:
         for name, part in parts.items():
@@ -231,7 +234,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """Return the exported numbers of merged parts by name.
+    """Compute the exported numbers from merged ``parts``. Return a dictionary that maps the name of each number to the number.
 
     A statistic without values is exported only if it is a sum or a timing.
     """

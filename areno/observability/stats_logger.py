@@ -88,7 +88,10 @@ class StatsLogger:
             )
 
     def reset(self) -> None:
-        """Remove the lines of an attempt that ended before its first checkpoint. Raises ArenoError on failure."""
+        """Remove all lines that an earlier attempt of the run wrote to the run's files. Raises ArenoError on failure.
+
+        Call this function if the earlier attempt ended before its first checkpoint.
+        """
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
             _log.info(
@@ -96,7 +99,7 @@ class StatsLogger:
             )
 
     def close(self) -> None:
-        """Send the statistics of :meth:`before_step` if no step followed, and close the services.
+        """Send the statistics passed to :meth:`before_step`, unless a step has already sent them, and close the services.
 
         Further calls send nothing.
         """

@@ -31,7 +31,7 @@ class StepMemory:
         self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:
-        """Return the memory metrics after a step by name, in GiB."""
+        """Return the memory metrics of the step that has just ended: a dictionary of names and values in GiB."""
         start = time.monotonic()
         if start >= self._due:
             self._peak = max(self._peak, resident_bytes(os.getpid(), peak=True))

@@ -129,8 +129,8 @@ class EventWriter:
     def _new_path(self) -> Path:
         """Return the path of a new file that sorts after the existing files of the folder.
 
-        TensorBoard reads files in the order of their names, which begin with the creation time in seconds.
-        ``purge_step`` hides only events that were read before. So TensorBoard must read the file of a resumed run last.
+        TensorBoard reads files in the order of their names, which begin with the creation time in seconds. The file of a
+        resumed run must be read last, because its ``purge_step`` hides only events that TensorBoard has already read.
         """
         names = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in self._log_dir.glob(f"{_PREFIX}*")]
         second = max([int(time.time()), *(int(name) + 1 for name in names if name.isdecimal())])

@@ -58,7 +58,7 @@ async def atrace_scope(name: str, category: str = Category.MISC, args: Args = No
 
 
 def trace_perf(name: str | None = None, category: str = Category.MISC) -> Callable[[Function], Function]:
-    """Return a decorator that records each call of a function. The tracer is the process's tracer at the time of the call."""
+    """Return a decorator that records each call of a function. Each call uses the tracer that is configured at that moment."""
 
     def decorate(function: Function) -> Function:
         scope: Any = atrace_scope if inspect.iscoroutinefunction(function) else trace_scope

@@ -1,8 +1,9 @@
 """Sends metrics to experiment tracking services: TensorBoard, Weights & Biases, SwanLab, Trackio and MLflow.
 
 The package of a service is imported only if a run uses the service. If the package is missing, an error shows the install
-command. A resumed run continues its history if the service supports resuming. The services cannot delete values, so the values
-of steps that a resumed run repeats are appended. MLflow keeps all values of a repeated step.
+command. A resumed run continues its history if the service supports resuming. The services cannot delete values. If a resumed
+run repeats a step, MLflow keeps the old and the new values of this step, and most other services record the new values under a
+later step number.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class _SharedRun:
 def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> TrackingService:
     """Open a W&B run. If a run of areno is restarted, the W&B run is resumed; an offline W&B run cannot be resumed.
 
-    If no API key is configured, W&B handles the login.
+    Without ``wandb_api_key``, the W&B package uses the key in ``WANDB_API_KEY`` or the key that ``wandb login`` stored.
     """
     wandb = _package("wandb", "wandb", "wandb")
     settings = {"console": "off", "silent": True}  # do not capture the terminal output
@@ -245,7 +246,7 @@ def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Track
 def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> TrackingService:
     """Open a SwanLab run. Values that are not finite are not sent, because SwanLab does not accept these values.
 
-    If no API key is configured, SwanLab handles the login.
+    Without ``api_key``, the SwanLab package uses the key in ``SWANLAB_API_KEY`` or the key that ``swanlab login`` stored.
     """
     swanlab = _package("swanlab", "swanlab", "swanlab")
     if mode == "local":

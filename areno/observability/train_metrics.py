@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _Rows = tuple[tuple[str, str, str], ...]
-"""Rows with the names (without their prefix), the unit and the meaning."""
+"""Rows of a table of metrics. A row has three texts: names without the prefix (such as ``train/``), unit and meaning."""
 _SUMMARY = "{mean,std,min,max}"
 _GRADIENT = "grad_{zero,nonzero,total}"
 
@@ -97,8 +97,8 @@ _UPDATE: _Rows = (
     (
         "clip_fraction{,_high,_low,_dual}",
         "fraction",
-        "fraction of tokens (GRPO) or answers (GSPO) that lose their gradient because the ratio is clipped: in total, "
-        "above the clip range, below the clip range, and beyond the dual clip",
+        "fraction of tokens (GRPO) or answers (GSPO) that lose their gradient because the ratio is clipped. `_high` counts "
+        "only ratios above the clip range, `_low` only ratios below the range, and `_dual` only ratios beyond the dual clip",
     ),
     ("rollout_logprobs_mean", "nats", "mean log-prob of the trained tokens, recorded during sampling"),
     ("train_logprobs_mean", "nats", "mean log-prob of the trained tokens, computed in the update"),
@@ -122,8 +122,8 @@ _UPDATE: _Rows = (
         "update_skipped",
         "fraction",
         "fraction of updates that were skipped, because the gradient was not finite or no parameter had a gradient. Five "
-        "consecutive updates with a gradient that is not finite stop the run. Updates after which areno can still lower "
-        "`loss_scale` do not count",
+        "consecutive updates with a gradient that is not finite stop the run. With `dtype: float16`, only updates at the "
+        "minimum `loss_scale` count",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),
@@ -244,8 +244,8 @@ _EVALUATION: _Rows = (
     (
         "accuracy",
         "fraction",
-        "fraction of answers with a reward above 0. Pairs: fraction of pairs whose chosen answer has the higher reward or "
-        "score",
+        "fraction of answers with a reward above 0. Training on pairs: fraction of pairs whose chosen answer has the higher "
+        "reward or score",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "mean number of tokens per answer"),
@@ -254,7 +254,7 @@ _EVALUATION: _Rows = (
     ("num_samples", "", "number of answers to held-out prompts"),
     ("skipped_long", "prompts", "prompts skipped because they exceed `--max-prompt-tokens` or the context length"),
     ("reward_errors", "answers", "answers on which the reward function failed"),
-    ("loss", "", "SFT: mean negative log-prob per response token, in nats. Pairs: loss of the algorithm"),
+    ("loss", "", "SFT: mean negative log-prob per response token, in nats. Training on pairs: pair loss"),
     ("perplexity", "", "SFT: exp(loss)"),
     ("target_tokens", "tokens", "SFT: predicted tokens"),
     ("num_sequences", "rows", "SFT: number of held-out rows"),
@@ -262,7 +262,7 @@ _EVALUATION: _Rows = (
     (
         "{,reward_}margin",
         "reward",
-        "pairs: reward or score of the chosen answer minus that of the rejected answer",
+        "training on pairs: reward or score of the chosen answer minus that of the rejected answer",
     ),
     (
         "{chosen,rejected}_reward",

@@ -203,8 +203,7 @@ def test_parts_that_move_against_each_other_while_the_reward_rises_are_reported_
     assert text.startswith(f"step {PARTS_WINDOW - 1}: ")
     # The means of ten steps each, by hand: 0.1 (0 + ... + 9) / 10 = 0.45, 0.8 - 0.02 * 4.5 = 0.71.
     assert (
-        "`length` rose (0.45 to 1.45, means of the two halves) and `answer` fell (0.71 to 0.51; correlation -1.00)"
-        in text
+        "`length` rose from 0.45 to 1.45, and the mean of `answer` fell from 0.71 to 0.51 (correlation -1.00)" in text
     )
     assert "--reward-weights length=..." in text
     experiment = HealthMonitor(settings={"--reward-weights": "reward.weights"})
