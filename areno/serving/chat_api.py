@@ -206,7 +206,7 @@ class ChatResponse(SampledResponse):
         return sample.text.stop_string if sample.finish == "stop" else None
 
     def without_tokens(self) -> list[dict[str, Any]]:
-        """End every message before its first token, because the context is full. Return the chunks to stream."""
+        """Finish every message without any tokens, because the prompt fills the context. Return the chunks to stream."""
         for message in self._messages:
             message.sample.finish = "length"
             self._record(message)

@@ -37,7 +37,8 @@ def _check(body: CompletionRequest) -> None:
         raise bad_field("suffix", "insertion before a suffix is not supported; omit suffix")
     if body.best_of is not None and body.best_of != body.samples:
         raise bad_field(
-            "best_of", f"{body.best_of} differs from n={body.samples}, but all samples are returned; omit best_of"
+            "best_of",
+            f"{body.best_of} differs from n={body.samples}, but selecting the best samples is not supported; omit best_of",
         )
     if body.echo and body.logprobs is not None:
         raise bad_field("echo", "prompt log-probs are not supported; omit echo or logprobs")

@@ -65,8 +65,10 @@ class Formats:
         return OptionalReasoning(make(), make(after=reasoning.closer), ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
-        """Return a function that creates the factory. The function's argument ``after`` is a marker before the constrained
-        text."""
+        """Return a function that creates the constraint factory of the response; None if the response is not constrained.
+
+        The constraint applies only after the marker that the function's argument ``after`` specifies.
+        """
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):

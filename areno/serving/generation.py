@@ -3,8 +3,8 @@
 The engine calls a listener for each token. The listener must never block, so the listener only queues the token with its
 arrival time. Streaming requests wake the event loop once per batch of queued tokens.
 
-Non-streaming requests wake the loop only when all samples have ended. Before the end, no token has been delivered, so a prompt
-can restart on another replica. The tokens of the failed attempt are discarded.
+Non-streaming requests wake the loop only when all samples have ended. Until then, none of their tokens has been delivered, so
+a prompt whose replica fails can restart on another replica. The tokens of the failed attempt are discarded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 TokenEvent = tuple[int, GeneratedToken, float]
 """Index of the sample, the sample's next token, and the arrival time of the token (``perf_counter``).
 
-The index counts the samples of all prompts of the request.
+The samples of a request are numbered consecutively across all its prompts.
 """
 
 _Item = TokenEvent | Future[RolloutResult] | range
-"""A token, a prompt whose samples have ended, or the samples of a prompt that restarts."""
+"""A queue entry: a new token, the future of a prompt whose samples have ended, or the indices of samples that restart."""
 
 
 def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[GeneratedToken]]]:

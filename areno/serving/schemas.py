@@ -207,7 +207,7 @@ class CompletionRequest(GenerationBody):
 
 
 class RewardRequest(StrictSchema):
-    """Body of ``POST /rl/set_reward``, an endpoint of servers with a recorder."""
+    """Body of ``POST /rl/set_reward``. Only servers that record agents' conversations for training have this endpoint."""
 
     reward: float
     interaction_id: str | None = None

@@ -78,7 +78,8 @@ class ServedModel:
 class Service:
     """Server state and admission control.
 
-    ``engine`` is None until the model is loaded. The API keys of a ``recorder`` replace the configured key.
+    ``engine`` is None until the model is loaded. If there is a ``recorder``, clients must use one of its API keys instead of
+    the configured key.
     """
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
@@ -158,10 +159,11 @@ class Service:
         return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
 
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
-        """Run ``work`` in a thread, and return its result. Meanwhile, ``samples`` count as queued.
+        """Run ``work`` in a thread, and return its result. Until then, the request occupies ``samples`` places in the queue.
 
-        Raises ApiError 429 if the queue is full. Raises ApiError 504 at ``deadline``, or after ``PREPARE_TIMEOUT_S``. With a
-        recorder, only ``deadline`` limits the time, because all agents wait for one thread.
+        Raises ApiError 429 if the queue is full. Raises ApiError 504 at ``deadline``, or after ``PREPARE_TIMEOUT_S``.
+        ``PREPARE_TIMEOUT_S`` does not apply if there is a recorder, because a single thread then prepares the requests of all
+        agents, and a request may have to wait for this thread.
         """
         self.check_capacity(samples)
         self._preparing_samples += samples
@@ -280,6 +282,9 @@ def reduced_gc() -> Iterator[None]:
 
 @functools.cache
 def _freeze_heap() -> None:
-    """Exclude all current objects from garbage collection. Cached, because a second freeze would keep garbage forever."""
+    """Exclude all current objects from garbage collection. Only the first call has an effect.
+
+    Another call would also exclude the objects created later, whose reference cycles would then never be freed.
+    """
     gc.collect()
     gc.freeze()

@@ -39,7 +39,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """The checkpoints of a run below ``root``, which the first save creates.
+    """Manages the checkpoints of a run in the folder ``root``. The first save creates this folder.
 
     Only the newest ``keep`` checkpoints are kept, or all checkpoints if ``keep`` is None.
     """
@@ -53,7 +53,7 @@ class CheckpointFolder:
         self.root = Path(root)
         self.best = self.root / _BEST  # the checkpoint with the best evaluation
         self.keep = keep
-        self.sound_until: int | None = None  # the newest checkpoint of at most this many completed steps is kept too
+        self.sound_until: int | None = None  # steps completed before the first failed update; None: none failed
         self._remedy = remedy  # advice if the disk is full
 
     def path(self, step: int) -> Path:
@@ -80,7 +80,8 @@ class CheckpointFolder:
         return self.path(step) if step in self.steps() else None
 
     def newest_until(self, step: int) -> tuple[int, Path] | None:
-        """Return step and path of the newest undamaged checkpoint of at most ``step`` steps; None without such a checkpoint."""
+        """Return the step and the path of the newest undamaged checkpoint that is not later than ``step``; None if there is
+        no such checkpoint."""
         checkpoints = [(saved, self.path(saved)) for saved in self.steps()]
         with suppress(DamagedCheckpointError):
             if (best := self.best_step()) is not None:
@@ -95,7 +96,7 @@ class CheckpointFolder:
         return None
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, which may be the best checkpoint; None without checkpoints."""
+        """Return the newest complete checkpoint, either ``step_...`` or ``best``; None without checkpoints."""
         steps, best = self.steps(), self.best_step()
         if best is not None and (not steps or best > steps[-1]):
             return self.best
@@ -107,7 +108,7 @@ class CheckpointFolder:
         Newer, damaged checkpoints are renamed to ``.damaged-...``.
 
         Args:
-            step: number of completed steps of the checkpoints to consider. If None, all checkpoints are considered.
+            step: if set, only checkpoints after exactly this number of completed steps are considered.
             check: function that raises ``DamagedCheckpointError`` for an unusable checkpoint. The default function checks the
                 state and the manifest.
 
@@ -186,7 +187,8 @@ class CheckpointFolder:
     def prune(self) -> None:
         """Delete all checkpoints except the newest ``keep``.
 
-        The newest checkpoint of at most ``sound_until`` completed steps is kept too.
+        After a failed update, the newest checkpoint from before this update is kept too. ``sound_until`` is the number of steps
+        that were completed before the failed update.
 
         Raises CheckpointError if a checkpoint cannot be deleted.
         """
@@ -217,7 +219,7 @@ class CheckpointFolder:
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """Like :meth:`writing`, but replace the best checkpoint, which ``keep`` does not count."""
+        """Like :meth:`writing`, but replace the best checkpoint. It does not count towards the limit ``keep``."""
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:

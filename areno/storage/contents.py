@@ -38,7 +38,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def list_again(folder: Path, name: str) -> None:
-    """Update the manifest of a copied checkpoint in which the file ``name`` has changed. Does nothing without a manifest."""
+    """Update the entry of the file ``name`` in the manifest of a checkpoint, after this file was replaced or deleted.
+
+    Does nothing if the checkpoint has no manifest.
+    """
     path = folder / STATE_FOLDER / _MANIFEST
     if not path.exists():
         return

@@ -127,9 +127,9 @@ def _model(path: Path, reader: Any, values: dict[str, Any]) -> Any:
 
 
 def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
-    """Set Llama 3's RoPE scaling if the file contains ``factors``, which transformers does not read from GGUF.
+    """Set Llama 3's RoPE scaling in ``config`` if the GGUF file contains scaling ``factors``, which transformers ignores.
 
-    Raises ValueError for any other scaling.
+    Raises ValueError if ``factors`` are not those of Llama 3, or if the file has another ``scaling`` that ``config`` lacks.
     """
     import numpy as np
 

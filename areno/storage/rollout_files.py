@@ -21,7 +21,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class RolloutFiles:
-    """The saved rollouts of a run below ``folder``, which the first write creates. Only the newest ``keep`` steps are kept."""
+    """Manages the saved rollouts of a run in ``folder``. The first write creates this folder.
+
+    Only the rollouts of the newest ``keep`` steps are kept.
+    """
 
     def __init__(self, folder: Path, keep: float) -> None:
         self.folder, self.keep = folder, keep

@@ -113,8 +113,8 @@ class RunDirectory:
     def truncate_after(self, step: int) -> int:
         """Drop incomplete lines, and lines and saved rollouts of steps after ``step``. Return the number of dropped lines.
 
-        Answers of evaluations up to ``step + 1`` are kept, because evaluations are numbered by completed steps. If ``step`` is
-        -1, no answers are kept, because a run that starts again repeats its first evaluation.
+        The steps in ``eval_samples.jsonl`` are numbers of completed steps, so its lines up to ``step + 1`` are kept. If
+        ``step`` is -1, this file is emptied, because a run that starts again repeats its first evaluation.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):

@@ -24,12 +24,12 @@ from areno.storage.checkpoint_folder import CheckpointFolder
 
 CONFIG = "config.yaml"
 ACTOR_MODELS = "default"
-"""Role name of the policy's models."""
+"""Name of the folder in which ``areno run`` saves the policy's models."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """Table of the paths of ``areno train`` or ``areno run``."""
+    """Names of the files and folders that a run of ``areno train`` or ``areno run`` writes."""
 
     log: str  # log file, below the run directory
     checkpoints: str  # checkpoints to resume from, below the checkpoint root
@@ -87,7 +87,10 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """Numbers of completed steps of the checkpoints, of the best checkpoint, and of the models without training state."""
+    """The steps after which a run saved checkpoints, the best checkpoint, and models without training state.
+
+    A step is given as the number of completed steps.
+    """
 
     checkpoints: list[int]
     best: int | None
@@ -95,7 +98,7 @@ class SavedModels:
 
 
 def saved_models(run: Path, option: str) -> SavedModels:
-    """Return the numbers of completed steps of the checkpoints and models of a run.
+    """Return the steps after which a run saved its checkpoints and models.
 
     Raises UsageError, whose message starts with ``option``, if the configuration is unreadable. Raises CheckpointError if the
     best checkpoint is unreadable.
@@ -140,9 +143,9 @@ def _config(run: Path, option: str) -> Mapping[str, Any]:
 
 
 def _root(run: Path, config: Mapping[str, Any], section: str) -> Path:
-    """Return the root folder of the files that a section, such as ``saver``, writes.
+    """Return the folder below which a section of ``config.yaml``, such as ``saver``, saves its files.
 
-    If the section has its own ``fileroot``, the folder is below this root. Otherwise, the folder is the run's ``checkpoints``.
+    If the section sets its own ``fileroot``, this is a subfolder of ``fileroot``. Otherwise, it is the run's ``checkpoints``.
     """
     fileroot = (config.get(section) or {}).get("fileroot") or ""
     if fileroot in ("", (config.get("cluster") or {}).get("fileroot")):

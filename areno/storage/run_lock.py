@@ -79,7 +79,10 @@ def is_locked(folder: Path) -> bool:
 
 
 def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
-    """Acquire the lock, write the holder to the lock file, and return True; False if the file system has no locks."""
+    """Acquire the lock, and write the id and the host name of this process to the lock file.
+
+    Return True if the lock was acquired, and False if the file system does not support locks.
+    """
     try:
         _take(descriptor)
     except OSError as error:

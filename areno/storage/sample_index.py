@@ -91,8 +91,8 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
     """Read the record of an entry from its samples file.
 
     Args:
-        tokens: whether the key ``rows``, with the tokens, is needed. If False, a record whose ``rows`` begin in the first
-            64 KiB of the line is returned without ``rows``, and ``text`` is ignored.
+        tokens: whether to return the key ``rows``, which contains the tokens. If False, the line is read only up to ``rows``,
+            and ``text`` is ignored. If ``rows`` does not begin in the first 64 KiB of the line, ``tokens`` has no effect.
         text: casefolded text that the line must contain.
 
     Returns:

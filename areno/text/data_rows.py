@@ -68,7 +68,11 @@ def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader:
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """Render the prompt of a row, and warn about chat template markers. Raises DataError if the template rejects the prompt."""
+    """Render the prompt of a row. Raises DataError if the template rejects the prompt.
+
+    Logs a warning, at most once per tokenizer, if the prompt already contains chat template markers, or if the tokenizer has
+    no chat template.
+    """
     warn_about_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)

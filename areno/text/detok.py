@@ -102,7 +102,11 @@ def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
 
 
 def _plain_decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
-    """Return ``tokenizer.decode`` without cleanup of spaces. If ``decode`` is not overridden, the faster backend is called."""
+    """Return ``tokenizer.decode`` without cleanup of spaces.
+
+    If the tokenizer's class does not override ``decode``, the returned function calls the Rust tokenizer directly, which is
+    faster.
+    """
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

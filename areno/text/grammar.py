@@ -109,7 +109,8 @@ def tool_call_constraint(
         tool_choice: ``required``, or the only tool that may be called.
 
     Raises:
-        UsageError: the format cannot be enforced, there are no tools, or :func:`json_schema_constraint` would raise.
+        UsageError: the format cannot be enforced, there are no tools, or one of the reasons listed for
+            :func:`json_schema_constraint` applies.
     """
     shape = parser.shape
     functions = selectable_tools(tools, tool_choice)
@@ -201,7 +202,7 @@ class _GrammarState:
         return mask
 
     def forces(self, token: int) -> bool:
-        """Return whether an allowed token is part of the only possible continuation."""
+        """Return whether the response must continue with the text of ``token``, which is an allowed token."""
         if self._choices == 1:
             return True
         text = self._matcher.compute_ff_bytes()
@@ -267,7 +268,10 @@ class _Compiler:
         self._matcher = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
     def factory(self, rules: str, after: str | None, what: str) -> Grammar:
-        """Create a state factory for ``rules``, whose rule ``body`` is the response. ``what`` names the grammar in errors."""
+        """Create and validate a grammar from ``rules``. The rule named ``body`` describes the response.
+
+        ``what`` is the name of the grammar in error messages.
+        """
         grammar = Grammar(f"{self._start(after)}\n{rules}", what, self._vocab_size, self._eos_ids)
         self._matcher(grammar)  # validates the grammar
         return grammar
@@ -348,7 +352,7 @@ def _llguidance() -> Any:
 
 
 def _checked_schema(schema: Any, what: str, strictness: Mapping[str, bool]) -> str:
-    """Validate a schema, and return the JSON text of the schema with llguidance's style options."""
+    """Validate a JSON schema, and return it as JSON text, with llguidance's options for white space and strictness."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):

@@ -93,8 +93,8 @@ class AgentWorkflow(RolloutWorkflow):
             )
         if all(turn.reward is None for turn in turns):
             raise AgentError(
-                f"agent {name_of(self.agent)} neither returned nor set a reward; let run return a number, or a dictionary "
-                "from response ids to rewards"
+                f"agent {name_of(self.agent)} neither returned nor set a reward; the method `run` must return a number, "
+                "or a dictionary from response ids to rewards"
             )
         return export_interactions(turns, self._options, engine.tokenizer)
 
@@ -163,13 +163,15 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
             try:
                 session.recorder.set_reward(reward, name)
             except ValueError as error:
-                raise AgentError(f"the agent's run returned a reward for an unknown response: {error}") from error
+                raise AgentError(
+                    f"the agent's method `run` returned a reward for an unknown response: {error}"
+                ) from error
     elif returned is not None and any(turn.tokens for turn in session.recorder.turns):
         session.recorder.set_reward(returned)
 
 
 def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
-    """Return the training rows of a session's turns by name, in chronological order.
+    """Return a dictionary with the training rows of a session in chronological order. Its keys are unique names of the rows.
 
     The rows depend on the export style:
 

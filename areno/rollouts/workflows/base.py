@@ -56,8 +56,8 @@ class RolloutWorkflow(ABC):
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
-    """Run an episode several times concurrently, with different seeds. If runs fail, the first error is raised after all runs
-    have ended."""
+    """Run an episode several times concurrently, with different seeds. If an episode fails, the other episodes continue, and
+    the first error is raised when all episodes have ended."""
     group = EPISODE.get() or Episode(-1)
 
     async def run(index: int) -> EpisodeResult:

@@ -138,13 +138,13 @@ def returned_value(returned: Any) -> float | dict[str, float] | None:
         reward = float(returned)
     except (TypeError, ValueError):
         raise TypeError(
-            f"the agent's run returned {type(returned).__name__} {returned!r:.80}; return a reward (float), or rewards by "
-            "response id (dict)"
+            f"the agent's method `run` returned {type(returned).__name__} {returned!r:.80}; return a reward (float), or "
+            "rewards by response id (dict)"
         ) from None
     return _finite(reward)
 
 
 def _finite(reward: float) -> float:
     if not math.isfinite(reward):
-        raise ValueError(f"the agent's run returned the reward {reward}; return finite numbers")
+        raise ValueError(f"the agent's method `run` returned the reward {reward}; return finite numbers")
     return reward

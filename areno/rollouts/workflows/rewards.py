@@ -74,7 +74,9 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """Compute the reward, with its parts. A field of ``data`` is ignored if another argument has the same name.
+        """Return the reward. If the function returned named parts, the reward is their weighted sum, a ``WeightedReward``.
+
+        A field of ``data`` is ignored if another argument has the same name.
 
         Raises:
             RewardError: the function raised an error or returned a number that is not finite, or all attempts timed out or lost
