@@ -185,7 +185,8 @@ class Engine(Backend):
         """The rollout loop. Raises EngineError: the actor is a reward model, or is split into pipeline stages."""
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError(
-                "pipeline stages cannot generate; use a layout without pipeline parallelism (such as d2 instead of p2), or separate rollout replicas"
+                "pipeline stages cannot generate; use a layout without pipeline parallelism (such as d2 instead of p2), or "
+                "separate rollout replicas"
             )
         if self._loop is None:
             raise EngineError(NO_REWARD_ROLLOUT)

@@ -210,7 +210,7 @@ class TokenConstraint(Protocol):
         ...
 
     def forces(self, token: int) -> bool:
-        """Return whether the text of an allowed token is the only possible continuation."""
+        """Return whether the response must continue with the text of ``token``, which is an allowed token."""
         ...
 
     def push(self, token: int) -> None:
