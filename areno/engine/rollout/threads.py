@@ -37,6 +37,6 @@ class ThreadRule:
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Set the thread count to all threads again, because new threads inherit the current thread count."""
+        """Let PyTorch use all threads again, because new threads inherit the current thread count."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

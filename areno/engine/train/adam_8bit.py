@@ -86,8 +86,9 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Quantize ``numbers``, fp32 [N]. If the numbers were decoded from blocks with the same boundaries, they get
-        the same codes again.
+        """Quantize ``numbers``, fp32 [N].
+
+        If :meth:`numbers` decodes the result, and this method quantizes the decoded numbers again, the codes do not change.
         """
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):

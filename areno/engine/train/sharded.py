@@ -216,7 +216,7 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients. Memory of gradients is freed if replicas do not share this memory."""
+        """Discard accumulated gradients. If replicas do not share the memory of the gradients, the memory is freed."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
