@@ -241,7 +241,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """Create a tensor's state from moments as :func:`moments_in` returns them. Moments in fp32 keep their shapes."""
+    """Create a tensor's state from its moments, in the form that :func:`moments_in` returns. fp32 moments keep their shapes."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}

@@ -285,7 +285,7 @@ class Optimizer(ABC):
         if head["moments"] != self.config.moments:
             raise ValueError(
                 f"the saved optimizer state has {head['moments']} moments, but this run uses {self.config.moments} moments; "
-                "use the moments of the saved run (set --adam-8bit; in an experiment, optimizer.type and optimizer_dtype)"
+                "set --adam-8bit, or in an experiment optimizer.type and optimizer_dtype, as in the saved run"
             )
         if head["sgd"] != self.config.sgd:
             raise ValueError(
