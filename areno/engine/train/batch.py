@@ -99,7 +99,7 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Concatenate a per-token list of all rows, the attribute ``name``, and return its values at ``actions``.
+    """Concatenate the per-token lists in the attribute ``name`` of the rows, and return the values at ``actions``.
 
     Return None if no row has this list.
     """
