@@ -45,7 +45,10 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine or the cluster failed, or its methods were called in the wrong order. The message includes the cause."""
+    """The engine or the cluster failed, or methods of the engine were called in the wrong order.
+
+    The message includes the cause.
+    """
 
 
 class GrammarError(EngineError):
@@ -55,9 +58,9 @@ class GrammarError(EngineError):
 def exit_code(error: BaseException) -> int:
     """Print an error on stderr, and return the program's exit code. If the process ran out of memory, also print advice.
 
-    The code is 2 for a `UsageError`, 130 for Ctrl-C, and 1 for other errors. A ``SystemExit`` with a number or without a code
-    prints nothing and keeps its code. A ``SystemExit`` with a text, such as ``sys.exit("stop")`` in a user's function, is
-    treated like other errors.
+    The code is 2 for a `UsageError`, 130 for Ctrl-C, and 1 for other errors. For a ``SystemExit`` whose code is a
+    number or None, nothing is printed, and the result is this number or 0. A ``SystemExit`` with a text, such as
+    ``sys.exit("stop")`` in a user's function, is treated like other errors.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0

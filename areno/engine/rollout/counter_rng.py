@@ -1,7 +1,8 @@
 """Counter-based random numbers. Each number is a function of only a seed and a counter.
 
-The arithmetic uses int64, which wraps around like uint64. A mask makes the right shift logical. The same code works on NumPy
-arrays and on tensors. CUDA graphs can capture the code, because the host reads no tensor values.
+The arithmetic uses int64, which wraps around like uint64. After each right shift, a mask clears the copies of the sign
+bit. The same code works on NumPy arrays and on tensors. CUDA graphs can capture the code, because the host reads no tensor
+values.
 """
 
 import random

@@ -20,8 +20,8 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 class SharedPrefixes:
     """For each row, the leader (the first row with the same prefix), and the length of the shared prefix.
 
-    Rows from the same prefill share a prefix, and rows without a prefill share no prefix. Every slot holds its own copy of the
-    prefix, so attention may read any of the copies, and samples can join or leave the batch at any time.
+    Rows with the same :class:`Prefill` object share a prefix. Rows without such an object share no prefix. Every slot holds its
+    own copy of the prefix, so attention may read any of the copies, and samples can join or leave the batch at any time.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -39,7 +39,7 @@ class SharedPrefixes:
 
 
 class RowParameters:
-    """Sampling parameters and shared prefixes of the running samples. Consecutive decode steps use the same object."""
+    """Sampling parameters and shared prefixes of the running samples, which decode steps reuse until the samples change."""
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)
@@ -54,10 +54,11 @@ def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTa
 
 
 class DecodeBatch:
-    """Inputs of a decode step for the sequences in the first slots.
+    """Inputs of a decode step. Sequence i of ``sequences`` must be in slot i of the KV cache.
 
-    ``counters`` holds, for each sequence, the index of the token to sample; see :mod:`counter_rng`. ``columns`` is the number
-    of cache columns to attend to, which is a multiple of :data:`READ_STEP` and covers all contexts.
+    ``counters`` holds the number of output tokens of each sequence, from which :mod:`counter_rng` computes the next random
+    number. ``columns`` is the number of cache columns to attend to: the longest context, rounded up to a multiple of
+    :data:`READ_STEP`.
     """
 
     def __init__(self, sequences: Seq[Sequence], rows: RowParameters) -> None:

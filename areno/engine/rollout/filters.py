@@ -1,8 +1,9 @@
 """Top-k, top-p and min-p filters on rows of unnormalized token probabilities (weights), usually without sorting the vocabulary.
 
-Top-k keeps the k largest weights of a row. Top-p keeps the largest weights that form the nucleus. The search for the nucleus
-first covers only the few hundred largest weights. Among equal weights at the threshold, tokens with lower ids are kept, so the
-result of a row does not depend on the other rows of the batch.
+Top-k keeps the k largest weights of a row. Top-p keeps the nucleus: only as many of the largest weights as are needed for a sum
+of at least p times the total after top-k. The search for the nucleus first covers only the few hundred largest weights. Among
+equal weights at the threshold, tokens with lower ids are kept, so the result of a row does not depend on the other rows of the
+batch.
 """
 
 from collections.abc import Sequence

@@ -63,5 +63,5 @@ def take_block(table: Tensor, block: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Clamp a target below the total. Without the clamp, rounding could select a token after the last positive weight."""
+    """Limit a target to less than the total. Otherwise, rounding could select a token after the last positive weight."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

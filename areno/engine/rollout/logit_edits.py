@@ -17,7 +17,7 @@ class LogitEdits:
     until the sample has its minimum length, unless the grammar allows no other tokens.
 
     Attributes:
-        forced: whether the grammar allowed no other text than the text of the last sampled token.
+        forced: whether the text of the last sampled token was the only text that the grammar allowed.
         cut_mass: total probability of the tokens that the grammar excluded at the last step, under the temperature-scaled
             policy.
     """

@@ -494,6 +494,6 @@ class RolloutLoop:
 
 
 def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
-    """Close a loop that is still open at exit, because a thread inside PyTorch would abort the process."""
+    """Close a loop at exit, because the process would abort if the loop's thread were still running PyTorch code."""
     if (open_loop := loop()) is not None:
         open_loop.close()

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 class Pause:
     """Lets other threads pause the loop before its next turn. Only one thread at a time can pause the loop.
 
-    A pause has three states: ``wanted`` (a thread has requested the pause), ``agreed``, and ``resting`` (the loop is paused).
-    ``agreed`` is a separate state because loops in lockstep first agree on the turn before which they pause. The loop's
-    condition ``wake`` guards the states.
+    A pause has three states: ``wanted`` (a thread has requested the pause), ``agreed`` (the loop pauses before its next turn),
+    and ``resting`` (the loop is paused). All ranks of a sharded replica must pause before the same turn, so their pauses are
+    ``agreed`` only after the leading rank has announced the turn. The loop's condition variable ``wake`` protects the states.
     """
 
     def __init__(self, wake: threading.Condition) -> None:

@@ -1,4 +1,7 @@
-"""Check, when a model is loaded, that decoding with a KV cache equals one forward pass, and measure the cache's size."""
+"""Check, when a model is loaded, that decoding with a KV cache gives the same logits as one forward pass.
+
+Also determine the layout of the KV cache.
+"""
 
 from dataclasses import dataclass
 

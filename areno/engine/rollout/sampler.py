@@ -1,4 +1,5 @@
-"""Sample tokens for a batch of rows with different sampling parameters. Each row is reproducible by itself.
+"""Sample tokens for a batch of rows with different sampling parameters. The tokens of a row do not depend on the other
+rows.
 
 Each token is found by inverting the cumulative distribution at a uniform random number. A counter-based generator computes the
 random number from the sample's seed and the token's index. The random numbers of a sample therefore do not depend on the other
@@ -94,7 +95,7 @@ class SamplingTable:
         return self._padded
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
-        """Sample one token per row from the logits [B, V]. ``counters`` holds, per row, the index of the token to sample."""
+        """Sample one token per row from the logits [B, V]. ``counters`` holds the number of earlier output tokens per row."""
         scaled = scale_logits(logits, self.temperatures) if self.scales else logits.float()
         highest = scaled.amax(-1)
         weights = self._weight_buffer(scaled)

@@ -57,7 +57,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """The prefill of a context. The first ``length`` cache columns of all samples from one prefill are equal."""
+    """The prefill of a context for one or more samples. The first ``length`` cache columns of these samples are equal."""
 
     length: int
 

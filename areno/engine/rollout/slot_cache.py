@@ -83,7 +83,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def _keys_of(self, layer: int, slot: int, length: int) -> Tensor:
-        """Return the keys [length, size] of a layer with one head."""
+        """Return the keys [length, size] of a slot's first ``length`` tokens in a layer. The layer must have only one head."""
 
     def tensors(self) -> list[Tensor]:
         """Return all allocated tensors."""
@@ -221,7 +221,7 @@ class PrefillPlan(PackedPlan):
         return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
     def _place(self) -> None:
-        """Compute the cache cells of each token, in all slots of the token's span."""
+        """Compute the cache cells to which each token is written: one cell in each slot that shares the token's context."""
         token, slot, position = [], [], []
         for start, span in zip(self.starts, self.spans, strict=False):
             index = torch.arange(span.length)
@@ -268,7 +268,10 @@ class PrefillPlan(PackedPlan):
 
 
 def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive attention mask [N, columns] of tokens at ``positions`` [N]. A token attends to no later column."""
+    """Return the additive attention mask [N, columns] of tokens at ``positions`` [N].
+
+    A token cannot attend to columns after its position.
+    """
     at = positions[:, None]
     hidden = columns[None, :] > at
     if window is not None:
@@ -277,7 +280,7 @@ def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: t
 
 
 class DecodePlan:
-    """A decode step with one new token for each of the first slots, and with padding rows.
+    """A decode step with one new token per row. Row i writes to slot i of the cache. The last rows may be padding.
 
     Args:
         cache: the KV cache.
@@ -303,9 +306,10 @@ class DecodePlan:
 
     @classmethod
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
-        """Plan a step for the first slots, padded to a multiple of :data:`ROW_STEP` rows.
+        """Plan a step with a new token at ``positions[i]`` in slot i, for each i.
 
-        Padding rows write to the unused last column, because a prefill may be using the slots of padding rows.
+        Padding rows make the number of rows a multiple of :data:`ROW_STEP`. They write to the unused last column, because a
+        prefill may be using their slots.
         """
         live = len(positions)
         at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)

@@ -40,14 +40,14 @@ def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
 
 
 class VerifyPlan(DecodePlan):
-    """A forward pass that verifies the drafts of the sequences in the first slots.
+    """A forward pass that verifies drafts. Row i of the pass uses slot i of the cache.
 
-    The input of each row is the row's last sampled token and the row's draft, padded to W tokens, the length of the longest
-    row.
+    The input of each row is the row's last sampled token and the row's draft. Each row is padded to W tokens, the length of
+    the longest row.
 
     Args:
-        cache: the KV cache, with the sequences in the first slots. No layer may be recurrent.
-        sequences: the running sequences.
+        cache: the KV cache. No layer may be recurrent.
+        sequences: the running sequences. Sequence i must be in slot i.
         drafts: one draft per sequence. A draft may be empty.
 
     Attributes:

@@ -25,18 +25,18 @@ class ThreadRule:
         self._all = torch.get_num_threads()
         self._active = model.device.type == "cpu" and self._all > 1
 
-    def threads(self, rows: int) -> int:
-        """Return the number of threads for a pass over ``rows`` tokens."""
-        if rows * self._flop_per_row < PARALLEL_FLOP:
+    def threads(self, tokens: int) -> int:
+        """Return the number of threads for a pass over ``tokens`` tokens."""
+        if tokens * self._flop_per_row < PARALLEL_FLOP:
             return 1
         return CPU_THREADS.current() if CPU_THREADS.adapts else self._all
 
-    def apply(self, rows: int) -> None:
-        """Set the calling thread's thread count for a pass over ``rows`` tokens."""
-        if self._active and torch.get_num_threads() != (threads := self.threads(rows)):
+    def apply(self, tokens: int) -> None:
+        """Set the calling thread's PyTorch thread count for a pass over ``tokens`` tokens."""
+        if self._active and torch.get_num_threads() != (threads := self.threads(tokens)):
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Set the thread count to all threads again, because new threads inherit the current thread count."""
+        """Let PyTorch use all threads again, because new threads inherit the current thread count."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

@@ -86,8 +86,9 @@ class Quantised:
 
     @classmethod
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
-        """Quantize ``numbers``, fp32 [N]. If the numbers were decoded from blocks with the same boundaries, they get
-        the same codes again.
+        """Quantize ``numbers``, fp32 [N].
+
+        If :meth:`numbers` decodes the result, and this method quantizes the decoded numbers again, the codes do not change.
         """
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
@@ -240,7 +241,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """Create a tensor's state from moments as :func:`moments_in` returns them. Moments in fp32 keep their shapes."""
+    """Create a tensor's state from its moments, in the form that :func:`moments_in` returns. fp32 moments keep their shapes."""
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}

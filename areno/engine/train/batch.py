@@ -99,7 +99,10 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the per-token lists ``name`` of all rows on the action axis; None if no row has this list."""
+    """Concatenate the per-token lists in the attribute ``name`` of the rows, and return the values at ``actions``.
+
+    Return None if no row has this list.
+    """
     lists = [getattr(row, name) for row in rows]
     if not any(lists):
         return None
@@ -121,7 +124,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
-    """Count the units in ``rows`` over which a loss averages: trained tokens, sequences or pairs."""
+    """Count the trained tokens, the sequences or the pairs in ``rows``. ``unit`` selects which of these are counted."""
     if unit == "token":
         return sum(sum(row.trainable()) for row in rows)
     return len(rows) if unit == "sequence" else len(rows) // 2

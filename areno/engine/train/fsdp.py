@@ -36,9 +36,9 @@ _CHUNK = 1 << 22  # numbers converted to fp64 at a time
 class FullyShardedAdamW(Optimizer):
     """AdamW over this rank's shards of the weights.
 
-    All ranks must make the same calls. During a call, the weights must not be gathered. ``rounds`` is whether the model
-    computes with rounded copies of its fp32 weights. ``partial`` names the parameters for which each tensor-parallel rank
-    computes only a part of the gradient. ``tied`` names the parameters that the first and the last pipeline stage share.
+    All ranks must call the same methods in the same order, while the weights are sharded (not gathered). ``rounds`` is whether
+    the model computes with rounded copies of its fp32 weights. ``partial`` names the parameters for which each tensor-parallel
+    rank computes only a part of the gradient. ``tied`` names the parameters that the first and the last pipeline stage share.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Sum the gradients of partial and tied parameters over the ranks, and return statistics.
+        """Sum the gradients of the ``partial`` and ``tied`` parameters over the ranks, and return the gradient's statistics.
 
-        All other gradients are already summed.
+        The backward pass has already summed the gradients of all other parameters.
         """
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)

@@ -100,7 +100,7 @@ class MicroBatching:
         return bins
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Divide blocks by differencing. Repeatedly add ``n_mbs_divisor`` bins until each bin fits the token budget."""
+        """Divide blocks into bins by differencing. Retry with ``n_mbs_divisor`` more bins until all fit the token budget."""
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)

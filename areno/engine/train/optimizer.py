@@ -285,7 +285,7 @@ class Optimizer(ABC):
         if head["moments"] != self.config.moments:
             raise ValueError(
                 f"the saved optimizer state has {head['moments']} moments, but this run uses {self.config.moments} moments; "
-                "set --adam-8bit (areno run: optimizer.type) as in the saved run"
+                "set --adam-8bit, or in an experiment optimizer.type and optimizer_dtype, as in the saved run"
             )
         if head["sgd"] != self.config.sgd:
             raise ValueError(
@@ -412,7 +412,7 @@ def master_key(name: str) -> str:
 
 
 def saved_master(saved: SavedState, name: str, weights: Tensor, index: Index) -> Tensor:
-    """Load the master weights of a parameter's shard, whose values in the model are ``weights``.
+    """Load the master weights of a parameter's shard. ``weights`` are the model's weights for the same shard.
 
     If no master weights were saved and ``weights`` is fp32, return ``weights``.
     """
@@ -437,8 +437,8 @@ def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -
 
     An 8-bit second moment is returned as its square root, as in :func:`adam_8bit.moments_in`.
 
-    The moments were saved as 8-bit codes if the saving rank used the quantization blocks of the unsharded tensor.
-    Otherwise the moments were saved as decoded numbers.
+    Moments whose quantization blocks did not depend on the sharding were saved as 8-bit codes. All other moments were saved as
+    fp32 numbers.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

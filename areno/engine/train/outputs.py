@@ -88,9 +88,9 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the predictions from hidden states [T, C], and return them under the key "".
+    """Compute the predictions for the loss from hidden states [T, C], and return them in a dict under the key "".
 
-    All other keys of the result are keys of the batch's data, such as ``packed_entropy``.
+    The dict's other entries, such as ``packed_entropy``, are meant to be added to the batch's data.
     """
     if kind == "reward":
         assert isinstance(model, ValueModel)

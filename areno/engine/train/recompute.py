@@ -31,12 +31,12 @@ class KeptBytes:
     per_pair: float  # per pair of tokens of a row; above 0 if attention keeps explicit scores
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Return the total size in bytes for a pass over rows of the given lengths in tokens."""
+        """Return the total size in bytes of the tensors kept in a forward pass over rows with ``lengths`` tokens."""
         return sum(n * (self.per_token + n * self.per_pair) for n in lengths)
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measure the size of the kept tensors with three short rows.
+    """Measure, with three short rows, the size of the tensors that autograd saves for the backward pass.
 
     Only sizes that grow with the row length are counted, so the weights are not included.
     """
@@ -47,7 +47,7 @@ def kept_bytes(model: PackedModel) -> KeptBytes:
 
 
 def _kept_of_row(model: PackedModel, tokens: int) -> int:
-    """Return the total size in bytes of the tensors, including weights, that a forward pass over one row keeps."""
+    """Return the total size in bytes of the tensors, including weights, that autograd saves in a forward pass over one row."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class ZeroAdamW(Optimizer):
             self._watch(segment)
 
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
-        """Yield each tensor to update, whether the tensor's moments have 8 bits, and the tensor's range in this rank's shard.
+        """For each tensor to update, yield the tensor, whether its moments have 8 bits, and its range in this rank's shard.
 
         With ``adam_8bit``, each parameter in the shard is a separate tensor. Otherwise the whole shard is one tensor.
         """
@@ -216,7 +216,7 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients. Memory of gradients is freed if replicas do not share this memory."""
+        """Discard accumulated gradients. If replicas do not share the memory of the gradients, the memory is freed."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
@@ -395,8 +395,8 @@ class ZeroAdamW(Optimizer):
     ) -> Iterator[StatePart]:
         """Yield the moments of the part of a parameter that is in this rank's shard.
 
-        If the quantization blocks are those of the unsharded tensor, 8-bit codes are yielded. Otherwise decoded moments
-        are yielded.
+        Moments whose quantization blocks do not depend on the sharding are yielded as 8-bit codes. All other moments are
+        yielded as fp32 numbers.
         """
         if not state:
             return

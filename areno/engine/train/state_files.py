@@ -9,7 +9,7 @@ The files are PyTorch distributed checkpoints in safetensors format, which the `
 file contains at most one shard of each tensor. A rank with several shards of a tensor therefore writes several files.
 
 PyTorch's own writer is not used, because it requires a process group of all ranks and saves strided shards as if they
-were contiguous. The default format of this writer is pickle, which can run code when a file is read.
+were contiguous. By default, PyTorch's writer also uses pickle, which can run code when a file is read.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
 
 
 def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
-    """Return the ranges of consecutive indices in ``axis``, each as a tuple (start, stop, first index)."""
+    """Split ``axis`` into ranges of consecutive values. Return tuples (start, stop, value at start) of the ranges."""
     if not len(axis):
         return []
     breaks = (axis.diff() != 1).nonzero().flatten() + 1

@@ -152,7 +152,7 @@ class TrainStep:
         """
         unit = reduction_of(loss_fn)
         if not rows:
-            raise ValueError("train needs at least one row, got none")
+            raise ValueError("train() needs at least one row, got none")
         refuse_mixed(rows)
         per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, self.tree))
@@ -190,7 +190,7 @@ class TrainStep:
             ValueError: there are no rows, some rows lack a per-token list that other rows have, or a pair is incomplete.
         """
         if not rows:
-            raise ValueError("measure needs at least one row, got none")
+            raise ValueError("measure() needs at least one row, got none")
         refuse_mixed(rows)
         with torch.no_grad(), self.model.gathered():
             return self.accumulate(rows, loss_fn, mini_bs)
@@ -283,7 +283,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all pipeline stages. All passes after the first ``weighing`` passes have weight 0."""
+        """Run the passes through all pipeline stages. Passes with an index of ``weighing`` or more have weight 0."""
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]

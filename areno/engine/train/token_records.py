@@ -33,11 +33,11 @@ class TokenRecords:
             start = end
 
     def complete(self, rows: Sequence[TrainSequence]) -> None:
-        """Mark ``rows`` as recorded. No rank records later passes over these rows."""
+        """Mark ``rows`` as recorded, so that :meth:`note` skips later passes over these rows."""
         self._done.update(row.observed for row in rows)
 
     def take(self) -> dict[int, TokenRecord]:
-        """Return all records, and discard them. The keys are the ``observed`` numbers of the rows."""
+        """Return all records, and discard them. The key of a record is the attribute ``observed`` of its row."""
         parts, self._parts, self._done = self._parts, {}, set()
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])

@@ -2,8 +2,8 @@
 
 A row's input token is either a token from the host, or the previous step's output, which is still on the device. A step can
 therefore be launched before the host has read the tokens of the previous step. The other inputs of a row are numbers that the
-host knows: the position of the input token, the index of the token to sample, and the seed. The same code runs eagerly in three
-cases: on a CPU, with ``--eager-decode``, and if the step cannot be captured.
+host knows: the position of the input token, the number of output tokens so far, and the seed. The same code runs eagerly in
+three cases: on a CPU, with ``--eager-decode``, and if the step cannot be captured.
 """
 
 import logging
@@ -38,7 +38,7 @@ class StepRow:
     """The inputs of one batch row in a decode step."""
 
     position: int  # position of the token fed; -1 if the row is paused
-    counter: int  # index of the token to sample
+    counter: int  # index, in the sample's output, of the token to sample
     source: int  # row of the previous step whose token is fed; -1: ``token`` is fed
     token: int  # token to feed, if the host knows it
     seed: int  # seed of the sample
@@ -101,7 +101,7 @@ class DeviceDecode:
         self._graphs.clear()
 
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
-        """Launch a step for the first rows of the block table, and return before the step's result is ready.
+        """Launch a step in which ``rows[i]`` uses row i of the block table, and return before the step's result is ready.
 
         ``version`` is the version of the weights. If ``version`` has changed since the last call, and weights have moved in
         memory, all CUDA graphs are dropped.
@@ -177,7 +177,7 @@ class DeviceDecode:
         return self._graphs[size]
 
     def _capture(self, size: int) -> bool:
-        """Capture a step of ``size`` padding rows. If the capture fails, all later steps run eagerly."""
+        """Capture a step of ``size`` rows, all of them padding. If the capture fails, all later steps run eagerly."""
         saved = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:

@@ -71,11 +71,14 @@ class PagedRolloutLoop(RolloutLoop):
         self.cache.resize(pages, self._columns(budget_tokens))
 
     def _columns(self, budget_tokens: int) -> int:
-        """Return the maximum length of a sequence, plus room for a step that is launched before the last token is read."""
+        """Return the maximum length of a sequence, plus space for the token of a surplus step (see :mod:`pipeline`)."""
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:
-        """Allow ``sequences`` rows per step. If this raises the limit, wait for pending requests, and free the cache."""
+        """Allow decode steps with ``sequences`` rows.
+
+        If more rows than before are allowed, wait for pending requests, and free the cache.
+        """
         if sequences > self.device_decode.max_rows:
             self.wait_idle()
             self.device_decode.release()

@@ -12,7 +12,7 @@ SPARE_PAGE = 0
 
 
 def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_size: int = PAGE_SIZE) -> int:
-    """Return the number of pages with which no allocation fails while the scheduler stays within its budget.
+    """Return how many pages the KV cache needs, so that no allocation fails as long as the scheduler stays within its budget.
 
     The scheduler counts each live sequence as if it were as long as the longest sequence. This length is rounded up to a
     multiple of :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the

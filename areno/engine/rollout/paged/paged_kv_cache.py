@@ -121,7 +121,7 @@ class PagedCache(KVCache):
         """
         if stop > self.columns:
             raise EngineError(
-                f"the block table has {self.columns} columns, but {stop} columns are needed; call reserve before extend"
+                f"the block table has {self.columns} columns, but {stop} columns are needed; call reserve() before extend()"
             )
         pages = self._rows[row]
         first, changed = start // self.page_size, len(pages)
@@ -146,7 +146,7 @@ class PagedCache(KVCache):
         return copy
 
     def cut(self, row: int, length: int) -> None:
-        """Remove all pages of a row except the full pages of the row's first ``length`` tokens."""
+        """Remove all pages of a row, except the pages that the row's first ``length`` tokens fill completely."""
         keep = length // self.page_size
         self.allocator.drop(self._rows[row][keep:])
         del self._rows[row][keep:]
@@ -171,7 +171,7 @@ class PagedCache(KVCache):
             self.cut(row, 0)
 
     def snapshot(self, slot: int, length: int) -> PageSnapshot:
-        """Return a reference to the full pages of a row's first ``length`` tokens. Nothing is copied."""
+        """Return a reference to the pages that a row's first ``length`` tokens fill completely. Nothing is copied."""
         pages = tuple(self._rows[slot][: length // self.page_size])
         snapshot = PageSnapshot(pages, self.allocator)
         self.allocator.share(pages)

@@ -1,7 +1,7 @@
 """Let decode steps on the device overlap with work on the host: step k + 1 is launched before the tokens of step k are read.
 
-To launch a step, the host needs only the position of each unread token, which the host knows. The token itself stays on the
-device. The host learns one step late that a sample has stopped, so the sample takes part in one surplus step. The token of the
+The host can launch step k + 1 without these tokens, because it knows their positions, and the tokens are still on the device.
+The host learns one step late that a sample has stopped, so the sample takes part in one surplus step. The token of the
 surplus step is discarded. Tokens of samples that have left the batch are discarded, too.
 """
 
@@ -17,7 +17,11 @@ Landed = tuple[Sequence, int, float]
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step: the row of each sample, and the index of the token that each row samples (-1: no token)."""
+    """A launched step.
+
+    ``rows`` maps each sample to its row. ``indices`` has, for each row, the index in the sample's output of the token that the
+    row samples; -1 if the row samples no token.
+    """
 
     rows: dict[Sequence, int]
     indices: list[int]
@@ -25,7 +29,7 @@ class _Flight:
 
 
 class DecodePipeline:
-    """Launches decode steps. Between calls, at most one launched step is unread."""
+    """Launches decode steps. Between calls, there is at most one launched step whose tokens have not been read."""
 
     def __init__(self, device: DeviceDecode) -> None:
         self.device = device
@@ -37,7 +41,7 @@ class DecodePipeline:
         return _landed(before, running)
 
     def drain(self, running: Seq[Sequence]) -> list[Landed]:
-        """Return the tokens of the unread step, without launching another step."""
+        """Return the tokens of the last launched step, without launching another step."""
         before, self._flight = self._flight, None
         return _landed(before, running)
 
@@ -65,7 +69,7 @@ class DecodePipeline:
         )
 
     def _source(self, sequence: Sequence) -> int:
-        """Return the row of the unread step that samples the sample's next token; -1 if the sample has no unread token."""
+        """Return the sequence's row in the launched step; -1 if this step does not sample the sequence's next token."""
         flight = self._flight
         if flight is None or sequence not in flight.rows:
             return -1

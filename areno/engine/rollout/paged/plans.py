@@ -50,7 +50,7 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """The cells of all contexts, concatenated. Each context ends with its span."""
+        """The cells of all contexts, concatenated. A context consists of the tokens up to the end of its span."""
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
@@ -65,7 +65,7 @@ class PagedPrefillPlan(PrefillPlan):
 
 
 class PagedDecodePlan:
-    """A decode step with one new token for each of the first rows of the block table.
+    """A decode step with one new token per row. Row i of the step uses row i of the block table.
 
     The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors, so a captured CUDA
     graph can be replayed after new positions are written to the same tensor.
@@ -87,7 +87,10 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Allocate cells for a step of the first rows. Return the plan, padded to a multiple of :data:`ROW_STEP` rows."""
+        """Allocate a cell for the token at ``positions[i]`` of row i, for each i, and return the plan of the step.
+
+        The plan is padded to a multiple of :data:`ROW_STEP` rows.
+        """
         open_cells(cache, positions)
         padding = [-1] * (-len(positions) % ROW_STEP)
         return cls(cache, torch.tensor([*positions, *padding], device=cache.device), columns)
@@ -107,7 +110,7 @@ class PagedDecodePlan:
 
 
 def open_cells(cache: PagedCache, positions: Seq[int]) -> None:
-    """Allocate a private cell in each of the first rows, for the token at the row's position. Position -1 skips the row."""
+    """Allocate an unshared cell for the token at ``positions[i]`` of row i, for each i. A position of -1 skips the row."""
     for row, position in enumerate(positions):
         if position >= 0:
             cache.extend(row, position, position + 1)
