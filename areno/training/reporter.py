@@ -65,7 +65,10 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Write the metrics of an evaluation as a record. ``again`` is true if a resumed run has deleted this record before."""
+        """Write the metrics of an evaluation as a record.
+
+        ``again`` is true if a resumed run restores a record that :meth:`rewind` has deleted.
+        """
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:

@@ -35,10 +35,10 @@ class SavedRows:
 
 
 def arrays_of(rows: Sequence[TrainSequence], samples: Sequence[int]) -> Arrays:
-    """Return the arrays of one or more rows, by name.
+    """Store the fields of one or more rows in arrays, and return a dict of these arrays.
 
-    The names are ``lengths``, ``sample``, ``reward``, the reward parts, and the names of the other fields. A per-token list
-    is omitted if any row lacks this list. A missing ``loss_mask`` is saved as true for all tokens.
+    The keys are ``lengths``, ``sample``, ``reward``, the names of the reward parts, and the names of the other fields. A
+    per-token list is omitted if any row lacks this list. A missing ``loss_mask`` is saved as true for all tokens.
     """
     rewards = [row.reward for row in rows]
     arrays: Arrays = {

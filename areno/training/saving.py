@@ -1,8 +1,8 @@
 """Saves models in Hugging Face format. The folder of a model is ``models/step_000100`` in ``areno train``, and
 ``default/epoch{E}epochstep{S}globalstep{G}`` in ``areno run``.
 
-Each role has its own counters. A folder gets its final name only when it is complete. Asynchronous saving first waits for the
-role's previous save, and then copies the weights. Training waits only until the copy exists. A thread writes the copy.
+Each role has its own save schedule. A folder gets its final name only when it is complete. Asynchronous saving first waits for
+the role's previous save, and then copies the weights. Training waits only until the copy exists. A thread writes the copy.
 """
 
 import logging
@@ -113,7 +113,7 @@ class Saver:
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters. The counters of roles that are not in ``state`` start at zero."""
+        """Restore the save schedules that are in ``state``. The save schedules of other roles are unchanged."""
         for role, control in self._controls.items():
             if role in state:
                 control.load_state_dict(state[role])

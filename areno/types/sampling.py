@@ -35,7 +35,7 @@ def tightest(*limits: int | None) -> int | None:
 
 
 class Logprobs(list[float]):
-    """Natural log-probs with the temperature of their softmax.
+    """A list of log-probs (natural logarithms). ``temperature`` is the temperature of the softmax that gave these log-probs.
 
     A slice keeps the temperature. A concatenation keeps the temperature unless the other list has a different temperature.
     """

@@ -182,7 +182,7 @@ def _add_events(app: FastAPI, catalog: RunCatalog, stopping: asyncio.Event) -> N
 
     @app.get("/api/events")
     async def events(run: RunIds = []) -> StreamingResponse:  # noqa: B006
-        """Send events about new data of the runs ``run``; without runs, send events about the list of runs."""
+        """Send events about new data of the runs with the IDs ``run``. Without IDs, send events about the list of runs."""
         followed = [await asyncio.to_thread(catalog.open, run_id) for run_id in dict.fromkeys(run)]
         headers = {"x-accel-buffering": "no"}  # a proxy passes each event on at once
         return StreamingResponse(changes.events(followed), media_type="text/event-stream", headers=headers)
@@ -250,7 +250,10 @@ def _overview(run: OpenedRun) -> dict[str, Any]:
 
 
 def _log_part(run: OpenedRun, number: int, after: int | None, before: int | None) -> dict[str, Any]:
-    """Return lines of a log, from byte ``start`` to ``end``. ``size`` is the size of the log, and ``files`` names all logs."""
+    """Return ``lines`` of a log, and their byte positions ``start`` and ``end``.
+
+    ``size`` is the size of the log in bytes. ``files`` contains the names of all logs.
+    """
     logs = run.logs()
     names = [path.name for path in logs]
     if not 0 <= number < len(logs):

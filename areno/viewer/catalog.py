@@ -138,7 +138,7 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """Return the row of a run; None if the run was deleted after the search."""
+        """Return the row of a run in the list of runs; None if the run was deleted after the last search."""
         if not path.is_dir():
             return None
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}
@@ -176,7 +176,7 @@ def _is_evaluated(name: str) -> bool:
 
 
 def _content(files: RunDirectory) -> dict[str, Any]:
-    """Return the cached part of a row, which changes only if a file in :func:`_signature` changes."""
+    """Return the part of a run's row that can be cached: values from the files that :func:`_signature` checks."""
     warnings = sum(1 for _ in files.read_warnings())
     return {"warnings": warnings, **describe(read_config(files)), **_last_values(_last_records(files))}
 

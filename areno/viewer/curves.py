@@ -14,7 +14,10 @@ _SHOWN_STEPS = 100
 
 
 def metric_name(data: RunData, name: str) -> str | None:
-    """Return the metric for ``name``, which is a metric or one of ``KEYS``; None if the run has not recorded the metric."""
+    """Return the recorded name of a metric; None if the run has not recorded the metric.
+
+    ``name`` is the recorded name, or a short name from ``KEYS`` such as ``reward``.
+    """
     return name if name in data.metrics else data.metric_of(name) if name in KEYS else None
 
 

@@ -119,7 +119,7 @@ def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
 
 
 def describe_entry(index: int, entry: Any) -> dict[str, Any]:
-    """Return an entry of the index as plain data. ``index`` is the position of the entry."""
+    """Convert a sample's entry in the sample index to JSON data. ``index`` is the number of the sample, from 0."""
     numbers = {name: int(entry[name]) for name in ("step", "prompt", "sample", "tokens")}
     floats = {name: float(entry[name]) if np.isfinite(entry[name]) else None for name in ("reward", "advantage")}
     return {"index": index, **numbers, **floats, "flags": [name for name, bit in FLAGS.items() if entry["flags"] & bit]}

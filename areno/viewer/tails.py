@@ -36,7 +36,7 @@ def lines_between(file: BinaryIO, start: int, stop: int) -> tuple[int, list[byte
 
 
 def json_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON lines. Malformed lines are skipped."""
+    """Parse each line as JSON, and yield the JSON objects. Malformed lines and other JSON values are skipped."""
     for line in lines:
         try:
             record = json.loads(line)

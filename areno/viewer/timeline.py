@@ -66,9 +66,9 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
 
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the last sessions that ended before ``until``, and the value of ``until`` for the sessions before these.
+    """Return the last sessions that ended before ``until``. Also return the time to pass as ``until`` to read earlier sessions.
 
-    The second value is None if there are no earlier sessions.
+    This time is None if there are no earlier sessions.
     """
     sessions, more = [], False
     for path in files:
@@ -141,7 +141,7 @@ def _is_phase(event: dict[str, Any]) -> bool:
 
 
 def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float | None:
-    """Return the end of the last phase that ended before ``until``; None if there is no such phase."""
+    """Return the time at which the last phase before ``until`` ended; None if no phase ended before ``until``."""
     ends = []
     for path in files:
         with run.open(path) as file:
@@ -188,8 +188,8 @@ def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: f
     """Return the time at which each weight version became available.
 
     With a trace, this time is the end of the weight update. Without a trace, this time is when the step's metrics were
-    recorded, right after the update. Evaluations are recorded under the number of the next training step. If this step has
-    not been trained yet, the record does not mark an update, and is skipped.
+    recorded, right after the update. Records of steps that have not been trained yet are ignored. These records contain only
+    evaluations, which are recorded under the number of the next training step.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

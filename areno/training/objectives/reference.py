@@ -81,7 +81,7 @@ class Reference:
         return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
-        """Return the part of the cache key for the compute dtype, the quantization, and the seed of random weights."""
+        """Describe the compute dtype, the quantization, and the seed of random weights. The cache key contains this text."""
         config, text = self.models.config, self.models.config.compute_dtype
         if self.path == self.actor_path and config.adapter is not None and config.adapter.load_in_4bit:
             text += " nf4"
@@ -108,7 +108,7 @@ class Reference:
             self.models.drop_role("ref")
 
     def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> Tensor:
-        """Return the log-probs [trained tokens] of all rows, concatenated."""
+        """Return the log-probs of the trained tokens of all rows, concatenated into one tensor."""
         log_lines.score_start(self.logger, "ref", "logprob_score", len(rows))
         parts, shown = [], time.monotonic()
         size = _SCORED_AT_ONCE * self.micro_bs
