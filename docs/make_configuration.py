@@ -99,16 +99,16 @@ actor:
   reward_norm: {mean_level: group, std_level: group}
 ```
 
-In Python, the call `load_expr_config(sys.argv[1:], GRPOConfig)` returns the configuration and the path of the file. Both
-names are in the module `areno.config.experiment`. A subclass of `GRPOConfig` may add fields. Your program's option `--help`
-prints every key.
+In Python, the call `load_expr_config(sys.argv[1:], GRPOConfig)` returns the configuration and the path of the file. Import
+`load_expr_config` and `GRPOConfig` from `areno.config.experiment`. A subclass of `GRPOConfig` may add fields. Your program's
+option `--help` prints every key.
 
 ## How a file is read
 
 - **Overrides.** On the command line, `key=value` sets any setting by its dotted path, even if the file lacks this setting.
-  `+key=value` also sets a setting. `~key` removes a key of the file. Values are YAML, such as `[a, b]`, `{k: 1}`, `null` or
-  `1e-4`. The last override of a key applies. `actor.scheduling_spec.0.cpu=4` sets a field of a list item. `actor.lr` is short
-  for `actor.optimizer.lr`.
+  `+key=value` has the same effect as `key=value`. `~key` removes a key of the file. Values are YAML, such as `[a, b]`,
+  `{k: 1}`, `null` or `1e-4`. The last override of a key applies. `actor.scheduling_spec.0.cpu=4` sets a field of a list item.
+  `actor.lr` is short for `actor.optimizer.lr`.
 - **Interpolation.** `${gconfig.n_samples}` stands for the value of another setting, which may be a default. `${actor}` stands
   for a whole section, `${.path}` for a setting of the same section, and `${oc.env:HOME}` for an environment variable.
 - **Written once.** `experiment_name`, `trial_name` and `cluster.fileroot` apply to every section that has these settings. A
@@ -144,8 +144,8 @@ expert layers a different layout than attention layers.
 The setting `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate
 devices. With `areno[rollout]:d2|fsdp[actor]:d2`, generation and training share devices. areno also accepts the notation of
 earlier AReaL versions, in which m is the tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate
-devices. With a single `d2m1`, generation and training share devices. The notation `actor_gen:d2,*:d4` gives the sizes by model,
-and gives training its own devices.
+devices. With a single `d2m1`, generation and training share devices. The notation `actor_gen:d2,*:d4` sets the sizes by model:
+two devices generate, and four other devices train.
 
 [Layouts](layouts.md) describes the supported layouts. [Servers](servers.md) describes the requirements of vLLM and SGLang. The
 error about an impossible layout contains the remedy.
@@ -189,7 +189,11 @@ def declared() -> dict[str, type]:
 
 
 def where_used() -> dict[str, list[str]]:
-    """Map the name of each section class to the dotted paths of its sections in YAML files of all kinds of experiments."""
+    """Return a dictionary from the name of each section class to the paths of its sections in a YAML file.
+
+    For example, a section of the class ``OptimizerConfig`` has the path ``actor.optimizer``. The paths include those of all
+    kinds of experiments: RL, SFT, DPO and reward models.
+    """
     places: dict[str, dict[str, None]] = {}
     for root in (GRPOConfig, DPOConfig, SFTConfig, RWConfig):
         for path, entry in paths_of(root).items():
@@ -219,9 +223,9 @@ def _section(declaration: type, places: list[str]) -> str:
 
 
 def _common(reasons: Iterable[str]) -> str:
-    """Return the reason if all settings of a section have the same one; otherwise return an empty string.
+    """Return the common reason of all settings of a section, or an empty string if their reasons differ.
 
-    Each reason says why areno refuses a setting, or why a setting has no effect.
+    The reason of a setting says why areno refuses the setting, or why the setting has no effect.
     """
     every = set(reasons)
     return every.pop() if len(every) == 1 else ""

@@ -33,8 +33,10 @@ class Feature:
 
     Attributes:
         name: name of the feature.
-        flags: options, ``always``, or empty if ``areno train`` lacks the feature.
-        settings: paths of settings, ``always``, or empty if ``areno run`` lacks the feature.
+        flags: options of ``areno train`` for the feature, or ``always`` if the feature needs no option. Empty if
+            ``areno train`` lacks the feature.
+        settings: settings of ``areno run`` for the feature, or ``always`` if the feature needs no setting. Empty if
+            ``areno run`` lacks the feature.
     """
 
     name: str

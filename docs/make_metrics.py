@@ -20,7 +20,7 @@ BEGIN = (
 )
 END = "<!-- The end of what docs/make_metrics.py writes. -->\n"
 _NOTE = (
-    "Under `train/`, the losses of DAPO, CISPO, SAPO, M2PO and IcePop also report the statistics of [an experiment's "
+    "With DAPO, CISPO, SAPO, M2PO or IcePop, `train/` also contains the statistics that `areno run` reports for [the actor's "
     "update](statistics.md#the-actors-update).\n"
 )
 
@@ -40,7 +40,7 @@ def render() -> str:
 
 
 def page() -> str:
-    """Return the whole page: the text before the first mark and after the second mark, and the tables."""
+    """Return the whole page, with new tables between the comments ``BEGIN`` and ``END``, and the other text unchanged."""
     text = PAGE.read_text(encoding="utf-8")
     return text.partition(BEGIN)[0] + BEGIN + "\n" + render() + "\n" + END + text.partition(END)[2]
 

@@ -24,7 +24,7 @@ def render() -> str:
     for title, entries in groupby(documented(), key=lambda entry: entry[0]):
         rows = [
             f"| `{one.name}`{f' (also `{short[one.name]}`)' if one.name in short else ''} "
-            f"| {one.exported}{'; avg also without suffix' if one.name in MEANS else ''} | {one.meaning} |"
+            f"| {one.exported}{f'; avg is also exported as `{one.name}`' if one.name in MEANS else ''} | {one.meaning} |"
             for _, one in entries
         ]
         parts.append("\n".join([f"## {title}\n", "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))
@@ -32,7 +32,7 @@ def render() -> str:
 
 
 def page() -> str:
-    """Return the whole page: the text before the mark, and the tables."""
+    """Return the whole page, with new tables after the comment ``MARK``, and the text before it unchanged."""
     return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "\n" + render()
 
 

@@ -258,7 +258,8 @@ def _to_dataset(table: pa.Table, path: Path) -> Dataset:
         return Dataset(table, fingerprint=uuid.uuid4().hex)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise DataError(
-            f"{path}: the package `datasets` does not support the type of a column: {first_line(error)}; convert the column"
+            f"{path}: the package `datasets` does not support the type of a column: {first_line(error)}; convert this column "
+            "to another type"
         ) from error
 
 

@@ -25,7 +25,11 @@ RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | 
 
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[Sample | None]]
-"""Takes a batch and the index of each prompt in the evaluation. Returns answers in prompt order; None for a missing answer."""
+"""Generates the answers of an evaluation.
+
+The arguments are a batch of prompts and, for each prompt, its index among all prompts of the evaluation. The result lists the
+answers in prompt order, with None for a missing answer.
+"""
 
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 """Receives the records of an evaluation batch and their rewards. A failed reward is None."""

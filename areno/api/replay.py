@@ -46,7 +46,7 @@ class ReplayTrainer(RolloutTrainer):
         self._stats: dict[str, float] = {}
 
     def total_steps(self) -> int:
-        """Return the number of completed steps after the last update."""
+        """Return the step at which the replay ends: the recorded step plus the number of updates."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
@@ -85,7 +85,7 @@ class ReplayTrainer(RolloutTrainer):
         return self.row_statistics(self.objective.prepare(rows, credits))
 
     def checkpoint(self) -> None:
-        """Write the checkpoint of the last update, if ``keeps`` is true."""
+        """Write a checkpoint if :func:`run_replay` was called with ``keeps=True``; otherwise do nothing."""
         if self.keeps:
             super().checkpoint()
 

@@ -187,7 +187,7 @@ def run_evaluation(
         options: validated options. ``eval_*`` options set the number of rows, the number of answers per prompt, and
             the temperature.
         loader_fn: function that loads the dataset; None uses the default loader.
-        on_start: function that is called with the number of rows after the model is loaded.
+        on_start: function that is called once the model is loaded; its argument is the number of rows.
         on_scored: function that is called with the records and rewards of each batch.
 
     Returns:

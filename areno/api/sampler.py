@@ -284,5 +284,8 @@ class Sampler:
 
 
 def running_sequences(sequences: int | None) -> int | None:
-    """Check and return the maximum number of concurrent sequences; None means the configured maximum."""
+    """Check that ``sequences``, a maximum number of concurrent sequences, is a positive integer, and return it.
+
+    None stands for the configured maximum, and is returned unchanged.
+    """
     return None if sequences is None else arguments.integer("max_running_prompts", sequences)

@@ -72,11 +72,17 @@ class RolloutSession:
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the URL of the endpoint or of one task; see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
+        """Return the endpoint's URL. If ``item`` is set, the URL includes the API key of this task.
+
+        See :meth:`areno.api.agentic.AgentContext.get_base_url`.
+        """
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return the API key of one task. The responses to requests with this key are recorded separately."""
+        """Return the API key of one task.
+
+        areno records the responses to requests with this key as responses of this task; :meth:`trajectory` returns them.
+        """
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:

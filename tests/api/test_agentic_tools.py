@@ -175,8 +175,12 @@ def test_any_value_can_be_returned(value, text):
     [
         ("order", '{"item": "a"', "the arguments are not JSON"),
         ("order", "[1]", "must be a JSON object, not [1]"),
-        ("order", "{}", "missing argument item; order takes item, count, size"),
-        ("order", '{"item": "a", "color": 1}', "unknown argument color; order takes item, count, size"),
+        ("order", "{}", "missing argument item; the tool order takes the arguments item, count, size"),
+        (
+            "order",
+            '{"item": "a", "color": 1}',
+            "unknown argument color; the tool order takes the arguments item, count, size",
+        ),
         ("order", '{"item": 5}', "item must be of type string, not 5"),
         ("sell", "{}", "there is no tool sell; the tools are order"),
     ],

@@ -66,7 +66,10 @@ class AgentCall:
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
-        """End the call. Cancels an async agent that is still running. The thread of a sync agent continues in background."""
+        """End the call, and cancel an async agent that is still running.
+
+        The thread of a sync agent continues in the background.
+        """
         self.context.close()
         if not self.done.done():
             self.error = self.error or self._late()
@@ -123,7 +126,7 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error. For an error that is not areno's own, include the last line of the user's file in its traceback."""
+    """Describe an error. Unless the error is areno's own, include the line of the user's file at which the error occurred."""
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -166,7 +169,7 @@ class AgentRunner:
         self._timeout_s, self._retries = timeout_s, retries
 
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
-        """Run the agent on a batch. ``server`` serves the model: the attribute ``proxy`` of an open rollout session.
+        """Run the agent on a batch. ``server`` is the server of an open rollout session (the session's ``proxy``).
 
         Raises UsageError if the loss mask policy selects prompt tokens, but the tokenizer cannot map tokens to text.
         """

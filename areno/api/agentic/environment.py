@@ -124,7 +124,7 @@ def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecor
 def generate_records(
     draw: Callable[..., Mapping[str, Any]], flags: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """Run the command line of a data generator: ``--output FILE --count N --seed S``.
+    """Run a data generator that takes the command-line options ``--output FILE --count N --seed S``.
 
     ``FILE`` gets one JSON record per line. Equal seeds give equal records, and a larger count only adds records at the
     end.
@@ -153,7 +153,7 @@ def environment_rows(
 ) -> list[dict[str, Any]]:
     """Add a ``prompt`` to each record, for a data loader. The prompt is what :meth:`Environment.reset` returns.
 
-    Raises KeyError if a record lacks ``key``, which the environment needs.
+    Raises KeyError if a record lacks the field that ``key`` names. The environment needs this field.
     """
     rows = []
     for record in records:

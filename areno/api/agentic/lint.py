@@ -41,9 +41,12 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """A problem of a chat template. It occurs when a ``step`` message follows an answer.
+    """A problem of a chat template with a message that follows an answer.
 
-    ``thinking`` is whether this answer has reasoning.
+    Attributes:
+        kind: kind of the problem.
+        step: type of the message.
+        thinking: whether the answer has reasoning.
     """
 
     kind: FindingKind
@@ -61,7 +64,10 @@ class TemplateFinding:
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """Return the problems of a tokenizer's chat template in multi-turn conversations; empty if the template is append-only."""
+    """Return the problems of a tokenizer's chat template in multi-turn conversations.
+
+    The list is empty if the template only appends text when a message is added to a conversation.
+    """
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):

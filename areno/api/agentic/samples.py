@@ -271,7 +271,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return the number of messages of a turn's request that the trace already contains, from earlier turns."""
+    """Return how many messages of a turn's request are already in the record's ``trace``, added by earlier turns."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

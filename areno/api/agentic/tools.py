@@ -135,7 +135,8 @@ class Tool:
         missing = [name for name in self._required if name not in arguments]
         if unknown or missing:
             problem = f"unknown argument {', '.join(unknown)}" if unknown else f"missing argument {', '.join(missing)}"
-            raise ToolError(f"{problem}; {self.name} takes {', '.join(self._types) or 'no arguments'}")
+            takes = f"the arguments {', '.join(self._types)}" if self._types else "no arguments"
+            raise ToolError(f"{problem}; the tool {self.name} takes {takes}")
         return {name: self._types[name].read(value, name) for name, value in arguments.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
@@ -158,7 +159,7 @@ class Toolset:
         source: functions and :class:`Tool` objects, or an object whose public methods are the tools.
 
     Raises:
-        UsageError: two tools share a name, or a tool cannot be described.
+        UsageError: two tools share a name, or a function does not meet the requirements of :class:`Tool`.
     """
 
     def __init__(self, source: object) -> None:

@@ -120,7 +120,8 @@ _FIELDS: Mapping[str, Check] = {
 def check_optimizer(owner: str, values: Any) -> None:
     """Check the values of optimizer options. Unknown keys are ignored.
 
-    Raises TypeError or ValueError with a message that names ``owner`` and the key.
+    ``owner`` is the name of the options in error messages, such as ``ModelRole('critic').optimizer``. Raises TypeError or
+    ValueError if a value is invalid.
     """
     _check_values(owner, values, _OPTIMIZER)
 
