@@ -1,4 +1,7 @@
-"""Options of the policy loss: settings of ``actor`` in an experiment, and flags of ``areno train``."""
+"""Options of the policy loss.
+
+The options are flags of ``areno train``, and settings of the section ``actor`` in an experiment file (``areno run``).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,8 +48,9 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs: a forward pass (recompute), a forward pass plus statistics on the errors of "
-        "other methods (metrics), interpolation (loglinear, linear) or the rollout (rollout).",
+        help="Source of the proximal log-probs: a forward pass (recompute), interpolation between the log-probs (loglinear) "
+        "or probabilities (linear) of behavior policy and current policy, or the log-probs of the rollout (rollout). The "
+        "value metrics means recompute, plus statistics on the errors of loglinear, linear and rollout.",
     )
     m2_threshold: float | None = option(
         None,
@@ -109,7 +113,7 @@ class RejectionSamplingConfig:
         "mask",
         choices=("mask", "clamp"),
         help="Exclude tokens outside the bounds from the loss (mask), or keep these tokens and clamp their weights "
-        "(clamp). Use clamp only if metric is ratio.",
+        "(clamp). Use clamp only if `metric` is ratio.",
     )
     metric: str = option(
         "ratio",
@@ -123,11 +127,11 @@ class RejectionSamplingConfig:
         help="Aggregation over the tokens of a sequence. Ratios are aggregated in log space, so the mean of ratios "
         "is the geometric mean.",
     )
-    upper: float = option(5.0, help="Upper bound of the quantity that metric selects.")
+    upper: float = option(5.0, help="Upper bound of the quantity that `metric` selects.")
     lower: float | None = option(
         None,
-        help="Lower bound of the quantity that metric selects. The default is 0 if action is clamp, and no lower bound if "
-        "action is mask.",
+        help="Lower bound of the quantity that `metric` selects. If `action` is clamp, the default is 0. If `action` is "
+        "mask, there is no lower bound by default.",
     )
 
     def __post_init__(self) -> None:
@@ -154,7 +158,7 @@ class RejectionSamplingConfig:
         elif self.action == "clamp":
             yield (
                 "action",
-                f"clamp requires that metric is ratio, but metric is {self.metric}; set action to mask, or metric to ratio",
+                f"clamp requires the metric ratio, but the metric is {self.metric}; set action to mask, or metric to ratio",
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (

@@ -6,7 +6,7 @@ from functools import partial
 from areno.config.options import option
 
 SERVERS = ("vllm", "sglang")
-"""Supported inference servers; each has a section with its name in experiments."""
+"""Supported inference servers. An experiment file (``areno run``) has a section of the same name for each server."""
 
 _rollout = partial(option, group="Rollout", rollout_only=True)
 _rollout_free = partial(_rollout, changes_results=False)
@@ -39,7 +39,7 @@ class RolloutOptions:
         None,
         minimum=2,
         unset="the model's limit",
-        help="Maximum number of tokens in a row: a prompt with its response, or the whole conversation of an "
+        help="Maximum length of a row in tokens. A row is a prompt with its response, or the whole conversation of an "
         "agent. The model's limit also applies.",
     )
     temperature: float = _rollout(
@@ -82,8 +82,9 @@ class RolloutOptions:
     )
     return_routed_experts: bool = _rollout(
         False,
-        help="Routing replay: record the experts of each token in the rollout and use them in training. Routing "
-        "differences then do not change log-probs. On a CPU, this option disables compiled decode steps.",
+        help="Routing replay: record the experts that the rollout chooses for each token, and use the same experts in "
+        "training. Without this option, training may choose other experts, which changes the log-probs. On a CPU, this "
+        "option disables compiled decode steps.",
     )
     drop_rollout_state: bool = _rollout_free(
         False,

@@ -60,8 +60,8 @@ class BasicOptions:
     tp_size: int = _basic_free(
         1,
         minimum=1,
-        documented_default="4 on 8 GPUs if the model and the rollout processes allow 4, else 1; always 1 with --fsdp or "
-        "--load-in-4bit",
+        documented_default="4 if training uses 8 GPUs, the model supports a size of 4, enough GPUs remain for rollout, and "
+        "neither --fsdp nor --load-in-4bit is set; otherwise 1",
         help="Tensor-parallel size: the number of devices across which each copy of the model is sharded.",
     )
     fsdp: bool = _basic_free(
@@ -140,7 +140,7 @@ class CheckpointOptions:
     )
     keep_best: bool = _checkpoint(
         False,
-        help="Also keep the checkpoint with the best evaluation, in a folder named best next to the other checkpoints.",
+        help="Also keep the checkpoint with the best evaluation, in the folder `best` next to the other checkpoints.",
     )
     model_save_interval: int | None = _checkpoint(
         None,
@@ -183,7 +183,8 @@ class EvaluationOptions:
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Python function that converts the held-out data, if the data needs a different loader.",
+        help="Python function that converts the held-out data. Set this option if the function for the training data "
+        "cannot convert the held-out data.",
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last step.")
     eval_before_train: bool = _evaluation(True, help="Also evaluate before the first step, as a baseline.")

@@ -86,7 +86,10 @@ class ServeOptions(CommandOptions):
         help="Maximum characters of a request; longer requests are rejected before tokenization.",
     )
     request_timeout_s: float | None = _rollout(
-        None, above=0, unset="none", help="Timeout of a request, in seconds; the response then has status 504."
+        None,
+        above=0,
+        unset="none",
+        help="Timeout of a request, in seconds. A request that exceeds the timeout gets a response with status 504.",
     )
     default_max_tokens: int = _rollout(
         1024, minimum=1, help="Maximum tokens of a response if the request sets no limit."
@@ -107,8 +110,8 @@ class ServeOptions(CommandOptions):
     )
     reasoning_parser: str = _rollout(
         "auto",
-        help="Format of the model's reasoning; auto detects the format from the chat template, and none leaves reasoning in "
-        "the text.",
+        help="Format of the model's reasoning. The value auto detects the format from the chat template. With the value "
+        "none, the reasoning is not separated from the text of the response.",
     )
 
     decode_progress_interval_s: float = option(

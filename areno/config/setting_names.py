@@ -1,4 +1,4 @@
-"""Replaces options of ``areno train`` in messages by the corresponding settings of an experiment."""
+"""Replaces options of ``areno train`` in messages by the corresponding settings of an experiment file (``areno run``)."""
 
 import re
 
@@ -42,5 +42,5 @@ _OPTION = re.compile("|".join(rf"{re.escape(option)}(?![\w-])" for option in SET
 
 
 def in_settings(text: str) -> str:
-    """Replace options of ``areno train`` in a text with the settings of an experiment."""
+    """Replace options of ``areno train`` in a text with the corresponding settings of an experiment file (``areno run``)."""
     return _OPTION.sub(lambda match: SETTINGS[match[0]], text)

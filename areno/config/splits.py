@@ -60,7 +60,8 @@ def split_problem(reference: str, split: str, option: str) -> str:
             if saved is None:
                 split_files(path, split, option)
             elif saved and split not in saved:
-                return f"{option} {reference} has no split {split}; save a dataset with this split (found: {', '.join(saved)})"
+                has = f"has no split {split} (its splits: {', '.join(saved)})"
+                return f"{option} {reference} {has}; add this split to the dataset, and save the dataset again"
     except (UsageError, OSError) as error:
         return str(error)
     return ""

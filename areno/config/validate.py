@@ -153,7 +153,7 @@ def _algorithm_options(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[s
 
 
 def as_argument(entry: Option, value: Any) -> str:
-    """Return an option and its value as written on the command line."""
+    """Format an option and its value as command-line arguments, such as ``--batch-size 32``."""
     if entry.kind is bool:
         return entry.flag if value else "--no-" + entry.flag.removeprefix("--")
     return " ".join(f"{entry.flag} {item}" for item in (value if entry.many else (value,)))

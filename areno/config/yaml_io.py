@@ -1,7 +1,7 @@
 """Reads and writes options as YAML: a flat mapping from option names to values.
 
-Option names may be written with dashes or underscores. The ``config.yaml`` of a run omits the run's location and the options
-that the run does not read. ``config.yaml`` is therefore also a valid ``--config`` file.
+Option names may be written with dashes or underscores. The ``config.yaml`` of a run is also a valid ``--config`` file for a new
+run, because ``config.yaml`` contains neither the old run's location nor options without effect.
 """
 
 import functools

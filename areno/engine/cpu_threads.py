@@ -24,7 +24,10 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """Return the thread count, from 1 to ``most``, for a process to which other programs leave ``free`` cores."""
+    """Return the thread count for a process, from 1 to ``most``.
+
+    ``free`` is the number of cores that other programs leave to this process. ``current`` is the present thread count.
+    """
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)

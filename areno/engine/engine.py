@@ -247,7 +247,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records collected since the last call. A record's key is the ``observed`` number of its row."""
+        """Return the token records collected since the last call. The key of a record is its row's ``observed`` attribute."""
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

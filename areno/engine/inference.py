@@ -18,7 +18,7 @@ class DecodeProgress:
         self._tokens = 0
 
     def step(self, active: int, cuda_graph: bool = False) -> None:
-        """Count one decode step of ``active`` sequences. Log the throughput if the interval has elapsed."""
+        """Count one decode step with ``active`` running sequences. Log the throughput once per ``interval_s`` seconds."""
         if self.interval_s <= 0:
             return
         now = time.perf_counter()
@@ -32,5 +32,5 @@ class DecodeProgress:
             self._since, self._tokens = now, 0
 
     def idle(self) -> None:
-        """Restart the interval, so that the throughput does not include idle time."""
+        """Discard the current measurement, so that the logged throughput does not include idle time."""
         self._since, self._tokens = None, 0

@@ -55,7 +55,7 @@ def _pause_call() -> Callable[[int], int] | None:
 
 
 def trim_freed_memory() -> None:
-    """Release retained memory to the system. Without glibc, this function does nothing."""
+    """Give freed memory back to the system instead of keeping it for reuse. Without glibc, this function does nothing."""
     if _ALLOCATOR:
         _ALLOCATOR[0].release_unused()
     trim = _of_libc("malloc_trim")

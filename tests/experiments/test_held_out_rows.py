@@ -85,7 +85,10 @@ def test_without_the_split_no_model_is_loaded(no_model, tmp_path, tiny_checkpoin
 def test_a_named_split_is_used_and_a_missing_one_refused(no_model, tmp_path, tiny_checkpoint):
     data = with_both("sft", tmp_path, "saved")
     message = refused(configured("sft", tiny_checkpoint, tmp_path, data, data, valid_dataset__split="dev"))
-    assert "has no split dev; save a dataset with this split (found: train, test)" in message
+    assert (
+        "has no split dev (its splits: train, test); add this split to the dataset, and save the dataset again"
+        in message
+    )
     files = with_both("sft", tmp_path / "files", "files")
     next(files.glob("test*")).rename(files / "val.jsonl")
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, files, files, valid_dataset__split="validation"))
