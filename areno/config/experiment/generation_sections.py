@@ -294,8 +294,8 @@ class InferenceEngineConfig:
     )
     return_routed_experts: bool = setting(
         False,
-        "Routing replay: record the experts of each token in the rollout and use them in training. Routing "
-        "differences then do not change log-probs. On a CPU, this option disables compiled decode steps.",
+        "Routing replay: train each token with the experts that the rollout chose for the token. Otherwise, training "
+        "may choose other experts. On a CPU, this option disables compiled decode steps.",
     )
     _version: str = setting(
         "v1",

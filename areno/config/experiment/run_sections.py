@@ -36,7 +36,7 @@ class TrainDatasetConfig:
     drop_last: bool = setting(True, "Drop an incomplete last batch.")
     max_length: int | None = setting(
         None,
-        "Maximum number of tokens in a row (for rl: in its prompt). areno skips and counts longer rows.",
+        "Maximum length of a row in tokens (for rl: of its prompt). areno skips and counts longer rows.",
         minimum=1,
     )
     dataset_kwargs: dict[str, Any] = setting(
