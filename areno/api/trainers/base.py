@@ -1,4 +1,4 @@
-"""Base class of the trainers of ``areno train``. It iterates over the dataset for several epochs, and trains on rows.
+"""Base class of the trainers of ``areno train``. It iterates over the dataset for one or more epochs, and trains on rows.
 
 A trainer class is called as ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` and has a method ``fit()``.
 """

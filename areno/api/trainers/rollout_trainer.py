@@ -86,7 +86,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return one reward per segment of tokens, such as a turn. Return None to use one reward per row."""
+        """Return one reward per segment of tokens, such as per turn. Return None to use one reward per row."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:

@@ -47,7 +47,7 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The text has invalid syntax, a size letter that the backend does not support, or conflicting sizes or engines."""
+    """A ``backend`` or ``allocation_mode`` has invalid syntax, an unsupported size letter, or conflicting sizes or engines."""
 
 
 class AllocationValidationError(UsageError):
@@ -126,8 +126,7 @@ class ModelAllocation:
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} specifies several engines, but the setting backend accepts only one engine; set backend in each "
-                "section"
+                f"{spec!r} specifies several engines, but `backend` accepts only one engine; set the `backend` of each section"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
