@@ -54,7 +54,7 @@ def planted_problem(path: Path) -> str:
 def building_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, next to ``target``, in which ``target`` is built.
 
-    Temporary folders that are over a day old remain from killed builds, and are deleted first.
+    Before the build, temporary folders of killed builds are deleted if they are more than a day old.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for folder in target.parent.glob(".building-*"):

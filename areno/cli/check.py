@@ -136,7 +136,7 @@ def _cuda(report: dict[str, Any]) -> Iterator[Check]:
         yield Check("OK", "CUDA", f"PyTorch built for {f'CUDA {build}' if build else 'another kind of GPU'}{known}")
         return
     if version is None and driver["error"] and driver["path"]:
-        remedy = "If the machine has an NVIDIA GPU, repair its driver; after an update, restart the machine."
+        remedy = "If the machine has an NVIDIA GPU, repair its driver, or restart the machine if the driver was just updated."
         yield Check("WARN", "CUDA", f"nvidia-smi fails: {' '.join(driver['error'].split())}", remedy)
         return
     if version is None:

@@ -19,7 +19,7 @@ from areno.config.tracking import SERVICES
 _SHELLS = ("bash", "zsh", "fish")
 # An option whose placeholder or name matches takes a file.
 _PATH = re.compile(r"FILE|PATH|FOLDER|RUN\b|MODEL|ckpt|path|_dir$|config|output")
-_BASH = r"""# areno completion __SHELL__; load it with: source <(areno completion __SHELL__)
+_BASH = r"""# Completions of areno for __SHELL__. To load the completions, run: source <(areno completion __SHELL__)
 __HEAD___areno() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} words="" files="" stem=""
   if [[ $cur == "=" ]]; then cur=""; elif [[ $prev == "=" ]]; then prev=${COMP_WORDS[COMP_CWORD-2]}; fi
@@ -126,7 +126,7 @@ def _bash(commands: dict[str, _Command], shell: str) -> str:
 
 
 def _fish(commands: dict[str, _Command]) -> Iterator[str]:
-    yield "# areno completion fish; load it with: areno completion fish | source"
+    yield "# Completions of areno for fish. To load the completions, run: areno completion fish | source"
     yield "complete -c areno -f"
     for name, (options, rest) in commands.items():
         yield f"complete -c areno -n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name])}"

@@ -1,4 +1,4 @@
-"""``areno convert``: prints the ``areno train`` command for a configuration of TRL or verl."""
+"""``areno convert``: prints the ``areno train`` command that corresponds to a TRL or verl configuration."""
 
 import argparse
 import sys
@@ -18,8 +18,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parser = TypedParser(
         prog="areno convert",
-        description="Print the areno train command for a configuration of TRL or verl, and list the settings that "
-        "the command does not include. Experiments of AReaL need no conversion: run `areno run FILE.yaml`.",
+        description="Print the `areno train` command that corresponds to a TRL or verl configuration, and list the settings "
+        "that cannot be converted. Experiments of AReaL need no conversion: run `areno run FILE.yaml`.",
         allow_abbrev=False,
     )
     parser.add_argument("tool", choices=("trl", "verl"), help="The tool that the configuration is written for.")
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values from files, ``--name value`` and ``name=value``."""
+    """Yield the names and values of settings, given as YAML files, as ``--name value`` or as ``name=value``."""
     rest = list(words)
     while rest:
         word = rest.pop(0)

@@ -17,7 +17,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
     "completion": "Print a script that lets bash, zsh or fish complete areno commands.",
-    "convert": "Print the areno train command for a configuration of TRL or verl.",
+    "convert": "Print the `areno train` command that corresponds to a TRL or verl configuration.",
     "diff": "Compare two runs, and show the first step that differs and why.",
     "export": "Merge an adapter into its base model and write a full checkpoint.",
     "env": "Print a report about this machine, for bug reports.",
@@ -81,7 +81,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command(name: str, argv: list[str]) -> str:
-    """Return the name of the command to call. If the arguments resume a run, return the command that wrote the run."""
+    """Return the command to call. With ``--resume``, this is the command that started the run: ``train`` or ``run``."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
     from areno.cli.run import experiment_to_resume

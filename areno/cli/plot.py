@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix == ".svg":
         for name, group in groups.items():
             if missing := [metric for metric in metrics if not recorded(group, metric)]:
-                of_all = " at any step that all its runs have" if len(group) > 1 else ""
+                of_all = f" at any step that all runs of {name} have recorded" if len(group) > 1 else ""
                 print(f"note: {name} has no {', '.join(missing)}{of_all}", file=sys.stderr)
         _write_svg(plot(groups, metrics, *_layout(arguments, len(metrics))), out)
         print(f"curves={len(groups)} metrics={','.join(metrics)}: {out}")

@@ -33,7 +33,9 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="The step, as numbered in metrics.jsonl.")
-    parser.add_argument("--updates", type=int, default=1, metavar="K", help="Train K times on the rows (default: 1).")
+    parser.add_argument(
+        "--updates", type=int, default=1, metavar="K", help="Train K times on the recorded rows (default: 1)."
+    )
     parser.add_argument("--out", metavar="DIR", help="Keep the replay in this new run directory, with a checkpoint.")
     arguments, changes = parser.parse_known_args(argv)
     path = Path(arguments.run).expanduser()

@@ -46,13 +46,13 @@ class Conversion:
 
 
 def convert(tool: str, settings: Settings, kind: str = "grpo", devices: int = 1) -> Conversion:
-    """Return the command for a configuration of TRL or verl.
+    """Return the ``areno train`` command that corresponds to a TRL or verl configuration.
 
     Args:
         tool: ``trl`` or ``verl``.
         settings: values by name; verl's names include the section, as in ``data.train_batch_size``.
         kind: kind of TRL training: ``grpo``, ``sft`` or ``dpo``.
-        devices: number of devices of the TRL run, whose settings count rows per device.
+        devices: number of devices of the TRL run; TRL's batch sizes are per device.
 
     Raises UsageError if the value of a numeric setting is invalid.
     """

@@ -156,7 +156,9 @@ _ALWAYS = "always on"
 _FRACTION = "areno takes a number of steps, not a fraction of all steps"
 _FILES = "areno reads one file, or all files of one folder"
 _BY_MEMORY = "free memory determines the size of the KV cache; --kv-cache-tokens sets another size"
-_PREPARED = "areno reads the key prompt; if your rows have another key, convert the rows with --dataset-loader-fn"
+_PREPARED = (
+    "areno reads the key `prompt` of each row; if your rows have another key, convert the rows with --dataset-loader-fn"
+)
 
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 _TRACKERS = (*SERVICES, "tensorboard", "console", "none")
@@ -224,7 +226,7 @@ TRL: dict[str, Rule] = {
     "adam_epsilon": Rule("--adam-eps"),
     "optim": Rule("--adam-8bit", value=_optimizer, note="areno supports only AdamW"),
     "bf16": Rule("--dtype", value=lambda value, _: "bfloat16" if is_on(value) else ""),
-    "fp16": Rule(note="use bf16, or an experiment (areno run) with actor.dtype float16"),
+    "fp16": Rule(note="use bf16, or an experiment (`areno run`) with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
         note="--attn-backend flash uses FlashAttention if the device supports FlashAttention; native uses PyTorch's kernels"
@@ -265,7 +267,7 @@ TRL: dict[str, Rule] = {
     "trust_remote_code": Rule("--trust-remote-code", value=_switch),
     "shuffle_dataset": Rule("--no-shuffle", value=_off),
     "mask_truncated_completions": Rule(
-        note="in an experiment (areno run), actor.mask_no_eos_with_zero excludes truncated answers from training"
+        note="in an experiment (`areno run`), actor.mask_no_eos_with_zero excludes truncated answers from training"
     ),
 }
 
@@ -331,19 +333,19 @@ VERL: dict[str, Rule] = {
         together=True, note="number of rows in one pass on one GPU; --mini-bs counts the rows on all GPUs"
     ),
     f"{ACTOR}.ppo_max_token_len_per_gpu": Rule(
-        note="in an experiment (areno run), actor.mb_spec.max_tokens_per_mb limits the tokens of a pass"
+        note="in an experiment (`areno run`), actor.mb_spec.max_tokens_per_mb limits the tokens per microbatch"
     ),
     f"{ACTOR}.use_dynamic_bsz": Rule(
-        note="in an experiment (areno run), actor.mb_spec.max_tokens_per_mb limits the tokens of rows that are packed together"
+        note="in an experiment (`areno run`), actor.mb_spec.max_tokens_per_mb limits the tokens that are packed together"
     ),
     f"{ACTOR}.strategy": Rule(
         "--fsdp",
         value=_strategy,
-        note="for megatron, use an experiment (areno run) with actor.backend, such as megatron:d2t4",
+        note="for megatron, use an experiment (`areno run`) with actor.backend, such as megatron:d2t4",
     ),
     f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
-        note="in an experiment (areno run), actor.backend fsdp:dNcM divides each long row among M ranks"
+        note="in an experiment (`areno run`), actor.backend fsdp:dNcM divides each long row among M ranks"
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),
@@ -372,7 +374,9 @@ VERL: dict[str, Rule] = {
     "trainer.total_epochs": Rule("--epochs"),
     "trainer.total_training_steps": Rule("--max-steps"),
     "trainer.n_gpus_per_node": Rule("--world-size"),
-    "trainer.nnodes": Rule(note="several nodes require an experiment: areno run FILE.yaml cluster.n_nodes=N"),
+    "trainer.nnodes": Rule(
+        note="for several nodes, write an experiment file and run `areno run FILE.yaml cluster.n_nodes=N`"
+    ),
     "trainer.save_freq": Rule("--save-interval", value=_positive),
     "trainer.test_freq": Rule("--eval-interval", value=_positive),
     "trainer.val_before_train": Rule("--no-eval-before-train", value=_off),

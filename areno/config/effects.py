@@ -149,7 +149,8 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
         for name in ("tune_params", "mem_frac", "tune_max_samples"):
             yield (
                 name,
-                "has no effect with --resume, because a resumed run keeps the sizes of the old run; remove the option",
+                "has no effect with --resume, because a resumed run keeps the batch sizes that it started with; "
+                "remove the option",
             )
     elif options.explicit.issuperset(TUNED_OPTIONS):
         flags = listed([flag_of(name) for name in TUNED_OPTIONS])

@@ -173,7 +173,7 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     entries = {entry.name: entry for entry in options_of(EvalOptions)}
     for name, because in _unused(options):
         if name in options.explicit:
-            yield f"{as_argument(entries[name], getattr(options, name))} has no effect {because}"
+            yield f"{as_argument(entries[name], getattr(options, name))} {because}"
     train = options.as_train_options()
     yield from decoding_problems(train)
     yield from shared_problems(train, TEST)
@@ -188,23 +188,32 @@ def _problems(options: EvalOptions) -> Iterator[str]:
 def _unused(options: EvalOptions) -> Iterator[tuple[str, str]]:
     if is_address(options.ckpt):
         for name in _LOCAL_MODEL_ONLY:
-            yield name, "on the model of a server; remove the option"
+            yield name, "has no effect if --ckpt is the address of a server; remove the option"
     else:
-        yield "model", "on a local model, because the option selects a model on a server; remove the option"
+        yield (
+            "model",
+            "has no effect on a local model, because the option selects a model on a server; remove the option",
+        )
     if options.greedy:
         for name in ("temperature", "top_k", "top_p"):
-            yield name, "with --greedy; use only one of them"
+            yield name, "has no effect with --greedy; use only one of them"
         if options.n_samples > 1:
-            yield "n_samples", "with --greedy, which gives the same answer each time; use only one of them"
+            yield (
+                "n_samples",
+                "has no effect with --greedy, which gives the same answer each time; use only one of them",
+            )
     elif options.temperature is None and options.n_samples == 1:
         for name in ("top_k", "top_p"):
-            yield name, "on a single sample, which is decoded greedily; set --temperature or --n-samples too"
+            yield (
+                name,
+                "has no effect, because a single answer is decoded greedily; set --temperature or --n-samples too",
+            )
     if options.reward_ckpt:
-        yield "reward_fn_path", "with --reward-ckpt, which provides the reward; use only one of them"
+        yield "reward_fn_path", "has no effect with --reward-ckpt, which provides the reward; use only one of them"
         for name in ("reward_weights", "reward_timeout_s", "reward_workers", "reward_memory_gb"):
-            yield name, "with --reward-ckpt, which runs no reward function; remove the option"
+            yield name, "has no effect with --reward-ckpt, which runs no reward function; remove the option"
     else:
-        yield "score_micro_bs", "without --reward-ckpt; remove the option"
+        yield "score_micro_bs", "has no effect without --reward-ckpt; remove the option"
 
 
 @dataclass(frozen=True, kw_only=True)

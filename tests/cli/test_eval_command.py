@@ -39,13 +39,13 @@ WRONG = [
     ([*EVAL, "--greedy", "--n-samples", "4"], "--n-samples 4 has no effect with --greedy, which gives the same answer"),
     (
         [*BASE, "--ckpt", "http://h/v1", "--reward-fn-path", "reward.py", "--ignore-eos", "--stop-token-ids", "1,2"],
-        "--ignore-eos has no effect on the model of a server",
+        "--ignore-eos has no effect if --ckpt is the address of a server",
     ),
     (
         [*BASE, "--ckpt", "http://h/v1", "--reward-fn-path", "reward.py", "--ignore-eos", "--stop-token-ids", "1,2"],
-        "--stop-token-ids 1 --stop-token-ids 2 has no effect on the model of a server",
+        "--stop-token-ids 1 --stop-token-ids 2 has no effect if --ckpt is the address of a server",
     ),
-    ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect on a single sample, which is decoded greedily; set"),
+    ([*EVAL, "--top-p", "0.9"], "--top-p 0.9 has no effect, because a single answer is decoded greedily; set"),
     ([*EVAL, "--score-micro-bs", "4"], "--score-micro-bs 4 has no effect without --reward-ckpt"),
     ([*EVAL, "--reward-ckpt", "model"], "--reward-fn-path reward.py has no effect with --reward-ckpt"),
     ([*BASE, "--reward-ckpt", "model", "--reward-workers", "2"], "--reward-workers 2 has no effect with --reward-ckpt"),

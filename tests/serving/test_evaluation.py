@@ -116,7 +116,7 @@ def test_samples_have_different_seeds_and_are_reproducible(task, server, capsys,
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect on the model of a server; remove the option"),
+        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect if --ckpt is the address of a server"),
         (["--model", "other"], "--ckpt http://127.0.0.1"),
     ],
 )

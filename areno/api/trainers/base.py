@@ -1,4 +1,4 @@
-"""Base of the trainers of ``areno train``: the run specification, epochs over a dataset, and train calls.
+"""Base class of the trainers of ``areno train``. It iterates over the dataset for one or more epochs, and trains on rows.
 
 A trainer class is called as ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` and has a method ``fit()``.
 """
@@ -36,7 +36,7 @@ _NO_LAST_STEP = 2**62
 
 
 def spec_of(config: TrainOptions) -> RunSpec:
-    """Return the run specification of the options."""
+    """Return the length of the run, and the settings for evaluation, checkpoints and early stopping."""
     minutes = config.save_interval_minutes
     names = ("eval_dataset_path", "eval_dataset_loader_fn", "eval_max_rows", "eval_n_samples", "eval_temperature")
     return RunSpec(
@@ -60,7 +60,10 @@ def spec_of(config: TrainOptions) -> RunSpec:
 
 
 def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
-    """Return fields of ``OptimizerOptions``. ``prefix`` selects another model's learning rate and gradient clipping."""
+    """Return fields of ``OptimizerOptions``.
+
+    With the prefix ``critic_``, the learning rate and the gradient clipping are those of the critic.
+    """
     rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
     return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -107,9 +110,9 @@ class DatasetTrainer(TrainingLoop):
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Evaluate the held-out rows, and return metrics. ``best_metric`` names one of them.
+        """Evaluate the held-out rows, and return metrics.
 
-        A signal may interrupt this method.
+        The metric with the name ``best_metric`` decides which checkpoint is the best. A signal may interrupt this method.
         """
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: the trainer {type(self).__name__} has no evaluation; "

@@ -86,7 +86,7 @@ class RolloutTrainer(DatasetTrainer):
         return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
-        """Return rewards of segments, such as turns, which replace the rewards of the rows. None keeps the rows' rewards."""
+        """Return one reward per segment of tokens, such as per turn. Return None to use one reward per row."""
         return None
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
@@ -108,7 +108,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def passes(self) -> dict[str, int]:
-        """Number of passes per step, and number of minibatches per pass, for a :class:`Learner`."""
+        """Arguments of a :class:`Learner`: the number of passes over the rows of a step, and of minibatches per pass."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
@@ -144,7 +144,7 @@ class RolloutTrainer(DatasetTrainer):
         self._source.load_state(self._unused_samples)
 
     def prepare_updates(self) -> None:
-        """Create the objective, which trains on the rows of a rollout."""
+        """Create the :class:`PolicyObjective`, which computes advantages and trains the models on the rows of a step."""
         config = self.config
         self._texts = TokenTexts(self.instance.get_tokenizer())
         self._warned_minibatches = False
@@ -203,7 +203,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def _prompt_context(self) -> int | None:
-        """Context limit for prompts. None with an agent, whose prompts are not known in advance."""
+        """Context limit for the prompts of the dataset. None if an agent runs, because the agent writes its own prompts."""
         return self.context_limit if self._agents is None else None
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
@@ -352,7 +352,10 @@ class RolloutTrainer(DatasetTrainer):
         return outcomes
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
-        """Generate answers to held-out prompts, and score them as in training. Calls ``on_scored`` with each batch."""
+        """Generate answers to held-out prompts, and score the answers as in training.
+
+        Calls ``on_scored`` with the answers and rewards of each evaluation batch.
+        """
         config = self.config
 
         def rewards(records: list[RewardRecord], token_rows: list[list[int]]) -> list[float | None]:
@@ -385,7 +388,7 @@ class RolloutTrainer(DatasetTrainer):
         return metrics
 
     def _answers(self) -> AnswerSource | None:
-        """Return the source of answers to held-out prompts; None means the policy's completions."""
+        """Return the function through which the agent or the workflow answers held-out prompts; None if neither is used."""
         if self._agents is not None:
             return partial(self._agent_answers, self._agents)
         return None if self.config.workflow is None else self._source.answers
@@ -408,7 +411,10 @@ class RolloutTrainer(DatasetTrainer):
         ]
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Return the samples' rows with all loss inputs, and statistics. Sets the ``advantage`` of each sample."""
+        """Return the training rows of the samples, with all inputs of the loss, and the statistics of these rows.
+
+        Sets the ``advantage`` of each sample.
+        """
         self._seconds.clear()
         groups = [self.train_rows(sample) for sample in samples]
         prepared = self.objective.prepare([row for group in groups for row in group], self.credits(samples, groups))

@@ -1,4 +1,6 @@
-"""Limits the failures of a step, converts rows of workflows to samples, and groups training rows by sample."""
+"""Decides whether a step had too many failures, converts the trajectories of workflows to samples, and groups training rows
+by sample.
+"""
 
 from __future__ import annotations
 

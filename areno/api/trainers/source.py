@@ -2,7 +2,8 @@
 
 By default, a batch is generated when its step starts. With ``--rollout async``, separate processes generate while this
 process trains. The weights that generate a sample may be up to ``--max-staleness`` versions old (see
-:mod:`areno.rollouts.batches_ahead`). With ``--workflow``, the episodes of a user's class run on the same engines.
+:mod:`areno.rollouts.batches_ahead`). With ``--workflow``, a user-defined class runs the episodes, and sends its requests to
+this process or to the rollout processes.
 """
 
 import logging
@@ -152,7 +153,8 @@ class SampleSource:
         left_out = sum(not rows for group in groups for rows in group or [])
         if not samples:
             raise AgentError(
-                f"--workflow {self._config.workflow} rejected all samples of this step; return a trajectory for at least one"
+                f"--workflow {self._config.workflow} rejected all samples of this step; change the workflow so that "
+                "it returns at least one trajectory per step"
             )
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
@@ -231,7 +233,7 @@ def _plain(sequence: RolloutSequence) -> dict[str, Any]:
 
 
 def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
-    """Start the rollout processes. They use the devices that are numbered after the trainer's devices.
+    """Start the rollout processes. If the trainer uses GPUs 0 and 1, the rollout processes use GPU 2 and the following GPUs.
 
     Each replica has the trainer's tensor-parallel size.
     """

@@ -47,7 +47,7 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """The syntax is invalid, a backend does not support one of its sizes, or two engines contradict each other."""
+    """A ``backend`` or ``allocation_mode`` has invalid syntax, an unsupported size letter, or conflicting sizes or engines."""
 
 
 class AllocationValidationError(UsageError):
@@ -126,7 +126,7 @@ class ModelAllocation:
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} specifies several engines, but a backend has only one engine; set the backend of each section"
+                f"{spec!r} specifies several engines, but `backend` accepts only one engine; set the `backend` of each section"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
@@ -312,7 +312,7 @@ class AllocationMode:
 
 
 def translate_legacy(text: str) -> str:
-    """Translate a legacy form to the current form. A text in the current form is returned unchanged.
+    """Translate a legacy form of ``allocation_mode`` to the current form. Text in the current form is returned unchanged.
 
     - ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``. The letter m is the tensor-parallel size.
     - ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.

@@ -29,7 +29,7 @@ _MEGATRON = "The Megatron backend's setting of the same name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
 _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 setting of the same name.")
 
-NO_STAGES = "there is only one pipeline stage, because the setting backend does not contain p"
+NO_STAGES = "there is only one pipeline stage, because `backend` sets no pipeline size such as p2"
 ZERO_BUBBLE = "runs as Interleaved1F1B: areno does not split the backward pass"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
 _NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"

@@ -130,8 +130,8 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: a copy of the experts takes {parts} devices per stage (e x t of the experts), but this number must be a "
-            f"multiple of t = {parallel.tensor} and a divisor of d x c x t = {shards * parallel.tensor}; use "
+            f"{where}: in each pipeline stage, one copy of the experts is sharded across {parts} devices; this number "
+            f"must be a multiple of t = {parallel.tensor} and a divisor of d x c x t = {shards * parallel.tensor}; use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 

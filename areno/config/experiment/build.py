@@ -248,8 +248,8 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
     entries = settings_of(declaration)
     if foreign := sorted(values.keys() - entries.keys()):  # a whole section was interpolated
         context.problems.add(
-            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; interpolate a section of the "
-            f"class {declaration.__name__}"
+            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; let the interpolation "
+            f"refer to a section of the class {declaration.__name__}"
         )
         return None
     for name, entry in entries.items():

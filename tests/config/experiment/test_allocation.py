@@ -120,7 +120,7 @@ def test_legacy_forms_are_translated(text, modern):
         ("sglang:c2", "sglang does not support the size letter 'c'; use only d, t, p"),
         ("sglang.d4p1m2", "only allocation_mode accepts; write sglang:d4t2"),
         ("d2p2m1", "write megatron:d2p2 to train or areno:d2p2 to generate"),
-        ("sglang:d4+fsdp:d4", "specifies several engines, but a backend has only one engine"),
+        ("sglang:d4+fsdp:d4", "specifies several engines, but `backend` accepts only one engine"),
         ("fsdp:(attn:d2|ffn:d2)", "only megatron"),
         ("megatron:(attn:d2)", "does not have sizes for both attn and ffn; write both"),
         ("megatron:(attn:d2e2|ffn:d2)", "attn does not support the size letter 'e'"),
