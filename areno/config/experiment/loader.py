@@ -60,8 +60,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params is not an option of a run; to find a concurrency and a microbatch size that fit into memory, "
-                    f"run `areno plan {file or 'FILE.yaml'} --tune-params`, and write both values into the file"
+                    "--tune-params is not an option of a run; to find a concurrency and a microbatch size that fit into "
+                    f"memory, run `areno plan {file or 'FILE.yaml'} --tune-params`, and write both values into the file"
                 )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
