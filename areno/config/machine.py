@@ -70,7 +70,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, model: str) -> str:
-    """Return why ``tp_size`` ranks cannot divide the attention heads (`HEADS`) of a model; empty if the ranks can."""
+    """Return an error message if the number of query or key-value heads is not divisible by ``tp_size``; otherwise empty."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:

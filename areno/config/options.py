@@ -81,7 +81,7 @@ class OptionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A declared option. ``kind`` is the type of one value. ``many`` is true if the option is repeatable."""
+    """A declared option. ``many`` is true if the option is repeatable. ``kind`` is the type of each value."""
 
     name: str
     kind: type
@@ -196,9 +196,10 @@ def check_options(values: Any, prefix: str = "") -> None:
 
 
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
-    """Return the `Shape` of a field with the annotation ``hint``, the type of one value, and whether None is allowed.
+    """Parse the annotation of a field. Return the field's `Shape`, its type, and whether the field may be None.
 
-    For a section (a dataclass), the type is the dataclass. For an unsupported annotation, the `Shape` is None.
+    The type of a list or a tuple is the type of its items. The type of a section is its dataclass. For an unsupported
+    annotation, the `Shape` is None.
     """
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

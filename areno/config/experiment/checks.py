@@ -283,8 +283,9 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             )
         if samples == 1 and norm.mean_level == "group":
             yield (
-                f"actor.{name}.mean_level=group compares the answers to a prompt, but each prompt has only one answer "
-                f"(gconfig.n_samples is 1); set gconfig.n_samples to at least 2, or actor.{name}.mean_level to batch"
+                f"actor.{name}.mean_level=group subtracts the mean over the answers to the same prompt, but each prompt has "
+                f"only one answer (gconfig.n_samples is 1); set gconfig.n_samples to at least 2, or actor.{name}.mean_level to "
+                "batch"
             )
     rows = samples * config.train_dataset.batch_size
     for role, engine in (("actor", config.actor), ("critic", config.critic)):
@@ -306,7 +307,7 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
             "exclusive; use only one of the two settings"
         )
     if path == "agent" and not agent.agent_cls_path:
-        yield "workflow.path agent needs an agent; set rollout.agent.agent_cls_path to file.py:NAME or module.NAME"
+        yield "workflow.path=agent needs an agent; set rollout.agent.agent_cls_path to file.py:NAME or module.NAME"
     ahead = config.rollout.max_head_offpolicyness
     if config.async_training is not None and config.async_training != (ahead > 0):
         yield (
@@ -329,7 +330,7 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
             )
         if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
             yield (
-                f"{where}.fork false lets rollout and training alternate on the actor's engine, but the sizes of "
+                f"{where}.fork=false makes rollout and training alternate on the actor's engine, but the sizes of "
                 f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ; use equal sizes, "
                 "or remove fork"
             )

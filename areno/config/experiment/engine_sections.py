@@ -11,8 +11,8 @@ from areno.config.experiment.generation_sections import (
     ADMIN_KEY,
     NO_GATEWAY,
     InferenceEngineConfig,
-    loading_timeout,
     of_gateway,
+    start_timeout,
 )
 from areno.config.experiment.optimization_sections import MicroBatchSpec, NormConfig, OptimizerConfig
 from areno.config.experiment.setting_declaration import Problems, ineffective, section, setting
@@ -57,17 +57,17 @@ class FSDPEngineConfig:
 
     shard_weights: bool | None = setting(
         None,
-        "Shard weights and gradients across the d x c ranks (FSDP2). With false, only optimizer states are "
-        "sharded (ZeRO-1). With c or e above 1, weights are always sharded.",
-        shown="true if optimizer.type is adam, use_lora is false and d x c > 1 (t > 1 needs transformers 5.23). For "
-        "megatron: use_torch_fsdp2",
+        "Shard weights and gradients across the data-parallel and context-parallel ranks (FSDP2). With false, only optimizer "
+        "states are sharded (ZeRO-1). With context or expert parallelism, weights are always sharded.",
+        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false (with tensor "
+        "parallelism: only with transformers 5.23 or later). For the backend megatron: same as megatron.use_torch_fsdp2",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
     memory_efficient_load: bool = setting(
         False,
         "Read sharded weights only on each pipeline stage's first rank, which sends them to the other ranks "
-        "layer by layer (with e above 1: all at once). No effect with t above 1.",
+        "layer by layer, or all at once with expert parallelism. No effect with tensor parallelism.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
@@ -206,7 +206,7 @@ class TrainEngineConfig:
         3600.0, "Abort a run with several ranks if one rank makes no progress for this many seconds.", above=0
     )
     setup_timeout: float = setting(3600.0, "Seconds that a worker may take to load its model.", above=0)
-    workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
+    workers_ready_timeout: float = start_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the role has its own devices.")
 
     def problems(self) -> Problems:
@@ -232,7 +232,7 @@ class TrainEngineConfig:
             )
         if not self.gradient_checkpointing:
             because = (
-                "without gradient_checkpointing: only the inputs of recomputed layers are offloaded; set "
+                "without gradient_checkpointing, because only the inputs of recomputed layers can be offloaded; set "
                 "gradient_checkpointing too"
             )
             yield from ineffective(self, ("offload_activations",), because)
@@ -342,7 +342,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         yield from PolicyLossOptions.problems(self)
         if self.use_decoupled_loss and self.recompute_logprob and not self.needs_proximal:
             because = (
-                f"with prox_logp_method {self.prox_logp_method}, which needs no forward pass; use only one of them"
+                f"with prox_logp_method {self.prox_logp_method}, which needs no forward pass; use only one of the two "
+                "settings"
             )
             yield "recompute_logprob", f"has no effect {because}"
         if self.kl_ctl == 0:
@@ -350,7 +351,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         if self.kl_loss_coef == 0:
             yield from ineffective(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef above 0")
         if any(not key.strip() for key in self.log_agent_stats_keys):
-            yield "log_agent_stats_keys", "contains an empty key; replace it with the key of a number, or remove it"
+            yield "log_agent_stats_keys", "contains an empty key; remove the empty key"
         if not self.log_agent_stats:
             yield from ineffective(self, ("log_agent_stats_keys",), "without log_agent_stats; set log_agent_stats too")
         overlong = ("overlong_tokens", "overlong_penalty_factor")
@@ -444,5 +445,5 @@ class TeacherConfig:
         if self.rl_loss_weight == self.distill_loss_weight == 0:
             yield (
                 "distill_loss_weight",
-                "and rl_loss_weight are both 0, so nothing is learned; set at least one weight above 0",
+                "is 0, and rl_loss_weight is 0 too, so nothing is learned; set one of the two weights above 0",
             )

@@ -43,7 +43,7 @@ class BaseExperimentConfig:
     enable_offload: bool = setting(
         False,
         "Allow engines to keep data in host memory (GPU only).",
-        no_effect="each engine and each optimizer has its own setting offload",
+        no_effect="each engine and each optimizer has its own `offload` setting",
     )
     total_train_epochs: int = setting(1, "Number of passes over the training rows.", minimum=1)
     total_train_steps: int | None = setting(
@@ -136,7 +136,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """The section ``workflow``. If a subclass declares ``workflow`` as a string, it becomes the section's ``path``."""
+        """The section ``workflow``. A subclass may declare ``workflow`` as a string, which then sets the section's ``path``."""
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value
@@ -150,7 +150,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def reward_section(self) -> RewardConfig:
-        """The section ``reward``. If a subclass declares ``reward`` as a string, it becomes the section's ``fn``."""
+        """The section ``reward``. A subclass may declare ``reward`` as a string, which then sets the section's ``fn``."""
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value
@@ -158,7 +158,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return 0 as the default of ``actor.kl_ctl`` if there is no reference or ``actor.kl_loss_coef`` is set."""
+        """Return 0 as the default of ``actor.kl_ctl`` in two cases: ``actor.kl_loss_coef`` is set, or there is no reference."""
         has_ref = any(
             (path == "ref" and value is not None) or path.startswith("ref.") for path, value in values.items()
         )

@@ -22,8 +22,8 @@ NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove 
 of_gateway = partial(setting, no_effect="only read with _version v2, which is not supported")
 """Declares a setting of gateway services."""
 
-loading_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
-"""Declares a timeout for starting a process. The timeout does not include the loading of a model."""
+start_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
+"""Declares a timeout for starting a process. The setting has no effect, because ``setup_timeout`` also limits this time."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -119,8 +119,8 @@ class GenerationHyperparameters:
             )
             if self.n_samples > 1:
                 yield (
-                    "greedy",
-                    f"with n_samples {self.n_samples} gives the same answer each time; use n_samples 1",
+                    "n_samples",
+                    f"{self.n_samples} makes no sense with greedy, which gives the same answer each time; use n_samples 1",
                 )
 
 
@@ -259,7 +259,7 @@ class InferenceEngineConfig:
         "`areno replay`. `all` keeps the rows of every step; null or 0 saves no rows.",
     )
     setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
-    workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
+    workers_ready_timeout: float = start_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
     request_timeout: float = setting(3600.0, "Timeout in seconds of each attempt at a generation request.", above=0)
     request_retries: int = setting(3, "Maximum number of retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(

@@ -46,8 +46,8 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "allocation_mode": LegacyKey(
         "allocation_mode",
-        "Devices of generation and training, such as areno.d1m1+d1m1. d is data, m is tensor and p is "
-        "pipeline parallelism.",
+        "Parallel sizes of generation and training, such as `areno.d1m1+d1m1`, for data (d), tensor (m) and "
+        "pipeline (p) parallelism.",
         "areno.d1m1+d1m1",
     ),
     "cluster.fileroot": LegacyKey("cluster.fileroot", "Root folder of logs and checkpoints.", DEFAULT_FILEROOT),

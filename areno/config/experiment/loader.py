@@ -60,8 +60,8 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             name = word.partition("=")[0]
             if name == "--tune-params":
                 raise UsageError(
-                    "--tune-params is not an option of a run, because a run must keep its sizes when it is resumed; find "
-                    f"suitable sizes with `areno plan {file or 'FILE.yaml'} --tune-params`"
+                    "--tune-params is not an option of a run; to find a concurrency and a microbatch size that fit into "
+                    f"memory, run `areno plan {file or 'FILE.yaml'} --tune-params`, and write both values into the file"
                 )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
@@ -102,8 +102,8 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     dataset = tree.get("train_dataset")
     if dataset is None and {"resources", "run"} <= tree.keys():
         raise UsageError(
-            f"--config {args.config_file} is a task of a cluster launcher (it has the keys resources and run), which is "
-            "not supported; pass the experiment's YAML file, which appears in the task's run command"
+            f"--config {args.config_file} is a task of a cluster launcher (with the keys `resources` and `run`), not an "
+            "experiment; pass the experiment's YAML file, whose path is in the `run` command of the task"
         )
     kind = dataset.get("type") if isinstance(dataset, dict) else None
     if any(isinstance(value, str) and "${" in value for value in (dataset, kind)):

@@ -1,7 +1,7 @@
 """The notice about settings that are accepted but have no effect.
 
-If the backend of the actor is archon or megatron, areno's own engine runs instead. The notice then also lists the settings of
-this backend that areno's engine applies.
+If the backend of the actor is archon or megatron, areno's own engine replaces this backend. The notice then also lists the
+settings of ``actor.archon`` or ``actor.megatron`` that this engine applies.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ def notice(config: BaseExperimentConfig) -> str:
     """Return the notice; empty if there is nothing to list.
 
     The notice is only about settings that differ from their defaults. Settings without effect are grouped by the reason. If
-    areno's engine runs instead of archon or megatron, the settings of this backend that areno's engine applies are listed too.
+    the actor's backend is archon or megatron, the notice also lists the settings of this backend that do have an effect.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -42,7 +42,7 @@ def notice(config: BaseExperimentConfig) -> str:
 
 
 def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """If the actor's backend is archon or megatron, yield the settings of the backend that areno's engine applies."""
+    """If the actor's backend is archon or megatron, yield each setting of this backend that has an effect, and the effect."""
     backend, actor = backend_of(config), engine_of(config, "actor")
     if actor is not None and backend in _REPLACED_BACKENDS:
         effects = getattr(actor, backend).mapped(shards_weights(config))

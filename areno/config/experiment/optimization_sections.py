@@ -97,7 +97,7 @@ class MicroBatchSpec:
         if self.n_mbs is None and self.max_tokens_per_mb is None:
             yield (
                 "n_mbs",
-                "and max_tokens_per_mb are both null, so the number of microbatches is undefined; set one of them",
+                "is null, and max_tokens_per_mb is null too, so the number of microbatches is undefined; set one of the two",
             )
 
 
@@ -131,4 +131,7 @@ class NormConfig:
         if self.std_level is None:
             yield from ineffective(self, ("std_unbiased", "eps"), "without a standard deviation; set std_level too")
         if self.mean_level is None and self.std_level is None:
-            yield "mean_level", "and std_level are both null, so nothing is normalized; set the section to null instead"
+            yield (
+                "mean_level",
+                "is null, and std_level is null too, so nothing is normalized; set the section to null instead",
+            )

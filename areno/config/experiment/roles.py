@@ -40,7 +40,7 @@ def server_of(config: BaseExperimentConfig) -> str:
 
 
 def addresses_of(config: PPOConfig) -> tuple[str, ...]:
-    """Return the server addresses that ``rollout.api_url`` lists, separated by commas."""
+    """Return the server addresses in ``rollout.api_url``, which is a comma-separated list."""
     return tuple(
         address.strip().rstrip("/") for address in (config.rollout.api_url or "").split(",") if address.strip()
     )

@@ -1,4 +1,4 @@
-"""Converts a configuration to plain data and to YAML. Except for secrets, the YAML loads as the same configuration."""
+"""Converts a configuration to plain data and to YAML. Loading this YAML gives an equal configuration, but without secrets."""
 
 import dataclasses
 import os

@@ -18,15 +18,17 @@ from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
-"""Pairs of a setting's name within its section and a problem with the setting."""
+"""Problems with settings of a section. Each problem is a pair: the name of the setting, and the text of the problem."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 
 
 @dataclass(frozen=True, slots=True)
 class Setting(Option):
-    """A declared field. ``kind`` is the type of one value, or a section's class. A section's ``default`` is an instance, a list
-    or None.
+    """A declared field.
+
+    For a section, ``kind`` is the class of the section, and ``default`` is an instance, a list or None. For any other setting,
+    ``kind`` is the type of the value, or of the items if the value is a list.
     """
 
     shape: Shape
@@ -48,7 +50,7 @@ class Setting(Option):
 
     @property
     def default_text(self) -> str:
-        """The default as text for help and docs; empty for a list of sections and for a section that always exists."""
+        """The default as shown in help and docs; empty for a list of sections, and for a section whose default is not null."""
         if self.info.shown or self.info.required:
             return self.info.shown or "required"
         if (self.shape == "section" and self.default is not None) or self.shape == "sections":
@@ -92,7 +94,10 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 
 
 def _cached(function: _Listing) -> _Listing:
-    """Apply ``functools.cache`` with a type annotation that accepts classes of mutable dataclasses as arguments."""
+    """Cache the results of ``function`` with ``functools.cache``.
+
+    Without the cast, type checkers would reject classes of mutable dataclasses as arguments.
+    """
     return typing.cast(_Listing, functools.cache(function))
 
 
@@ -123,7 +128,10 @@ def settings_of(declaration: type) -> dict[str, Setting]:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Yield (dotted path, declaration, value) of every setting of a configuration, sections before their contents."""
+    """Yield the dotted path, the declaration and the value of every setting and section of a configuration.
+
+    A section comes before its settings.
+    """
     for name, entry in settings_of(type(config)).items():
         path, value = prefix + name, getattr(config, name)
         yield path, entry, value

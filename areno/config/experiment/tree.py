@@ -55,7 +55,7 @@ def read_yaml(path: str | Path) -> Tree:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UsageError(f"{where} is not valid YAML: {error}; correct the file") from error
     if not isinstance(tree, dict) or (len(tree) == 1 and next(iter(tree.values())) is None and ":" not in text):
-        raise UsageError(f"{where} is not a mapping of settings; write lines such as seed: 1")
+        raise UsageError(f"{where} is not a mapping of settings; write lines such as `seed: 1`")
     if wrong := [key for key in tree if not isinstance(key, str)]:
         raise UsageError(f"{where}: key {wrong[0]!r} is not the name of a setting; quote or remove the key")
     return {str(key): value for key, value in tree.items()}
@@ -94,7 +94,7 @@ def parse_override(text: str, declaration: type | None = None) -> Override:
 def _is_text(path: str, declaration: type) -> bool:
     """Whether the value of a setting, or of a list item, is free text.
 
-    A setting with choices is not free text. Its value is read as YAML, as in a file, where on and off are booleans.
+    A setting with choices is not free text. Its value is read as YAML, as in a file: ``on`` and ``off`` are booleans.
     """
     paths = paths_of(declaration)
     path = re.sub(r"\.\d+(?=\.)", ".0", path)
@@ -167,7 +167,7 @@ def _key(node: Any, name: str, path: str) -> Any:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of each entry of a tree, a mapping before its contents."""
+    """Yield the dotted path and the value of each entry of a tree. A mapping is an entry too, and comes before its content."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value

@@ -68,7 +68,7 @@ class ClusterSpecConfig:
         "a single machine, AReaL's default of 8 counts as unset.",
         minimum=0,
         documented=8,
-        shown="all GPUs of the machine (required for slurm)",
+        shown="all GPUs of the machine (with slurm, you must set a value)",
     )
 
 
@@ -117,7 +117,7 @@ class SchedulingSpec:
     env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
     cmd: str | None = _cluster(
         None,
-        "Command that starts Python, such as numactl -N0 python3. areno appends -m and the name of the worker module.",
+        "Command that starts Python, such as `numactl -N0 python3`. areno adds `-m` and the name of the worker module.",
     )
     srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Additional arguments of srun.")
     additional_bash_cmds: list[str] | None = setting(
@@ -129,8 +129,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How a role uses Ray placement groups: all engines with a single worker share one group, and each larger engine "
-        "gets its own group (shared), or every engine gets its own group (separate, deferred).",
+        "How a role uses Ray placement groups. With shared, all engines that have a single worker share one group, and each "
+        "larger engine gets its own group. With separate or deferred, every engine gets its own group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )

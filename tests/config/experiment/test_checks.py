@@ -154,7 +154,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             {"actor.mb_spec.n_mbs": None},
-            "are both null, so the number",
+            "is null too, so the number",
             {"actor.mb_spec": {"n_mbs": None, "max_tokens_per_mb": 64}},
         ),
         (
