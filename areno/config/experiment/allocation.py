@@ -226,9 +226,10 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
             "attention and experts use the same pipeline stages"
         )
     world, parts = strategy.world_size, strategy.expert_parts
-    if experts.get("data", max(world // parts, 1)) * parts != world:
+    taken = experts.get("data", max(world // parts, 1)) * parts
+    if taken != world:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn takes {world} devices, but ffn takes {experts.get('data', 1) * parts}; choose sizes for which "
+            f"{spec!r}: attn takes {world} devices, but ffn takes {taken}; choose sizes for which "
             "the two numbers are equal"
         )
     return strategy

@@ -127,6 +127,7 @@ def test_legacy_forms_are_translated(text, modern):
         ("megatron:(attn:d2|ffn:c2)", "ffn does not support the size letter 'c'"),
         ("megatron:(attn:d4p2|ffn:d4)", "use the same p for both"),
         ("megatron:(attn:d4|ffn:d2e4)", "attn takes 4 devices, but ffn takes 8"),
+        ("megatron:(attn:d7|ffn:e3)", "attn takes 7 devices, but ffn takes 6"),
         ("megatron:(attn:d4|ffn:e3)", "choose sizes for which the two numbers are equal"),
     ],
 )
