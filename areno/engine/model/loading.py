@@ -167,11 +167,11 @@ def prepare_as(
     *,
     validates: bool = True,
 ) -> M:
-    """Make a loaded model or pipeline stage follow attention plans, disable its dropout, and validate the result.
+    """Install areno's attention function in a loaded model or pipeline stage, and validate the model.
 
-    The validation compares areno's results with those of ``transformers``. For a policy, the compared results are the logits.
-    For a critic, a reward model or a stage without the output layer, the compared results are the hidden states. ``validates``
-    is False if another rank reads and validates the weights.
+    Dropout is disabled. The validation compares areno's results with those of ``transformers``. For a policy, the compared
+    results are the logits. For a critic, a reward model or a stage without the output layer, the compared results are the
+    hidden states. ``validates`` is False if another rank reads and validates the weights.
     """
     _repair_generation_config(module)
     _disable_dropout(module)
