@@ -347,7 +347,7 @@ class EngineGroup(Backend):
         self._all("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load a training state saved in any layout."""
+        """Load a training state. The run that saved the state may have had another layout."""
         self._all("engine.load_state", checkpoint)
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
