@@ -105,7 +105,10 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Replace the weights with merged weights, and keep the original weights. If :attr:`merges` is False, do nothing."""
+        """Replace the weight of each adapted layer with its merged weight. If :attr:`merges` is False, do nothing.
+
+        The original weights are kept, so that :meth:`unmerge` can restore them.
+        """
         with self._changing:
             if self._base or not self.merges:
                 return

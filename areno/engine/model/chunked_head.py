@@ -20,7 +20,10 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
-    """Return the number of rows per chunk. Each row has ``vocab`` logits; on a CPU, a chunk has about ``elements`` logits."""
+    """Return the number of rows per chunk. Each row has ``vocab`` logits.
+
+    On a CPU, a chunk has about ``elements`` logits. On a GPU, ``elements`` is ignored.
+    """
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
     return max(elements // vocab, 1)

@@ -68,7 +68,7 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
     """Load a causal LM from a folder or hub id, and prepare the model for packed sequences.
 
     If the checkpoint is an adapter, the adapter is merged into its base model. Raises UsageError: the checkpoint cannot be
-    read. Raises UnsupportedModelError: a layer ignores the attention plan.
+    read. Raises UnsupportedModelError: the model cannot process packed sequences correctly.
     """
     with _naming_full_memory(path, options):
         with _reading(path, options, "causal language model"):
@@ -167,11 +167,11 @@ def prepare_as(
     *,
     validates: bool = True,
 ) -> M:
-    """Make a loaded model or pipeline stage follow attention plans, disable its dropout, and validate the result.
+    """Install areno's attention function in a loaded model or pipeline stage, and validate the model.
 
-    The validation compares areno's results with those of ``transformers``. For a policy, the compared results are the logits.
-    For a critic, a reward model or a stage without the output layer, the compared results are the hidden states. ``validates``
-    is False if another rank reads and validates the weights.
+    Dropout is disabled. The validation compares areno's results with those of ``transformers``. For a policy, the compared
+    results are the logits. For a critic, a reward model or a stage without the output layer, the compared results are the
+    hidden states. ``validates`` is False if another rank reads and validates the weights.
     """
     _repair_generation_config(module)
     _disable_dropout(module)
@@ -199,7 +199,7 @@ def prepare_as(
     model = _wrapped(kind, module, name, attn_backend, stage)
     if stage is not None:
         refuse_changed_input(module, stage, name, PackedPlan([PROBE_LENGTHS[0]], model.device))
-    unsupported = "a layer ignores the attention plan; this architecture is not supported"
+    unsupported = "one of its layers lets packed sequences affect each other; this architecture is not supported"
     validate(model, ours, probe, expected, choices, name, unsupported)
     if window is not None:
         unsupported = (

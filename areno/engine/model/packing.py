@@ -192,7 +192,7 @@ class PackedPlan:
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 
     def join(self, outputs: list[Tensor]) -> Tensor:
-        """Concatenate the outputs of all groups, and restore the packed order of the tokens."""
+        """Concatenate the outputs of all groups of sequences, and restore the packed order of the tokens."""
         if self._inverse is None:
             return outputs[0]
         return _Gather.apply(torch.cat(outputs), self._inverse)

@@ -66,7 +66,7 @@ class SlotStates:
         return self._recurrent[layer_idx][self._rows]
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False, because earlier states are never restored."""
+        """Return False: past states are not recorded, because areno never returns to an earlier state."""
         return False
 
     def update_conv_state(self, values: Tensor, layer_idx: int, conv_kernel_size: int = 0, **_: Any) -> Tensor:
@@ -77,7 +77,10 @@ class SlotStates:
         return full
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
-        """Store the new recurrent states ``state`` and the new convolution states of the slots that :meth:`at` selected."""
+        """Store the new recurrent states ``state`` in the slots that :meth:`at` selected.
+
+        Also store the convolution states that the same forward pass has updated.
+        """
         assert self._conv_rows is not None
         self._recurrent[layer_idx][self._rows] = state.to(self._recurrent[layer_idx].dtype)
         self._conv[layer_idx][self._rows] = self._conv_rows

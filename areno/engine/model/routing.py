@@ -51,7 +51,7 @@ class Routers:
 
     @property
     def kind(self) -> torch.dtype:
-        """Integer dtype of recorded expert ids. The maximum of the dtype marks a token without a record."""
+        """Integer dtype of recorded expert ids. Its largest value marks a token whose experts were not recorded."""
         return torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
 
     @property
@@ -119,14 +119,14 @@ class _TopkMode(TorchFunctionMode, ABC):
 
 
 class Choosing(_TopkMode):
-    """Replaces the experts that the router of one MoE layer chooses with the experts that a :class:`Routing` returns."""
+    """Lets a :class:`Routing` record or replace the experts that the router of one MoE layer chooses."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the ids [T, K] of the experts that the :class:`Routing` returns for the router's choice ``chosen``.
+        """Pass the router's choice ``chosen`` to the :class:`Routing`, and return the expert ids [T, K] to use instead.
 
         If the ``topk`` call selects something else, such as groups of experts, return ``chosen``.
         """
@@ -230,10 +230,10 @@ class RoutingCount:
 
 
 class Replay:
-    """Replays recorded choices. For a token without a record, the router chooses the experts.
+    """Replays recorded choices. For tokens whose experts were not recorded, the router chooses the experts.
 
     Args:
-        recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token without a record.
+        recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token whose experts were not recorded.
         routers: the routers of the model.
         count: counter of the replayed choices, or None.
     """

@@ -166,7 +166,10 @@ def _product_and_adapter(
 
 
 def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
-    """Return this rank's shard of a tensor. ``gradient`` is the gradient's placement; None: the placement of the tensor."""
+    """Return this rank's shard of a tensor.
+
+    ``gradient`` is the placement of the shard's gradient. If it is None, the gradient has the same placement as the tensor.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

@@ -67,9 +67,9 @@ class StageLayers:
         return {name for name, parameter in module.named_parameters() if parameter is weight}
 
     def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
-        """Return the body with only the layers of chunk ``run``, and with the norm if ``run`` is the last chunk.
+        """Return the body with only the layers of one model chunk. For the last chunk, the body also has the norm.
 
-        If ``run`` is None, the body has neither layers nor norm.
+        ``run`` is the index of the chunk. If ``run`` is None, the body has neither layers nor norm.
         """
         layers = self.runs[run] if run is not None else ()
         partial = copy.copy(body)
@@ -91,8 +91,7 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
     """Return the attribute names of a body's layer list and final norm.
 
-    Raises UnsupportedModelError: besides its embedding, the body does not have exactly one layer list and one other module with
-    weights.
+    Raises UnsupportedModelError: the modules with weights are not one embedding, one layer list and one norm.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
     lists = [

@@ -62,7 +62,7 @@ class TreePlan(PackedPlan):
         super().__init__(lengths, device, prefixes)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Raise EngineError: a token of a tree can have several successors, but a recurrent layer needs a single successor."""
+        """Raise EngineError: a recurrent layer cannot process a tree, where one token can have several successors."""
         raise EngineError(
             "this model has recurrent layers, which cannot process a tree of sequences; set enable_tree_training=false"
         )

@@ -1,6 +1,6 @@
 """Critics and reward models: a body, and a linear head that is applied to each token.
 
-The module is a ``transformers`` sequence classifier, so that other programs can load saved checkpoints. The checkpoint may
+Each model is a ``transformers`` sequence classifier, so that other programs can load saved checkpoints. The checkpoint may
 store the head under any of the names in ``HEAD_NAMES``. If the checkpoint has no head, the head is initialized to zero. If the
 head has several outputs, the last output is used.
 """

@@ -29,9 +29,10 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Divide rows into parts with similar numbers of tokens, and return the row indices of each part.
+    """Divide the rows of a batch into parts with similar numbers of tokens, and return the row indices of each part.
 
-    Each block of ``together`` adjacent rows, such as a pair, stays in one part. The last block may be smaller.
+    Each block of ``together`` adjacent rows, such as the two rows of a preference pair, stays in one part. The last block may
+    be smaller.
     """
     rows = range(len(lengths))
     blocks = [rows[start : start + together] for start in rows[::together]]

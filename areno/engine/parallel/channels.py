@@ -30,7 +30,10 @@ PATIENCE = timedelta(days=7)
 
 
 class Channel:
-    """Collectives of a group; this base class is a group of one rank. All ranks must make the same calls in the same order."""
+    """Collectives of a group of ranks. All ranks must make the same calls in the same order.
+
+    This base class implements the collectives of a group that has only one rank.
+    """
 
     size, rank = 1, 0
 

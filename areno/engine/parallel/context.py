@@ -141,7 +141,7 @@ class ContextPlan:
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 
     def _padded(self, values: Tensor) -> Tensor:
-        """Zero-pad values [T, h, D] to [size * n, h, D]."""
+        """Append zeros to values [T, h, D], so that each rank gets the same number of tokens."""
         return pad(values, (0, 0, 0, 0, 0, self.channel.size * self.count - len(values)))
 
 

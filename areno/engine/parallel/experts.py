@@ -53,7 +53,7 @@ class ExpertParallelExperts:
     Args:
         module: module with all experts. After construction, the module holds only this rank's experts.
         mesh: device mesh with the axes ``ep`` and ``tp``.
-        channel: collectives of the ranks that divide the experts.
+        channel: collectives of the ranks across which the experts are sharded.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, channel: Channel) -> None:
@@ -144,7 +144,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list
     mixtures = [child for child in module.modules() if is_experts(child)]
     if not mixtures:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has no experts that {channel.size} ranks could divide; remove expert parallelism (e) "
+            f"{type(module).__name__} has no experts to divide among {channel.size} ranks; remove expert parallelism (e) "
             "from the layout"
         )
     counts = {int(cast(Any, child).num_experts) for child in mixtures}

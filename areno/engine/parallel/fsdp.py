@@ -145,7 +145,10 @@ def shard_over_replicas(
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the ranks that shard each tensor; with tensor parallelism, the axis ``fsdp`` of the model's mesh."""
+    """Return the device mesh across which FSDP shards each tensor.
+
+    With tensor parallelism, this is the axis ``fsdp`` of the model's device mesh.
+    """
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]

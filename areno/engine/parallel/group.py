@@ -160,7 +160,10 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas. Return a future per leader, keyed by the leader's request numbers."""
+        """Send requests to the leaders of their replicas, and return one future for each leader.
+
+        The key of a future is the tuple of the numbers of the requests that were sent to this leader.
+        """
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
@@ -277,7 +280,7 @@ class EngineGroup(Backend):
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:
-        """Train a role on rows; see :meth:`Engine.train`."""
+        """Train the model of ``role`` on the sequences ``rows``; see :meth:`Engine.train`."""
         return dict(self._all("engine.train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
 
     def measure(
@@ -344,7 +347,7 @@ class EngineGroup(Backend):
         self._all("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load a training state saved in any layout."""
+        """Load a training state. The run that saved the state may have had another layout."""
         self._all("engine.load_state", checkpoint)
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

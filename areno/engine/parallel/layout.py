@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks with the same layers."""
+        """Number of ranks in each pipeline stage."""
         return self.dp_size * self.cp_size * self.tp_size
 
     @property

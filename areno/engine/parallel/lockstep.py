@@ -45,7 +45,7 @@ class _Message:
 class LockstepLoop(RolloutLoop):
     """A rollout loop that sums its sampled token ids, to detect ranks that diverge.
 
-    The loop reports its failure to ``on_failure``, because the other ranks wait for this rank.
+    If the loop fails, it calls ``on_failure``, so that the other ranks do not wait for this rank forever.
     """
 
     sampled = 0

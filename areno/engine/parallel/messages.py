@@ -53,7 +53,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message that is not the result of a call."""
+    """A message that a worker sends on its own, not in reply to a call, for example when a request has finished."""
 
     payload: Any
 

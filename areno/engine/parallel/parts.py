@@ -33,7 +33,11 @@ def is_unsharded(tensor: Tensor) -> bool:
 
 
 def unsharded(part: Tensor, like: Tensor) -> Tensor:
-    """Gather the shards of a tensor that is sharded like ``like``. Every rank of the tensor's mesh must call this function."""
+    """Gather the shards of a tensor from all ranks, and return the full tensor.
+
+    ``part`` is this rank's shard, and ``like`` is a tensor with the same sharding. Every rank of the mesh of ``like`` must call
+    this function.
+    """
     if not isinstance(like, DTensor):
         return part
     mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
@@ -80,7 +84,7 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def positions(tensor: Tensor) -> tuple[Tensor, ...]:
-    """For each dimension, return the indices [entries] of the unsharded tensor that this rank's shard contains."""
+    """For each dimension of the unsharded tensor, return the indices of the entries that this rank's shard holds."""
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(indices)

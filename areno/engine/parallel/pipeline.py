@@ -40,9 +40,10 @@ class Microbatch(Protocol):
 
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Tensor | None] | None]
-"""The head of the last stage, which maps a microbatch's index and hidden states [T, C] to an output and its gradient.
+"""A function that the last stage calls with the index and the final hidden states [T, C] of a microbatch.
 
-If the output is a scalar loss, the gradient is None. Without a backward pass, the return value is ignored.
+The function returns the output at which the backward pass starts, and the gradient of this output. If the output is a scalar
+loss, the gradient is None. Without a backward pass, the return value is ignored.
 """
 
 
@@ -183,7 +184,11 @@ class _Traffic:
         return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """Forget the pending sends to ``stage`` that must have arrived, because ``stage`` has reached its pass ``number``."""
+        """Discard completed sends.
+
+        Stage ``stage`` has run the pass with index ``number`` in its schedule, so it has received the inputs of all earlier
+        passes.
+        """
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:
             sent.work.wait()

@@ -19,10 +19,11 @@ from areno.engine.parallel.layout import Layout, Place
 from areno.engine.parallel.rendezvous import Rendezvous
 
 Links = dict[tuple[bool, int], RankGroup]
-"""Groups of two ranks. The first rank sends activations to the next stage, or gradients to the previous stage.
+"""Groups of two ranks in neighboring pipeline stages: the first rank sends activations or gradients to the second rank.
 
-A key is the pair (whether the group carries gradients, index of the sending stage). Each direction has a separate group, so
-that the two directions cannot block each other.
+Activations go to the next stage, and gradients go to the previous stage. Each direction has a separate group, so that the two
+directions cannot block each other. The key of a group is the pair (whether the group carries gradients, index of the sending
+stage).
 """
 
 
@@ -61,7 +62,7 @@ class RankContext:
     def decides(self) -> bool:
         """Whether this is the first rank of its tensor-parallel group.
 
-        In rollouts, this rank decides when requests start and end, and the other ranks of the group do the same.
+        In rollouts, this rank decides when requests start and end, and the other ranks of the group follow its decisions.
         """
         return self.tensor.rank == 0
 

@@ -103,7 +103,10 @@ def _repository(options: NameOptions) -> Repository:
 
 @dataclass(frozen=True, slots=True)
 class NamedRendezvous:
-    """Rendezvous through registry names below ``root``, which is unique per group of processes. Rank 0 serves the store."""
+    """A rendezvous through the name registry, under names that start with ``root``. Rank 0 serves the store.
+
+    Each group of processes has its own ``root``.
+    """
 
     options: NameOptions
     root: str

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """A forward or backward pass of the model chunk ``run`` over one microbatch."""
+    """A forward or backward pass of one model chunk over one microbatch."""
 
     backward: bool
-    run: int
-    microbatch: int
+    run: int  # index of the model chunk
+    microbatch: int  # index of the microbatch
 
 
 Schedule = tuple[tuple[Action, ...], ...]

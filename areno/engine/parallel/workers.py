@@ -60,8 +60,8 @@ class Processes:
     """Settings for starting the processes of a group.
 
     Attributes:
-        name: prefix of the processes' log lines, such as ``rollout 1``. With a name, only warnings and errors reach the log of
-            the process that starts them.
+        name: prefix of the processes' log lines, such as ``rollout 1``. With a name, the starting process logs only the
+            warnings and errors of the started processes.
         launcher: starts the processes as workers of ``role``, numbered from ``first``. If None, the processes run on this
             machine.
     """

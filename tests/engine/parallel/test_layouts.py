@@ -434,7 +434,7 @@ def test_expert_parallelism_trains_scores_generates_and_resumes(layout, tmp_path
 
 def test_expert_parallelism_without_experts_is_refused_by_name(tmp_path):
     dense = save_tiny_checkpoint(tmp_path / "llama", "llama", heads=4, hidden=64)
-    with pytest.raises(UsageError, match="LlamaForCausalLM has no experts that 2 ranks could divide"):
+    with pytest.raises(UsageError, match="LlamaForCausalLM has no experts to divide among 2 ranks"):
         engine(dense, Layout(2, ep_size=2))
 
 
