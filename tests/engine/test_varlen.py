@@ -142,7 +142,7 @@ class OnGpu:
     ("layer", "q", "reason"),
     [
         (LayerAttention(0, 1.0), OnGpu(torch.float32), "computes in torch.float32"),
-        (LayerAttention(0, 1.0), OnGpu(size=320), "320 query and 320 value features"),
+        (LayerAttention(0, 1.0), OnGpu(size=320), "query heads have size 320 and the value heads have size 320"),
         (LayerAttention(0, 1.0, sinks=torch.zeros(2)), OnGpu(), "sinks"),
         (LayerAttention(0, 1.0, softcap=20.0), OnGpu(), "soft-caps"),
     ],

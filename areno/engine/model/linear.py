@@ -69,7 +69,7 @@ def least_weight() -> int | None:
 def _is_intel() -> bool:
     """Whether the CPU is made by Intel.
 
-    If the maker is unknown, return True, because :class:`FastLinear` replaces fewer layers on Intel CPUs.
+    If the maker is unknown, return True. As on Intel CPUs, :class:`FastLinear` then replaces only a few large layers.
     """
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")

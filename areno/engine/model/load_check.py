@@ -4,8 +4,8 @@ The model first processes two short random sequences one at a time, with its own
 both sequences in one packed pass, with areno's attention plan. The results must agree up to rounding errors. Rounding can
 change a router's choice between nearly equal scores, so the packed pass uses the experts that the individual passes chose.
 
-If a layer ignores the attention plan, one packed sequence affects the results of the other sequence. Examples are unknown
-recurrent layers and custom attention layers. Models with layers that ignore the plan are rejected.
+If a layer ignores the attention plan, one packed sequence affects the results of the other sequence. Examples of such
+layers are unknown recurrent layers and custom attention layers. Models with layers that ignore the plan are rejected.
 """
 
 import logging

@@ -75,7 +75,11 @@ class _Group:
         return _Scatter.apply(rows, self.cells, self.size * self.length).view(self.size, self.length, *x.shape[1:])
 
     def contexts(self, x: Tensor) -> Tensor:
-        """Convert packed values [T, ...] to a batch [B, S + L, ...]; each row holds the prefix, a sequence and padding."""
+        """Convert packed values [T, ...] to a batch [B, S + L, ...].
+
+        Each row starts with the common prefix of the group (S tokens), followed by one sequence, padded to L tokens. Without a
+        prefix, S is 0.
+        """
         if self.prefix is None:
             return self.pad(x)
         prefix = _Gather.apply(x, self.prefix)
@@ -157,7 +161,7 @@ class PackedPlan:
         return inverse
 
     def _mask(self, group: _Group, window: int | None, like: Tensor) -> Tensor | None:
-        """Return the attention mask of a group; None if a plain causal mask suffices."""
+        """Return the attention mask for a group of sequences; None if a plain causal mask suffices."""
         before = 0 if group.prefix is None else len(group.prefix)
         if not before and (window is None or group.length <= window):
             return None

@@ -110,7 +110,7 @@ class SlotStates:
 
 
 class _Layers:
-    """The states, indexed by layer; see :attr:`SlotStates.layers`."""
+    """The convolution and recurrent states, indexed by layer, in the form that older ``transformers`` versions read."""
 
     def __init__(self, states: SlotStates) -> None:
         self._states = states

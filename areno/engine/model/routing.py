@@ -250,7 +250,7 @@ class Replay:
         return torch.where(replayed, recorded, chosen)
 
     def again(self) -> Routing:
-        """Return a replay of the same choices that does not count the choices again."""
+        """Return a replay of the same choices, but without a counter, so that a recomputed pass counts no choice twice."""
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:

@@ -101,15 +101,20 @@ def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | N
     if q.dtype not in _HALF:
         _warn_once(f"the model computes in {q.dtype}, but fused kernels compute in bfloat16 or float16")
     elif q.shape[-1] > _MAX_HEAD_SIZE or v.shape[-1] != q.shape[-1]:
-        sizes = f"{q.shape[-1]} query and {v.shape[-1]} value features"
-        _warn_once(f"its heads have {sizes}, but fused kernels need the same number of both, at most {_MAX_HEAD_SIZE}")
+        _warn_once(
+            f"the query heads have size {q.shape[-1]} and the value heads have size {v.shape[-1]}, but fused kernels need "
+            f"equal sizes of at most {_MAX_HEAD_SIZE}"
+        )
     elif layer.sinks is not None:
         _warn_once("it has attention sinks")
     else:
         kernels = _working(q.device)
         fitting = [kernel for kernel in kernels if layer.softcap is None or kernel.softcap]
         if not fitting and kernels:
-            _warn_once("it soft-caps its scores, which no usable kernel supports (flash-attn can support soft-capping)")
+            _warn_once(
+                "the model soft-caps its attention scores, but no fused kernel that works on this machine supports "
+                "soft-capping (recent releases of flash-attn do)"
+            )
         return fitting[0] if fitting else None
     return None
 

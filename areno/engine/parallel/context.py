@@ -111,7 +111,7 @@ class ContextPlan:
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
 
     def within(self, positions: Tensor) -> Tensor:
-        """Given token ``positions`` in the packed batch, return the indices of those entries that this rank computes."""
+        """Return the indices i for which this rank computes the token at ``positions[i]`` of the packed batch."""
         return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
 
     def sum(self, values: Tensor) -> Tensor:

@@ -169,8 +169,8 @@ class EngineGroup(Backend):
             batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
             if batch:
                 plain = {n: replace(request, listener=None, on_restart=None) for n, request in batch.items()}
-                heard = {number for number, request in batch.items() if request.listener is not None}
-                asked[tuple(batch)] = self.workers.tell(leader, "submit", plain, heard)
+                streamed = {number for number, request in batch.items() if request.listener is not None}
+                asked[tuple(batch)] = self.workers.tell(leader, "submit", plain, streamed)
         return asked
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:

@@ -16,7 +16,8 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the worker's object. The argument of ``make`` is a function that sends :class:`Event` payloads.
+        make: creates the object whose methods the worker runs (see :class:`Call`). The argument of ``make`` is a function that
+            sends the payload of an :class:`Event`.
         sharing: number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread
             count is fixed.
     """
@@ -76,7 +77,10 @@ class LogLine:
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize an object. Modules from a user's file are pickled by value, because other processes cannot import them."""
+    """Serialize an object.
+
+    Functions and classes from a user's file are pickled by value, because other processes cannot import the file's module.
+    """
     global _modules
     if len(sys.modules) != _modules:
         modules = sys.modules.copy()  # other threads may be importing

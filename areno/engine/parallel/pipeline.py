@@ -5,7 +5,8 @@ states to the next stage and gradients to the previous stage. Sends are asynchro
 schedule. The last stage computes the predictions and the loss.
 
 areno does not use ``torch.distributed.pipelining``, because this package needs microbatches of one shape. The package also
-needs a process group within the default process group, which in areno covers at most one stage.
+requires a default process group that contains all stages. In areno, a rank's default process group contains ranks of only one
+stage.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class Pipeline:
 class _Sent:
     """A pending send of ``values`` to another ``stage``.
 
-    ``taken_by`` is the number of the forward or backward pass that uses the values, counted in the schedule of that stage.
+    The receiving stage uses the values in a forward or backward pass. ``taken_by`` is the index of this pass in the schedule
+    of the receiving stage.
     """
 
     stage: int

@@ -27,7 +27,7 @@ _SETTLE_S = 1.0  # time for the group to notice the end of another rank
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A sampled token of a request that has a listener."""
+    """A token sampled for a request that has a ``listener``, which is a function to call with every new token."""
 
     request: int
     sample: int
@@ -81,13 +81,13 @@ class EngineServer:
 
     # -- run at once, on the leaders of replicas ---------------------------------------------------------------------
 
-    def submit(self, requests: dict[int, Request], heard: set[int]) -> None:
+    def submit(self, requests: dict[int, Request], streamed: set[int]) -> None:
         """Queue numbered requests.
 
-        ``heard`` has the numbers of the requests that have a listener. Each token of these requests is sent as an event.
+        ``streamed`` contains the numbers of the requests whose tokens are sent as events: one :class:`TokenEvent` per token.
         """
         listening = [
-            dataclasses.replace(request, listener=self._listener(number)) if number in heard else request
+            dataclasses.replace(request, listener=self._listener(number)) if number in streamed else request
             for number, request in requests.items()
         ]
         for number, future in zip(requests, self.engine.submit(listening), strict=True):
