@@ -73,7 +73,10 @@ class Fit:
 
 
 def fits_of(model: ModelSizes, devices: int, memory: int, per_step: Training, machines: Machines) -> Iterator[Fit]:
-    """Yield layouts in which each device needs at most ``memory`` bytes. ``per_step`` counts microbatches over all replicas."""
+    """Yield layouts in which each device needs at most ``memory`` bytes.
+
+    ``per_step.microbatches`` is the number of microbatches that all replicas together process per optimizer step.
+    """
     for layout in layouts_of(devices, model, machines.per_node):
         passes = -(-per_step.microbatches // layout.dp_size)
         training = Training(per_step.tokens, passes, per_step.compute, per_step.moments)
@@ -208,8 +211,8 @@ def _table(model: ModelSizes, fits: Sequence[Fit], options: argparse.Namespace) 
         lines.append(f"{fit.backend:24} {figures}{actual}")
     lines += [
         "",
-        "GiB held: memory of the device that uses the most memory. GiB sent: data that each device sends per step.",
-        "waiting: share of a step for which devices wait in the pipeline. about s: estimated seconds per step.",
+        'Column "GiB held": memory of the device that uses the most memory. "GiB sent": data that each device sends per step.',
+        'Column "waiting": share of a step for which devices wait in the pipeline. "about s": estimated seconds per step.',
         'In layouts with the prefix "megatron", every replica has the full weights.',
     ]
     if options.tried:

@@ -51,11 +51,11 @@ class Division:
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
-    """Divide the ``free`` bytes that remain after the models have been loaded.
+    """Divide the free memory between training and the KV cache. ``free`` is the number of free bytes after loading the models.
 
     ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
-    activations. If ``recompute`` is None, the function decides. It chooses recomputation if gradients and all activations
-    together need more than the share ``KEPT_SHARE`` of the memory that the optimizer moments leave.
+    activations. If ``recompute`` is None, the function decides: it chooses recomputation if gradients and all activations
+    together need more than the share ``KEPT_SHARE`` of the memory that remains after the optimizer moments are allocated.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -68,8 +68,8 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
     """Return the size of the KV cache in tokens, which is the same on all ranks. The models must already be loaded.
 
-    On a GPU that no other process shares, the function also sets whether each role recomputes activations. A choice in the
-    configuration takes precedence.
+    On a GPU that no other process shares, the function also sets whether each role recomputes activations. If the configuration
+    sets ``activation_checkpointing`` or ``offload_activations``, that setting decides. Otherwise, the free memory decides.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:

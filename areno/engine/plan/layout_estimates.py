@@ -1,7 +1,7 @@
 """Estimate the memory of each rank in a training layout, and the bytes that each rank sends per optimizer step.
 
-``areno plan --fit`` uses these estimates, which formulas compute from a model's sizes. ``docs/layouts.md`` explains the terms.
-The estimates also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
+The estimates are computed with formulas from a model's sizes. ``docs/layouts.md`` explains the formulas. ``areno plan --fit``
+uses the estimates. They also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
 """
 
 from __future__ import annotations
@@ -198,7 +198,10 @@ def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Approximate operations per second and bytes per second of one device, and the number of devices per node."""
+    """Approximate computing speed and communication bandwidths of one device, and the number of devices per node.
+
+    The speed is in operations per second. The bandwidths are in bytes per second.
+    """
 
     operations: float = 4e14
     node: float = 2e11  # bytes within the node

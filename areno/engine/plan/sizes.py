@@ -203,10 +203,10 @@ def _adapter(run: TrainOptions) -> AdapterOptions | None:
 
 
 def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:
-    """Return the row lengths of a pass of at most ``rows`` rows and ``tokens`` tokens.
+    """Return the row lengths of a full batch, which has at most ``rows`` rows and at most ``tokens`` tokens in total.
 
-    The rows have the maximum length ``longest``. The last row may be shorter. Each group of ``group`` rows has a common prefix
-    of ``shared`` tokens, which is counted only in the group's first row.
+    All rows have ``longest`` tokens, but the last row may be shorter. Each group of ``group`` rows has a common prefix of
+    ``shared`` tokens. The prefix is counted only in the length of the group's first row.
     """
     lengths: list[int] = []
     while len(lengths) < rows and tokens > 1:

@@ -82,7 +82,7 @@ def verdict(needed: int, available: int, change: Sequence[str], remedy: str, whe
 
 
 def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the plan of a run as plain data, including the advice."""
+    """Return the plan of a run as plain data. If the run does not fit, ``change`` lists options that make it fit."""
     return plan_numbers(plan) | {"change": [] if plan.fits else advise(options, plan)}
 
 

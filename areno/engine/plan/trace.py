@@ -338,7 +338,7 @@ class ShapeOf:
 
 
 class _StubChannel(Channel):
-    """Replaces the connection to other ranks. Only the number of ranks is used."""
+    """Replaces the channel between the ranks of a run. It has the correct number of ranks (``size``), but sends nothing."""
 
     def __init__(self, size: int) -> None:
         self.size = size

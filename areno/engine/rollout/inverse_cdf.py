@@ -63,5 +63,8 @@ def take_block(table: Tensor, block: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Limit a target to less than the total. Otherwise, rounding could select a token after the last positive weight."""
+    """Return ``target``, the cumulative sum to search for, but at most the largest float below ``total``.
+
+    Without this limit, rounding could select a token after the last positive weight.
+    """
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

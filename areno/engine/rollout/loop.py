@@ -194,7 +194,7 @@ class RolloutLoop:
         self.cache.release()
 
     def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
-        """Change the size of the prefix cache and the limit of running sequences before the next turn. None keeps a value."""
+        """Set the size of the prefix cache and the maximum number of running sequences. None keeps the current value."""
         with self._wake:
             if prefix_tokens is not None:
                 self._commands.prefix_tokens = prefix_tokens
@@ -328,7 +328,7 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """Prefill waiting sequences. While sequences are running, prefill only a limited number of tokens."""
+        """Prefill waiting sequences. If other sequences are running, one call prefills only a limited number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:

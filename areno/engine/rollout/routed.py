@@ -26,7 +26,7 @@ def take_all(cache: KVCache, sequences: Iterable[Sequence]) -> None:
 
 
 def make_room(cache: SlotCache, scheduler: Scheduler) -> bool:
-    """Preempt samples until the next decode step fits into the budget. Return whether a running sample was preempted."""
+    """Preempt samples until the KV cache has room for the next decode step. Return whether a running sample was preempted."""
     running = [(sequence, sequence.slot) for sequence in scheduler.running]
     moves = scheduler.make_room()
     for sequence, slot in running[len(scheduler.running) :]:

@@ -111,7 +111,10 @@ class Scheduler:
         return shared
 
     def _start_chunked_prefill(self) -> None:
-        """Start a chunked prefill of the first waiting sample. Samples with the same context join, as far as they fit."""
+        """Start a chunked prefill of the first waiting sample.
+
+        The prefill includes the next waiting samples with the same context, as far as free slots and the cache size allow.
+        """
         first = self.waiting[0]
         self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))

@@ -197,7 +197,9 @@ class PrefillSpan:
 
 
 class PrefillPlan(PackedPlan):
-    """Plan for the prefill of packed spans. The keys and values of a span are written to all slots with the span's context.
+    """Attention plan of a prefill. The input is a concatenation of spans, each of which is a part of one context.
+
+    The keys and values of a span are written to the slots of all samples with this context.
 
     Args:
         cache: KV cache with enough slots and columns, which already contains the tokens before each span.

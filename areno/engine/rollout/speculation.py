@@ -78,7 +78,10 @@ class VerifyPlan(DecodePlan):
         self._rows = self._rows // width
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append keys ``k`` and values ``v`` [rows * W, heads, size] to the cache, and attend causally over the cache."""
+        """Append keys ``k`` and values ``v`` [rows * W, heads, size] to the cache, and attend causally over the cache.
+
+        W is the number of tokens per row, including padding.
+        """
         self.write(layer, k, v)
         keys, values = self.cache.read(layer.layer, self._shape[0], len(self._columns))
         queries = q.unflatten(0, self._shape).transpose(1, 2)

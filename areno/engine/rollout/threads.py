@@ -16,7 +16,7 @@ PARALLEL_FLOP = 1e6
 
 
 class ThreadRule:
-    """Sets the calling thread's PyTorch thread count before each pass. If the model is not on a CPU, does nothing."""
+    """Sets the number of threads that PyTorch uses for a forward pass. If the model is not on a CPU, does nothing."""
 
     def __init__(self, model: CausalLM) -> None:
         # All weight matrices except the small ones of an adapter.

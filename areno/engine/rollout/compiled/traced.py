@@ -118,7 +118,11 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
 
 
 def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
-    """Return the index of each row's first maximum in ``table`` [B, blocks, size]. ``largest`` holds each block's maximum."""
+    """Return the most likely token id of each row [B]; among equal logits, the lowest id.
+
+    ``table`` [B, blocks, size] holds the logits of each row, divided into blocks. ``largest`` [B, blocks] holds the maximum of
+    each block.
+    """
     block = largest.argmax(-1)
     return block * table.shape[2] + inverse_cdf.take_block(table, block).argmax(-1)
 

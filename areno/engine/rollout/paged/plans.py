@@ -18,7 +18,10 @@ from areno.engine.rollout.slot_cache import ROW_STEP, PrefillPlan, PrefillSpan
 
 
 class PagedPrefillPlan(PrefillPlan):
-    """Plan for the prefill of packed spans. Each context is cached once. :meth:`finish` shares the pages with other slots."""
+    """Attention plan of a prefill into a paged cache; see :class:`PrefillPlan`.
+
+    Each context is stored once. :meth:`finish` adds the context's pages to the slots of all samples with this context.
+    """
 
     cache: PagedCache  # type: ignore[assignment]
 
@@ -50,7 +53,7 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """The cells of all contexts, concatenated. A context consists of the tokens up to the end of its span."""
+        """The cache cells of each span's context, from the first token to the end of the span, concatenated over the spans."""
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
