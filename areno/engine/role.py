@@ -1,6 +1,7 @@
 """Load, train, run and save the model of a role: actor, reference, critic or reward model.
 
-Every role computes scores of token rows. A role with an optimizer also trains, and an actor that is a policy also generates.
+Every role computes log-probs, values or rewards for rows of tokens. A role with an optimizer can also be trained. The actor
+also generates responses, unless it is a reward model.
 """
 
 import functools

@@ -27,10 +27,10 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 
 
 def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[bool, int]], size: int) -> Change:
-    """Collect changes that reduce memory until the run fits. Return {} if the run does not fit even with all changes.
+    """Try the changes in order, and keep each change that reduces memory. Stop as soon as the run fits.
 
-    ``planned`` returns whether the run fits with the given changes, and the run's peak memory in bytes. ``size`` is the peak
-    memory in bytes without changes.
+    Return the kept changes; {} if the run does not fit even with all changes. ``planned`` returns whether the run fits with the
+    given changes, and the run's peak memory in bytes. ``size`` is the peak memory in bytes without changes.
     """
     accepted: Change = {}
     for change in changes:

@@ -210,9 +210,10 @@ class Machines:
 
 
 def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
-    """Estimate the duration of a step in seconds.
+    """Estimate the duration of a training step in seconds.
 
-    The communication of data and pipeline parallelism overlaps with computation. Other communication does not.
+    The estimate assumes that data-parallel and pipeline-parallel communication overlaps with computation, and that other
+    communication does not.
     """
     sent, d = sent_bytes(model, layout, training), layout
     near = d.world_size <= machines.per_node

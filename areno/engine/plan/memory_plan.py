@@ -25,7 +25,7 @@ from areno.engine.train.outputs import ModelKind
 from areno.errors import UsageError
 
 PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
-"""Purposes of memory, in the order of the printed table. ``activations`` includes all temporary tensors of a pass."""
+"""Purposes of memory, in the order of the printed table. ``activations`` includes all temporary tensors."""
 
 # Measured: code, tables and threads of the model and the tokenizer, in addition to importing areno.
 _PROCESS = 64 * 2**20

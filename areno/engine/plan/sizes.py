@@ -75,7 +75,10 @@ class Sizes(ABC):
         return self.layout.world_size * self.config.neighbors if self.device.type == "cpu" else 1
 
     def load_options(self, option: str) -> LoadOptions:
-        """Return the options for loading a model without its weights. Error messages name ``option``, which sets the path."""
+        """Return the options for loading a model without its weights.
+
+        ``option`` is the command-line option that sets the path of the model. Error messages mention this option.
+        """
         return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
 
     @abstractmethod

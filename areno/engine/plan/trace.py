@@ -239,7 +239,7 @@ class ShapeOf:
         )
 
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
-        """Return the run's optimizer, with a stub for other ranks.
+        """Return the run's optimizer. If the run has several ranks, a stub replaces the connection to the other ranks.
 
         If the run has one rank and offloads the optimizer, the returned optimizer does not offload. :meth:`update` then
         subtracts the memory that the run offloads.

@@ -72,7 +72,7 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Restart generation after a failure. Return whether the failure was a lack of GPU memory."""
+    """Reset the rollout loop. Return True if the loop had failed because GPU memory ran out."""
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
 

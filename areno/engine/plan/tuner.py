@@ -259,8 +259,8 @@ class _Tuner:
 
 def _remedy(longest: int) -> str:
     return (
-        "lower --max-new-tokens, --max-prompt-tokens or --max-context-len, which allow sequences of at most "
-        f"{longest} tokens"
+        "lower --max-new-tokens, --max-prompt-tokens or --max-context-len (these options currently allow sequences of up to "
+        f"{longest} tokens)"
     )
 
 

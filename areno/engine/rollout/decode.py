@@ -39,7 +39,10 @@ class SharedPrefixes:
 
 
 class RowParameters:
-    """Sampling parameters and shared prefixes of the running samples, which decode steps reuse until the samples change."""
+    """Sampling parameters and shared prefixes of the running samples.
+
+    Decode steps reuse this object until a sample joins or leaves the batch.
+    """
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)

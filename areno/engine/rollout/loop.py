@@ -126,7 +126,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort the request of ``future`` before the next turn. Unfinished samples get the ``finish_reason`` "abort"."""
+        """Abort the request of ``future`` before the loop's next turn. Unfinished samples get the ``finish_reason`` "abort"."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:

@@ -36,7 +36,7 @@ class Pause:
                     self._wake.notify_all()
 
     def rest(self) -> None:
-        """Pause the loop if a pause has been agreed on. The loop's thread calls this method."""
+        """If ``agreed`` is set, wait until the pause ends. The loop's thread calls this method before each turn."""
         with self._wake:
             if self.agreed:
                 self.resting = True

@@ -83,11 +83,13 @@ class Scheduler:
         """Give slots to waiting sequences, as far as the budget allows.
 
         Args:
-            tokens: maximum number of context tokens to prefill at once. A longer context is not returned, but becomes
-                ``chunked_prefill``. Until the chunked prefill is done, no other sequence is admitted.
+            tokens: maximum number of context tokens to prefill at once. If the context of the first waiting sequence exceeds
+                this number, the method returns an empty list, and starts a ``chunked_prefill``, which processes the context in
+                several chunks. Until the chunked prefill is done, no other sequence is admitted.
 
         Returns:
-            Lists of sequences with the same context. Each list needs one prefill. Another call may admit more sequences.
+            Lists of sequences with the same context. Each list needs one prefill. Sequences that exceed the limit ``tokens``
+            wait for the next call.
         """
         shared: list[list[Sequence]] = []
         used = 0

@@ -21,7 +21,7 @@ Listener = Callable[[int, GeneratedToken], None]
 
 @dataclass(slots=True, eq=False)
 class SampleGroup:
-    """The samples of one request, which share a prompt and a future."""
+    """The samples of one request. All samples have the same prompt, and ``future`` returns their results."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -57,7 +57,10 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """The prefill of a context for one or more samples. The first ``length`` cache columns of these samples are equal."""
+    """The prefill of a context for one or more samples.
+
+    The cache slots of these samples hold the same keys and values for the first ``length`` tokens.
+    """
 
     length: int
 

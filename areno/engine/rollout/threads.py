@@ -26,17 +26,17 @@ class ThreadRule:
         self._active = model.device.type == "cpu" and self._all > 1
 
     def threads(self, tokens: int) -> int:
-        """Return the number of threads for a pass over ``tokens`` tokens."""
+        """Return the number of threads for a forward pass over ``tokens`` tokens."""
         if tokens * self._flop_per_row < PARALLEL_FLOP:
             return 1
         return CPU_THREADS.current() if CPU_THREADS.adapts else self._all
 
     def apply(self, tokens: int) -> None:
-        """Set the calling thread's PyTorch thread count for a pass over ``tokens`` tokens."""
+        """Set the calling thread's PyTorch thread count for a forward pass over ``tokens`` tokens."""
         if self._active and torch.get_num_threads() != (threads := self.threads(tokens)):
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Let PyTorch use all threads again, because new threads inherit the current thread count."""
+        """Set PyTorch's thread count to its full value again, because threads that start later inherit this count."""
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

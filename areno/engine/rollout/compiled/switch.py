@@ -108,7 +108,10 @@ class DecodeSwitch:
                 ) from error
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """Run one decode step. ``remaining()`` returns the maximum number of tokens that are left to generate."""
+        """Run one decode step.
+
+        ``remaining()`` returns the maximum number of tokens that all current samples together have left to generate.
+        """
         self.threads.apply(batch.padded)
         if self._wants_kernels:
             self._take_kernels()

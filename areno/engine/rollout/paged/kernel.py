@@ -228,9 +228,10 @@ def decode_attention(
 
 
 def choose_parts(programs: int, columns: int, processors: int) -> int:
-    """Return the number of parts per context, so that there are about two programs for each multiprocessor of the GPU.
+    """Return the number of parts into which the attention kernel splits each context.
 
-    The number is at most :data:`MAX_PARTS`, and lower for short contexts.
+    The number is chosen so that there are about two Triton programs for each multiprocessor of the GPU. The number is at most
+    :data:`MAX_PARTS`, and lower for short contexts.
     """
     parts = 1
     while parts < MAX_PARTS and programs * parts < 2 * processors and columns > MIN_KEYS * parts:

@@ -71,7 +71,10 @@ class PagedRolloutLoop(RolloutLoop):
         self.cache.resize(pages, self._columns(budget_tokens))
 
     def _columns(self, budget_tokens: int) -> int:
-        """Return the maximum length of a sequence, plus space for the token of a surplus step (see :mod:`pipeline`)."""
+        """Return the maximum length of a sequence, plus space for one more token.
+
+        This token may be sampled after the sequence has ended; see :mod:`pipeline`.
+        """
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:

@@ -19,7 +19,7 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
     scheduler counts. Sequences that share pages need fewer pages. A single sequence may exceed the budget, but not the budget
     rounded up to :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may
     allocate one more page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages.
-    The returned number includes the spare page.
+    The returned number includes the spare page, which is reserved for padding.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(
@@ -29,7 +29,10 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
 
 
 class PageAllocator:
-    """Allocates and frees pages by reference counts. ``pages`` is the number of pages, including the spare page."""
+    """Allocates and frees pages by reference counts.
+
+    ``pages`` is the number of pages, including the spare page, which is reserved for padding and never allocated.
+    """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages

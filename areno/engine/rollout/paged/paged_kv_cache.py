@@ -40,8 +40,8 @@ class PagedCache(KVCache):
         columns: initial maximum number of tokens per row. If the block table grows later, captured CUDA graphs become invalid.
 
     Attributes:
-        table: block table [slots, width], int32, on the device. Entries beyond the end of a row are outdated, or point to the
-            spare page.
+        table: block table [slots, width], int32, on the device. Entries beyond the end of a row are outdated, or point to
+            page 0, the spare page, which is reserved for padding.
         reclaim: function that is called if no page is free. The function tries to free pages, and returns whether another call
             might free more pages.
         epoch: counter that is incremented when a tensor of the cache gets new memory. Captured CUDA graphs are then invalid.
@@ -179,7 +179,10 @@ class PagedCache(KVCache):
         return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Let rows begin with the first ``length`` tokens of a snapshot. ``length`` must be a multiple of the page size."""
+        """Replace the pages of the rows ``slots`` with the snapshot's pages for the first ``length`` tokens.
+
+        ``length`` must be a multiple of the page size. Nothing is copied.
+        """
         if snapshot.allocator is not self.allocator:
             raise EngineError(
                 "the snapshot was taken before the KV cache was released; clear the prefix store when you release the cache"

@@ -17,10 +17,10 @@ Landed = tuple[Sequence, int, float]
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step.
+    """A launched decode step whose tokens have not been read.
 
-    ``rows`` maps each sample to its row. ``indices`` has, for each row, the index in the sample's output of the token that the
-    row samples; -1 if the row samples no token.
+    ``rows`` maps each sample to its row in the batch. ``indices`` has one entry per row: the position of the new token in the
+    sample's output, or -1 if the step samples no token for the row.
     """
 
     rows: dict[Sequence, int]
@@ -29,7 +29,10 @@ class _Flight:
 
 
 class DecodePipeline:
-    """Launches decode steps. Between calls, there is at most one launched step whose tokens have not been read."""
+    """Launches each decode step before the tokens of the previous step are read.
+
+    Between method calls, the tokens of at most one launched step are unread.
+    """
 
     def __init__(self, device: DeviceDecode) -> None:
         self.device = device
