@@ -43,8 +43,8 @@ _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 class Connection:
     """A socket between a worker and the process that started the worker (the starter).
 
-    ``key`` signs the messages; it is None if both processes are on the same machine. ``dials`` is whether this process is the
-    worker, which opens the connection.
+    ``key`` signs the messages; it is None if the worker inherited the socket. ``dials`` is whether this process is the worker,
+    which opens the connection.
     """
 
     socket: socket.socket
