@@ -120,9 +120,9 @@ class Frames:
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """Create a socket pair. Return the end for this process, and the socket of the end for another process.
+        """Create two connected sockets. Return a :class:`Frames` that wraps the first socket, and return the second socket.
 
-        The other process calls :meth:`join` with the file descriptor of this socket.
+        The second socket is for another process, which must call :meth:`join` with the file descriptor of this socket.
         """
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs

@@ -143,7 +143,7 @@ def prepared(recorded: PPOConfig, replayed: PPOConfig, replay: RecordedStep) -> 
             replay.forget(column)
     shapings = [shaping_of(config.actor, config.reward_section) for config in (recorded, replayed)]
     changed = after != before or shapings[0] != shapings[1]
-    return replay.reshaped("settings of rewards or advantages", by_group=True) if changed else replay
+    return replay.reshaped(because="changed reward or advantage settings", by_group=True) if changed else replay
 
 
 def run_replay(config: PPOConfig, replay: RecordedStep) -> list[dict[str, Any]]:

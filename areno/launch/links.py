@@ -41,7 +41,11 @@ _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A socket between a worker and its starter. ``key`` signs messages between machines; ``dials`` is True in the worker."""
+    """A socket between a worker and the process that started the worker (the starter).
+
+    ``key`` signs the messages; it is None if the worker inherited the socket. ``dials`` is whether this process is the worker,
+    which opens the connection.
+    """
 
     socket: socket.socket
     key: bytes | None

@@ -32,7 +32,7 @@ class LocalLauncher:
         self.needs = dict(needs or {})
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """See :class:`areno.launch.launcher.Launcher`. Tasks inherit a connected socket, so there is no wait."""
+        """See :class:`areno.launch.launcher.Launcher`. Tasks inherit a connected socket, so ``timeout_s`` has no effect."""
         started: list[LinkedTask] = []
         try:
             for task in tasks:

@@ -1,4 +1,4 @@
-"""Places workers on nodes that have equal numbers of GPUs."""
+"""Assigns workers to the nodes of a cluster. All nodes must have the same number of GPUs."""
 
 from collections.abc import Mapping, Sequence
 

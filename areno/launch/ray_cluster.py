@@ -182,7 +182,7 @@ class RayLauncher(RemoteLauncher):
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """See :class:`areno.launch.launcher.Launcher`. Additional engines get separate placement groups."""
+        """See :class:`areno.launch.launcher.Launcher`. Each added engine (a group of workers) gets its own placement group."""
         need = self.needs[role]
         if need.beside and workers > need.workers:
             raise UsageError(
@@ -333,9 +333,11 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
-    """Return the nodes of ``workers`` consecutive workers, starting with worker number ``first``.
+    """Return the node of each worker from number ``first`` to number ``first + workers - 1``.
 
-    Engines are assigned to the nodes in ``nodelist`` in turn. If ``nodelist`` is empty, the result is empty.
+    Each engine consists of ``together`` consecutive workers. The first engine gets the first node in ``nodelist``, the second
+    engine gets the second node, and so on. After the last node, the assignment continues with the first node. If ``nodelist``
+    is empty, the result is empty.
     """
     listed = [name for name in (nodelist or "").split(",") if name]
     return [listed[worker // together % len(listed)] for worker in range(first, first + workers)] if listed else []

@@ -11,8 +11,8 @@ moment. AdamW's denominator for a weight is therefore accurate enough even if th
 the largest gradients in the block.
 
 *A table lookup finds the code of a number.* The upper half of an fp32 number (sign, exponent and seven bits of the
-mantissa) is the index into a second table. The lookup is several times faster than a binary search. The resolution of
-the table is finer than the spacing of the factors.
+mantissa) is the index into a second table. The lookup is several times faster than a binary search. Adjacent
+upper halves are closer together than adjacent factors.
 
 *Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
 Rounding uses no random numbers. A run that resumes in the same layout is therefore bitwise identical to an
@@ -241,7 +241,10 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
-    """Create a tensor's state from its moments, in the form that :func:`moments_in` returns. fp32 moments keep their shapes."""
+    """Create a tensor's optimizer state, with 8-bit moments if ``quantised`` is true, otherwise with fp32 moments.
+
+    For 8-bit moments, ``second`` must be the square root of the second moment. fp32 moments keep their shapes.
+    """
     if not quantised:
         return {"step": step, "mean": mean, "square": second}
     state: dict[str, Any] = {"step": step}

@@ -201,7 +201,7 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
-        """Load an optimizer state saved in any layout."""
+        """See :meth:`Optimizer.load_state`."""
         self._take_head(saved.head, self._names, any(self._rounded))
         self._adam.state.clear()
         for name, parameter, share in zip(self._names, self._parameters, self._shares, strict=True):

@@ -24,7 +24,7 @@ class LossScale:
 
     @property
     def may_fall(self) -> bool:
-        """Whether the scale can still be reduced. If it cannot, a non-finite gradient has another cause."""
+        """Whether the scale can still be reduced. If not, the scale is not the cause of a non-finite gradient."""
         return self.value > self.least
 
     def update(self, finite: bool) -> None:

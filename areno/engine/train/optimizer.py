@@ -236,7 +236,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def load_state(self, saved: SavedState) -> None:
-        """Load an optimizer state saved in any layout.
+        """Load a saved optimizer state. The run that saved the state may have had another parallel layout.
 
         Raises:
             ValueError: the state belongs to other parameters, to another compute dtype or to another optimizer type.
@@ -285,7 +285,8 @@ class Optimizer(ABC):
         if head["moments"] != self.config.moments:
             raise ValueError(
                 f"the saved optimizer state has {head['moments']} moments, but this run uses {self.config.moments} moments; "
-                "set --adam-8bit, or in an experiment optimizer.type and optimizer_dtype, as in the saved run"
+                "use the same --adam-8bit setting as the saved run or, in an experiment configuration, the same optimizer.type "
+                "and optimizer_dtype"
             )
         if head["sgd"] != self.config.sgd:
             raise ValueError(
@@ -386,7 +387,7 @@ class MasterAdamW(Optimizer):
                 yield StatePart(master_key(name), master.detach(), full_index(master.shape))
 
     def load_state(self, saved: SavedState) -> None:
-        """Load an optimizer state saved in any layout."""
+        """See :meth:`Optimizer.load_state`."""
         self._take_head(saved.head, self._names, any(map(is_rounded, self._parameters)))
         self._adam.state.clear()
         for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):

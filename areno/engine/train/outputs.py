@@ -113,7 +113,7 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Compute the scores at packed ``positions`` [sequences]. At positions of other ranks, the score is 0."""
+    """Return the score at each of the packed ``positions``; 0 if the position belongs to another rank."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)

@@ -190,7 +190,7 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's shard of a flat tensor to ``part`` [share]. :meth:`_own_part` explains ``value``."""
+        """Write this rank's shard of a flat tensor to ``part``. :meth:`_own_part` explains ``value``."""
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 
@@ -412,7 +412,7 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state(self, saved: SavedState) -> None:
-        """Load an optimizer state saved in any layout."""
+        """See :meth:`Optimizer.load_state`."""
         names = [segment.name for segment in self._segments]
         self._take_head(saved.head, names, self._has_masters)
 

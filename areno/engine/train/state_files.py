@@ -101,7 +101,9 @@ def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class SavedState:
-    """A saved optimizer state, written by :func:`save_state` in any layout.
+    """An optimizer state that :func:`save_state` has written.
+
+    The run that reads the state may have another parallel layout than the run that wrote the state.
 
     Raises OSError, ValueError or SafetensorError if the folder is missing or damaged.
     """

@@ -336,7 +336,7 @@ class TrainStep:
     def _loss_of(
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the loss and the statistics of a pass over ``rows``, and record per-token values of observed rows."""
+        """Compute the loss and the statistics for ``rows``. For a policy, also record log-probs and clip flags."""
         loss, metrics = checked_output(loss_fn(batch.data, predicted), loss_fn)
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
         if self.kind == "policy":

@@ -1,4 +1,4 @@
-"""Record per-token values that an update computes, for the samples that a run records.
+"""Record the log-prob and the clip flag that an update computes for each token. The run's sample files contain these values.
 
 Values are recorded only for observed rows, whose attribute ``observed`` is not -1. The values stay on the device until
 :meth:`TokenRecords.take` reads them.

@@ -325,7 +325,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def start_fresh(self) -> None:
-        """Drop the records of earlier attempts."""
+        """Start without a checkpoint: delete the records that earlier attempts at this run wrote to its files."""
         if self.spec.checkpoints.enabled:
             _log.info("no checkpoint in %s; starting at the first step", self.spec.checkpoints.folder)
         self.report.rewind(self.state)

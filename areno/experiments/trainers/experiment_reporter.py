@@ -27,8 +27,8 @@ _SHOWN = {
 class ExperimentReporter(Reporter):
     """Reports to the log, to the metrics file and to tracking services.
 
-    ``known_names`` maps each name that the health monitor uses to the name of the statistic in this experiment. ``fp32`` is
-    whether both rollout and training compute in fp32.
+    The keys of ``known_names`` are the names of statistics in the health monitor. The values are the names of the same
+    statistics in this experiment. ``fp32`` is whether both rollout and training compute in fp32.
     """
 
     joins_evaluation: ClassVar[bool] = True
@@ -85,9 +85,9 @@ class ExperimentReporter(Reporter):
             super().show(step, outcome)
 
     def rewind(self, state: RunState) -> None:
-        """If the run starts at its first step, drop the records of an earlier attempt, which left no checkpoint.
+        """If no step is completed, delete the records that earlier attempts at this run wrote to its files.
 
-        If the run resumes from a checkpoint, :meth:`load_state_dict` drops the records of later steps.
+        If the run resumes from a checkpoint, :meth:`load_state_dict` deletes the records of the steps after the checkpoint.
         """
         if state.step == 0:
             self._stats_logger.reset()

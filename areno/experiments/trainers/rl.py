@@ -145,7 +145,8 @@ class PPOTrainer(ExperimentTrainer):
         longest = self._longest_prompt(section.max_length)
         rows, dropped = without_long(train, length, longest)
         if dropped:
-            _log.info("dropped %d of %d training prompts longer than %s tokens", dropped, dropped + len(rows), longest)
+            total = dropped + len(rows)
+            _log.info("dropped %d of %d training prompts, because they exceed %s tokens", dropped, total, longest)
         if valid is not None and config.valid_dataset is not None:
             longest = self._longest_prompt(config.valid_dataset.max_length)
             valid, dropped = without_long(valid, length, longest)
@@ -205,7 +206,7 @@ class PPOTrainer(ExperimentTrainer):
             log_folder=self.run_dir.path,
             startup_timeout_s=rollout.setup_timeout,
             stall_s=min(STALL_S, rollout.request_timeout),
-            stall_option=f"rollout.request_timeout (at most {STALL_S:g} s)",
+            stall_option=f"rollout.request_timeout (values above {STALL_S:g} s do not extend this limit)",
             threads=spec.cpu,
             environment=spec.environment() or None,
             server=self._server,
@@ -438,7 +439,10 @@ class PPOTrainer(ExperimentTrainer):
         return in_scope("eval-rollout", {**summaries(populations), **counts})
 
     def _record_answers(self, batch: Batch) -> None:
-        """Record one answer to each of the first held-out prompts whose episodes were accepted."""
+        """Record one answer to each of up to ``EVAL_PROMPTS`` held-out prompts.
+
+        Prompts whose episodes were rejected are skipped.
+        """
         rows = train_sequences(batch.trajectories[:EVAL_PROMPTS], next(iter(sorted(self.engine.eos_ids)), 0))
         samples = EvalSamples()
         records = reward_records(batch.task_ids, rows, self.engine.tokenizer, batch.data)

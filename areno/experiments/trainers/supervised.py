@@ -151,7 +151,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
             self.rows.rows, self.eval_rows = reference.score(examples, held_out)
 
     def loss(self) -> LossFn:
-        """Return the loss function of DPO, IPO or SLiC, or the loss function of ``actor.algorithm``."""
+        """Return the loss of ``actor.algorithm`` or, without an algorithm, the loss that ``actor.loss_type`` selects."""
         return preference_loss(self.config.actor)
 
 
