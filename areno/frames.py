@@ -1,8 +1,8 @@
 """Length-prefixed messages between two processes over a socket, with a size limit and timeouts.
 
-On a socket pair, one end (the leading end) first sends a random key to the other end (the following end). Every header then
-starts with this key. If other code writes stray bytes to the socket, the receiver raises an error instead of reading the bytes
-as a length. Connections between machines use :class:`SignedFormat`.
+On a socket pair, one end (:meth:`Frames.lead`) first sends a random key to the other end (:meth:`Frames.follow`). Every header
+then starts with this key. If other code writes stray bytes to the socket, the receiver raises an error instead of reading the
+bytes as a length. Connections between machines use :class:`SignedFormat`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Frames:
 
     @classmethod
     def lead(cls, sock: socket.socket, limit: int) -> Frames:
-        """Wrap a socket as the leading end of a connection: create a random key, and send it to the following end."""
+        """Wrap the socket, create a random key, and send the key to the other end, which must call :meth:`follow`."""
         key = secrets.token_bytes(_KEY_BYTES)
         with suppress(OSError):  # if the peer has closed already, the first read reports it
             sock.sendall(key)
@@ -137,12 +137,12 @@ class Frames:
 
     @classmethod
     def follow(cls, sock: socket.socket) -> Frames:
-        """Wrap a socket as the following end of a connection: receive the key, and accept bodies of any size."""
+        """Wrap the socket, and receive the key from the other end, which calls :meth:`lead`. Accept bodies of any size."""
         return cls(sock, KeyedFormat(sock.recv(_KEY_BYTES, socket.MSG_WAITALL)), sys.maxsize)
 
     @classmethod
     def join(cls, file: int) -> Frames:
-        """Wrap the socket with the file descriptor ``file`` as the following end of a connection; see :meth:`follow`."""
+        """Call :meth:`follow` with the socket that has the file descriptor ``file``, and return the result."""
         return cls.follow(socket.socket(fileno=file))
 
     def fileno(self) -> int:
@@ -153,7 +153,7 @@ class Frames:
         """Return the complete messages received so far, without blocking.
 
         Raises:
-            EOFError: the peer has closed, and no message is left.
+            EOFError: the peer has closed the connection, and no message is left.
             FrameError: a message is invalid or too large.
         """
         self._read()
@@ -179,7 +179,7 @@ class Frames:
         """Write a message. After an error, the connection is unusable.
 
         Raises:
-            OSError: the peer has closed.
+            OSError: the peer has closed the connection.
             TimeoutError: the peer reads nothing for ``timeout_s``.
         """
         header, trailer = self._form.written(body)

@@ -34,7 +34,10 @@ NO_REWARD = (
 
 
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield the problems with configured functions, classes and reward weights. A valid name yields an empty string."""
+    """Yield an error message for each problem with the configured functions, classes and reward weights.
+
+    For each function or class without a problem, yield an empty string.
+    """
     for name in DATASETS:
         section = getattr(config, name)
         if section is not None and (loader := section.dataset_kwargs.get(LOADER)):

@@ -183,9 +183,10 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 
 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
-    """Return the largest number of bytes that a training rank needs, without the memory of the process itself.
+    """Return the peak memory in bytes of the training rank that needs the most memory.
 
-    Return 0 if the layout uses neither FSDP nor pipeline stages.
+    Only the memory of tensors is included. If the layout has neither FSDP nor pipeline stages, return 0, because the
+    plan then needs no separate estimate for a rank.
     """
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:

@@ -76,7 +76,7 @@ class ReplayPPOTrainer(PPOTrainer):
         return {}
 
     def total_steps(self) -> int:
-        """Return the number of completed steps after the last update."""
+        """Return the total number of completed steps at the end of the replay, including the steps before the replay."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:

@@ -53,11 +53,14 @@ class Connection:
 
     @property
     def far(self) -> bool:
-        """Whether the worker and the starter may be on different machines."""
+        """Whether the worker and the process that started the worker may be on different machines."""
         return self.key is not None
 
     def frames(self, limit: int = sys.maxsize) -> Frames:
-        """Wrap the socket, to send and receive frames. Both the worker and the starter must call this method."""
+        """Wrap the socket, to send and receive frames.
+
+        Both the worker and the process that started the worker must call this method.
+        """
         if self.key is not None:
             return Frames(self.socket, SignedFormat(self.key, self.dials), limit)
         return Frames.follow(self.socket) if self.dials else Frames.lead(self.socket, limit)

@@ -62,10 +62,10 @@ def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> lis
 
 
 def divided_places(role: str, need: RoleNeed, nodes: Sequence[str]) -> str:
-    """Return the message that the GPUs of a colocated worker would be on several nodes."""
+    """Return the error message for a colocated worker whose GPUs would be on several nodes."""
     return (
         f"a worker of {role} uses {need.gpu} GPUs of {need.beside}, which are on several nodes ({', '.join(nodes)}); use "
-        f"smaller sizes in {role}.backend, or sizes in {need.beside}.backend that fill the nodes"
+        f"smaller parallel sizes in {role}.backend, or parallel sizes in {need.beside}.backend that use all GPUs of each node"
     )
 
 

@@ -212,9 +212,10 @@ class RayLauncher(RemoteLauncher):
                 self._ray.util.remove_placement_group(group)
 
     def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
-        """Return the GPUs of a colocated worker: the first ``need.gpu`` GPUs of other workers (holders).
+        """Return the ids of the GPUs that a colocated worker uses.
 
-        ``first`` is the number of the first holder, and ``count`` is the number of holders.
+        The worker shares GPUs with ``count`` workers of the role ``need.beside``, starting with worker number ``first``. It
+        uses the first ``need.gpu`` of their GPUs.
         """
         holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
         if len({task.node for task in holders}) > 1:

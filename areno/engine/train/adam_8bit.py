@@ -40,10 +40,10 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_values(signed: bool) -> Tensor:
-    """Return the factors of the 256 codes in ascending order, fp32 [256].
+    """Return the factors that the 256 codes stand for, in ascending order, as fp32 [256].
 
-    The factors cover seven decades (powers of ten), and are evenly spaced within each decade. Each decade has half as
-    many factors as the next higher decade.
+    A stored number is the factor of its code times the scale of its block. The factors cover seven decades (powers of
+    ten), and are evenly spaced within each decade. Each decade has half as many factors as the next higher decade.
     """
     levels = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -55,7 +55,11 @@ def dynamic_values(signed: bool) -> Tensor:
 
 @functools.cache
 def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table from codes to factors [256], and a table from upper halves of fp32 numbers to codes [65536]."""
+    """Return the tables for decoding and encoding.
+
+    The first table [256] contains the factor of each code. The second table [65536] maps the upper 16 bits of an fp32
+    number, which was divided by the scale of its block, to a code.
+    """
     values = dynamic_values(signed)
     halves = torch.arange(1 << 16, dtype=torch.int64)
     bits = (halves << 16) + (1 << 15)  # the middle of the numbers with this upper half

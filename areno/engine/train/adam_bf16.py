@@ -1,4 +1,6 @@
-"""AdamW with bf16 moments, which take half the memory of fp32 moments. Weights or master weights remain in fp32.
+"""AdamW with bf16 moments, which take half the memory of fp32 moments.
+
+The updated tensors, which are the model's weights or its master weights, remain in fp32.
 
 Each step computes in fp32, and rounds the new moments. The first moment is rounded to the nearest bf16 number. The
 second moment is rounded up or down at random. If beta2 is near 1, a step changes the second moment by less than the

@@ -23,7 +23,7 @@ class MicroBatching:
     The division affects time and memory. Results with different divisions differ only by rounding.
 
     Raises:
-        ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with ``kk``.
+        ValueError: a number is below 1, the algorithm is unknown, or ``tree`` is combined with the algorithm ``kk``.
     """
 
     n_mbs: int | None = 1  # minimum number of microbatches, if there are enough blocks of rows
@@ -100,7 +100,10 @@ class MicroBatching:
         return bins
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Divide blocks into bins by differencing. Retry with ``n_mbs_divisor`` more bins until all fit the token budget."""
+        """Divide blocks into bins by differencing.
+
+        While a bin of several blocks exceeds the token budget, retry with ``n_mbs_divisor`` more bins.
+        """
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)

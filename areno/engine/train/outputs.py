@@ -48,7 +48,7 @@ class Part:
         return cls(batch, plan.own(batch.tokens), plan, scored)
 
     def predicted(self, model: PackedModel, kind: ModelKind, hidden: Tensor, entropy: bool, bounds: bool) -> Tensor:
-        """Return the predictions for the loss from hidden states [T, C]. :func:`predict` explains the arguments."""
+        """From hidden states [T, C], compute the predictions that the loss needs. :func:`predict` explains the arguments."""
         plan = self.plan if isinstance(self.plan, ContextPlan) else None
         outputs = _outputs(model, kind, self.scored, hidden, entropy, bounds, plan)
         if plan is not None:
@@ -88,7 +88,7 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the predictions for the loss from hidden states [T, C], and return them in a dict under the key "".
+    """From hidden states [T, C], compute the predictions that the loss needs, and return them in a dict under the key "".
 
     The dict's other entries, such as ``packed_entropy``, are meant to be added to the batch's data.
     """

@@ -63,7 +63,7 @@ class _Segment:
 
     @property
     def quantised(self) -> bool:
-        """Whether ``--adam-8bit`` quantizes the moments, which depends on the size of the unsharded parameter."""
+        """Whether the unsharded parameter is large enough that ``--adam-8bit`` quantizes its moments."""
         return adam_8bit.is_quantised(self.parameter.numel())
 
 

@@ -70,7 +70,7 @@ Sums = dict[str, tuple[str, Parts]]
 
 @dataclass(slots=True)
 class _Measured:
-    """Losses and statistics of forward passes. The tensors stay on the device, because each read waits for the device."""
+    """Losses and statistics of forward passes. The tensors stay on the device until :meth:`totals` reads them all at once."""
 
     counts_passes: bool  # count the passes that are backpropagated
     values: list[Tensor | float] = field(default_factory=list)
@@ -134,8 +134,8 @@ class TrainStep:
 
         Args:
             rows: rows to train on, at least one. For a pair loss, chosen and rejected rows alternate.
-            mini_bs: maximum number of rows per pass, or a :class:`MicroBatching` that divides each replica's rows into
-                passes.
+            mini_bs: maximum number of rows per forward pass, or a :class:`MicroBatching` that divides each replica's
+                rows into microbatches.
             accumulation: for an integer ``mini_bs``, each optimizer step uses ``mini_bs * accumulation`` rows. If None,
                 a single optimizer step uses all rows.
 
@@ -277,13 +277,16 @@ class TrainStep:
     def _through_stages(
         self,
         passes: Sequence[Sequence[TrainSequence]],
-        weighing: int,
+        counted: int,
         loss_fn: LossFn,
         total: int,
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the passes through all pipeline stages. Passes with an index of ``weighing`` or more have weight 0."""
+        """Run the forward and backward passes of the microbatches ``passes`` on all pipeline stages.
+
+        Only the first ``counted`` microbatches contribute to the loss. All other microbatches have a gradient of 0.
+        """
         assert self.pipeline is not None
         avoid_shortage(self.model.device, self.peers.layout.world_size)
         parts = [Part.of(self._packed(chunk, tree), self.peers.context) for chunk in passes]
@@ -291,7 +294,7 @@ class TrainStep:
 
         def finish(index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
             predicted = parts[index].predicted(self.model, self.kind, hidden, entropy, bounds)
-            if index < weighing:
+            if index < counted:
                 weight = count_units(passes[index], unit) / max(total, 1)
                 loss, metrics = self._loss_of(parts[index].batch, passes[index], loss_fn, predicted)
                 measured.add(loss, metrics, weight)
@@ -418,10 +421,10 @@ class TrainStep:
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
-        """Return the rows of each pass.
+        """Divide rows into microbatches, one for each forward pass.
 
         If ``mini_bs`` is an integer and the loss declares its unit, :func:`most_tokens` also limits the number of
-        tokens of a pass.
+        tokens of a microbatch.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))

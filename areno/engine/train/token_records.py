@@ -1,7 +1,7 @@
 """Record the log-prob and the clip flag that an update computes for each token. The run's sample files contain these values.
 
-Values are recorded only for observed rows, whose attribute ``observed`` is not -1. The values stay on the device until
-:meth:`TokenRecords.take` reads them.
+Values are recorded only for observed rows. The attribute ``observed`` of such a row is a number that identifies the row. For
+all other rows, ``observed`` is -1. The values stay on the device until :meth:`TokenRecords.take` reads them.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class TokenRecords:
         self._done: set[int] = set()  # rows recorded on any rank in an earlier step
 
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
-        """Record the log-probs and clip flags of a pass over ``rows``, both of shape [A].
+        """Record the log-probs and clip flags of a forward pass over ``rows``, both of shape [A].
 
-        Rows that are not observed, and rows that already have a record, are skipped.
+        Rows whose attribute ``observed`` is -1, and rows that already have a record, are skipped.
         """
         start = 0
         for row in rows:
@@ -37,7 +37,7 @@ class TokenRecords:
         self._done.update(row.observed for row in rows)
 
     def take(self) -> dict[int, TokenRecord]:
-        """Return all records, and discard them. The key of a record is the attribute ``observed`` of its row."""
+        """Return all records, and discard them. The key of a record is the number ``observed`` that identifies its row."""
         parts, self._parts, self._done = self._parts, {}, set()
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])

@@ -60,7 +60,10 @@ _KEPT_CHECKPOINTS = 2
 
 
 def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = False) -> Frequency:
-    """Return when to do an action, such as saving; for ``first`` and ``last``, see :class:`Frequency`."""
+    """Return the schedule of the action that a section configures, such as saving.
+
+    :class:`Frequency` explains ``first`` and ``last``.
+    """
     return Frequency(section.freq_epochs, section.freq_steps, section.freq_secs, first, last)
 
 
@@ -131,7 +134,7 @@ class ExperimentTrainer(TrainingLoop):
         """Return the training rows and the evaluation rows."""
 
     def known_names(self) -> dict[str, str]:
-        """Map names that the health monitor and the display use, such as ``loss``, to the experiment's names of statistics."""
+        """Return the full name of the statistic for each short name that the health monitor and the display use."""
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
@@ -278,7 +281,7 @@ class ExperimentTrainer(TrainingLoop):
         return self._data_size
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the steps in order, without rows.
+        """Yield the steps in order. The batch of a step is only a :class:`StepInfo`, without rows.
 
         :meth:`run_step` fetches the rows itself, because the rollout may run ahead and read the rows of later steps.
         """

@@ -21,7 +21,7 @@ _SHOWN = {
     "staleness_mean": "rollout/staleness/avg",
     "staleness_max": "rollout/staleness/max",
 }
-"""For each name that only the terminal display uses, the name of the statistic whose value is shown."""
+"""Maps short names, which only the terminal display uses, to the full names of the statistics that it shows."""
 
 
 class ExperimentReporter(Reporter):
@@ -71,7 +71,7 @@ class ExperimentReporter(Reporter):
         return {**self.known_stats(outcome), **shown}
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Record the statistics of a step, including the statistics of the tracker."""
+        """Record the statistics of ``outcome`` together with the statistics that the :class:`StatsTracker` has collected."""
         outcome.stats |= self._tracker.export() | outcome.memory
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 

@@ -331,7 +331,7 @@ class PPOTrainer(ExperimentTrainer):
             trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
-        """Map names that the health monitor and the display use to the names of statistics of the update and the rollout."""
+        """Return the full name of the statistic for each short name that the health monitor and the display use."""
         names = {"loss": "actor_loss/avg"} | {
             name: name for name in ("grad_norm", "update_skipped", "loss_scale", "logp_abs_diff_mean", "response_len")
         }

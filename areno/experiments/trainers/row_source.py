@@ -84,7 +84,7 @@ class RowSource:
         return epoch_order(len(self.rows), epoch=self.epoch, seed=self._seed, shuffle=self._shuffle)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, and the number of rows."""
+        """Return the epoch, the position in the epoch, and the number of rows of the dataset."""
         return {"epoch": self.epoch, "position": self.position, "rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
