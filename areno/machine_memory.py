@@ -24,7 +24,7 @@ def free_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the physical memory in bytes. If a control group has a lower limit, return the lowest limit."""
+    """Return the physical memory in bytes. If control groups allow less, return the smallest limit."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group_limit())
 
 

@@ -50,19 +50,19 @@ class Clip:
 
     @property
     def low(self) -> float:
-        """Lower bound on the ratio."""
+        """Lower bound on the importance ratio."""
         return 1.0 - self.eps
 
     @property
     def high(self) -> float:
-        """Upper bound on the ratio."""
+        """Upper bound on the importance ratio."""
         return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
 
     def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """Compute the clipped loss -min(r A, clip(r) A) elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-        If ``dual`` is set, the loss is at most dual abs(A) where A < 0. A ratio that equals a bound keeps its full
-        gradient, even if both bounds are 1.
+        If ``dual`` is set, the loss is at most ``dual * abs(A)`` where A < 0. A ratio that equals a bound keeps its
+        full gradient, even if both bounds are 1.
         """
         bounded = torch.where(self.is_high(ratio, advantage), self.high, ratio)
         bounded = torch.where(self.is_low(ratio, advantage), self.low, bounded)

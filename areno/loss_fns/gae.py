@@ -49,7 +49,7 @@ def compute_gae(
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Compute the discounted returns R_i = r_i + discount R_{i+1} of tokens, turns or other steps."""
+    """Compute the discounted return of each step i, such as a token or a turn: R_i = r_i + discount * R_{i+1}."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):

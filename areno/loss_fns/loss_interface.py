@@ -55,7 +55,7 @@ _LISTS = {
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes the log-probs"),
     "packed_values": (
         "values",
-        "entry i is the value before token i, which is entry i - 1 of trainer.score_values('critic', token_rows)[row]",
+        "entry i is the value before token i; this value is entry i - 1 of trainer.score_values('critic', token_rows)[row]",
     ),
     "packed_returns": ("returns", "areno.compute_gae computes returns from rewards and values"),
 }
@@ -99,7 +99,7 @@ def reduction_of(loss_fn: LossFn) -> Reduction:
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
-    """Return whether a loss declares its unit.
+    """Return whether a loss declares the unit that it averages over (``token``, ``sequence`` or ``pair``).
 
     If so, the engine may divide the rows of a step into any microbatches that do not separate a pair.
     """

@@ -1,7 +1,7 @@
 """Normalization of rewards or advantages over a batch or over groups.
 
-Each entry has a group id, so groups may differ in size. The computation is in float64. If all
-numbers of a batch or group are equal, centering gives exactly 0, because the minimum is subtracted before the mean.
+Each entry has a group id, so groups may differ in size. The computation is in float64. Centering two or more equal
+numbers gives exactly 0, because the code first subtracts their minimum, and then the mean of the differences.
 """
 
 from collections.abc import Sequence

@@ -176,7 +176,7 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: i
     proximal = torch.where(mask, _proximal(pack, new, behavior, knobs, version), 0.0)
     weights = behavior_weights(knobs.rejection_sampling, pack, proximal, behavior)
     if knobs.m2_threshold is not None:
-        remedy = "set keep in every row with areno.loss_fns.shaping.select_by_second_moment"
+        remedy = "call areno.loss_fns.shaping.select_by_second_moment, which sets `keep` in every row"
         selected = required(pack, "packed_keep", f"m2_threshold={knobs.m2_threshold}", remedy)
         weights = BehaviorWeights(weights.weight, weights.keep & selected, weights.outside)
     log_ratio, advantage = new - proximal, advantages_of(pack)
@@ -201,12 +201,12 @@ def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossCo
 
 
 def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
-    remedy = "set versions in every row to the weight versions that the engine recorded for the tokens"
+    remedy = "set `versions` in every row to the weight versions that the engine recorded for the tokens"
     versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
     if version is None:
         raise ValueError(
             "an approximation of the proximal policy needs the weight version that this update produces; pass the "
-            "engine's version plus one as version="
+            "engine's version plus one as the argument `version`"
         )
     return versions, version
 

@@ -61,7 +61,9 @@ def divergences(behavior: Tensor, proximal: Tensor) -> dict[str, Tensor]:
 def approximation_metrics(
     behavior: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
-    """Compare each approximation with the log-probs of a forward pass, over the tokens of ``mask``.
+    """Compare each approximation of the proximal policy with the exact log-probs, over the tokens that ``mask`` selects.
+
+    ``proximal`` contains the exact log-probs, which a forward pass computed.
 
     All metric names begin with ``compute_logp/``. The metrics include those of :func:`divergences`. For each approximation, the
     metrics also include the approximated log-probs, two importance ratios computed from these log-probs, and the errors

@@ -1,10 +1,10 @@
 """Reward shaping: converts task rewards to per-token advantages.
 
-The optional first step normalizes and weights reward parts. Next, the overlong penalty, bias, scaling and clip are
-applied, and the rewards are normalized over samples. The result is the shaped reward R'. The last trained token gets R'
-plus its KL reward. All earlier trained tokens get only their KL rewards. Finally, GAE runs over the trained tokens, and
-the advantages are normalized over tokens. GAE skips untrained tokens (prompts and tool results), so untrained tokens
-add no discount.
+The optional first step normalizes the parts of each task reward, and uses their weighted sum as the task reward. Next, the
+overlong penalty, bias, scaling and clip are applied, and the rewards are normalized over samples. The result is the shaped
+reward R'. The last trained token gets R' plus its KL reward. All earlier trained tokens get only their KL rewards. Finally,
+GAE runs over the trained tokens, and the advantages are normalized over tokens. GAE skips untrained tokens (prompts and
+tool results), so untrained tokens add no discount.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -200,7 +200,7 @@ def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
 
 
 def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
-    """Compute the KL reward -kl_ctl KL_t of each trained token."""
+    """Compute the KL reward of each trained token: the token's KL estimate times ``-kl_ctl``."""
     if shaping.kl_ctl == 0:
         return [0.0] * sum(row.trainable())
     if not row.ref_logprobs or not row.logprobs:

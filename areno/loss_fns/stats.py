@@ -57,14 +57,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A count, reported as the sum over the optimizer step under the statistic's name."""
+    """A count, which is summed over all microbatches of the optimizer step and reported under the statistic's name."""
 
     total: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlags:
-    """One flag per action, bool [A], not reported as a scalar.
+    """One flag for each token of the action axis, bool [A]. Flags are not reported as scalars.
 
     The statistic ``clipped`` of a loss marks the tokens whose gradient was removed by clipping. ``samples.jsonl`` contains
     these flags.
@@ -77,7 +77,7 @@ Statistic = Mean | Spread | Range | Count
 
 
 def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
-    """Return the kind of a statistic, and its parts as tensors."""
+    """Return the kind of a statistic, such as ``mean``, and its tensors, such as sum and count."""
     return type(statistic).__name__.lower(), [getattr(statistic, entry.name) for entry in fields(statistic)]
 
 

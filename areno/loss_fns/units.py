@@ -30,7 +30,7 @@ Names = Mapping[str, tuple[str, Summary]]
 
 
 def of_all(values: Tensor) -> Quantity:
-    """Create a :class:`Quantity` in which all units have a value."""
+    """Create a :class:`Quantity` in which every unit (token, sequence or pair) has a value."""
     return Quantity(values, torch.ones_like(values, dtype=torch.bool))
 
 
@@ -80,5 +80,8 @@ def _summary(quantity: Quantity, kind: Summary) -> Statistic:
 
 
 def means(prefix: str, *quantities: str) -> Names:
-    """Create a table that reports the mean of each quantity under the name ``prefix`` plus the quantity's name."""
+    """Create a table that names the mean of each quantity.
+
+    For example, with the prefix ``rm_``, the mean of the quantity ``loss`` is reported as ``rm_loss``.
+    """
     return {f"{prefix}{name}": (name, "mean") for name in quantities}

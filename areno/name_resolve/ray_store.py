@@ -73,8 +73,8 @@ class _StoreActor(MemoryStore):
 class RayStore:
     """See :class:`NameStore`. Raises UsageError if there is no Ray cluster.
 
-    The actor outlives the processes that use the store. If Ray restarts the actor, the store is empty at first. Each
-    process then writes its values again at its next :meth:`touch`.
+    The names are stored in a Ray actor, which outlives the processes that use the store. If Ray restarts the actor, the
+    store is empty at first. Each process then writes its values again at its next :meth:`touch`.
     """
 
     def __init__(self, actor_name: str) -> None:

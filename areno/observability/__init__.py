@@ -13,6 +13,5 @@
 - ``step_memory``: measures memory for the metrics; ``memory_profiler``: takes snapshots of GPU memory.
 - ``environment`` and ``data_size``: the machine, the versions and the size of the data, for ``environment.json``.
 
-Import only the submodules that you need, so that a command that only logs starts fast. Importing a submodule does not import
-torch.
+Import a submodule only where it is needed, so that commands start fast. Importing a submodule does not import torch.
 """

@@ -100,7 +100,7 @@ def create_progress(stream: TextIO | None = None) -> ProgressDisplay:
 
 
 class PlainProgress(ProgressDisplay):
-    """Reports progress as one log line per step. The trainer logs the phases."""
+    """Reports progress as one log line per step. The phases within a step are not reported."""
 
 
 class LiveProgress(ProgressDisplay):

@@ -49,7 +49,7 @@ def gap_remedy(limit: float) -> str:
         if limit <= LOGPROB_GAP_LIMIT_FP32
         else "Use --dtype float32"
     )
-    return f"{first}; for a mixture-of-experts model, use --return-routed-experts"
+    return f"{first}; for a mixture-of-experts model, also use --return-routed-experts"
 
 
 @dataclass(slots=True)
@@ -68,14 +68,15 @@ class HealthMonitor:
     """Checks the statistics of each step and issues warnings.
 
     Args:
-        window: number of consecutive steps in which all rewards of each group are equal, before the monitor warns. Each
-            kind of warning is repeated only after ``window`` steps without its condition.
+        window: the monitor warns about equal rewards if the rewards within every group are equal for this many consecutive
+            steps. The monitor repeats a warning only after its cause was absent for at least this many consecutive steps.
         logprob_gap_limit: the monitor warns if the mean absolute difference between rollout and train log-probs exceeds
             this limit.
         grouped: whether advantages are relative to the mean of their group. Such advantages sum to zero, so the loss is near
             0.
         max_new_tokens: maximum length of a response, in tokens; None if unknown.
-        settings: maps options of ``areno train`` in the warnings to the corresponding settings of this run.
+        settings: maps options of ``areno train`` to the corresponding settings of this run. The warnings name the setting
+            instead of the option.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -277,7 +278,10 @@ class HealthMonitor:
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """Return the limit at which responses of this mean length were truncated, and the option that raises the limit."""
+        """Return the name of the limit that truncated the responses, and the option that raises this limit.
+
+        ``length`` is the mean length of the responses.
+        """
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
             return "the context length", "--max-context-len (or lower --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"

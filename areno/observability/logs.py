@@ -134,7 +134,7 @@ def setup_logging(
 
 
 def shows_lines() -> bool:
-    """Return whether the console shows log lines instead of a live display, because the log level was set to INFO or lower."""
+    """Return True if the user set the log level to INFO or DEBUG: the console then shows log lines, not a live display."""
     return LoggingSetup.active is not None and LoggingSetup.active.shows_lines
 
 

@@ -34,7 +34,7 @@ class MemoryProfiler:
 
     @contextmanager
     def step(self, global_step: int, on_all_ranks: Callable[..., object]) -> Iterator[None]:
-        """Record the memory allocations of the block and write the snapshots, if the step is selected.
+        """If the step is selected, record the memory allocations of the ``with`` block, and then write the snapshots.
 
         Snapshots are also written if the block raises, for example because memory runs out. ``on_all_ranks`` is
         :meth:`Backend.run_on_all_ranks`.

@@ -71,8 +71,8 @@ _GAP = (
 ADVICE: dict[str, Advice] = {
     "rollout/rewards_mean": Advice(
         "rises over tens of steps, with noise from step to step",
-        "If the reward stays flat, look at zero_std_groups and at samples (areno inspect), or raise --lr or "
-        "--n-samples. If the reward falls, lower --lr. If the reward rises while samples get worse, the reward has a "
+        "If the reward stays flat, look at zero_std_groups, read samples with `areno inspect RUN`, or raise --lr "
+        "or --n-samples. If the reward falls, lower --lr. If the reward rises while samples get worse, the reward has a "
         "loophole",
     ),
     "rollout/rewards_std": Advice(
