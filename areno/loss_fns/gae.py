@@ -72,9 +72,10 @@ def fill_gae(
     GAE skips untrained tokens: gamma and lam apply from one trained token to the next.
 
     Args:
-        row: changed in place. Entry i of its ``values`` becomes the value before token i.
+        row: changed in place.
         rewards: reward of each trained token, in order.
-        values: value after each token of the row.
+        values: value after each token of the row. For a trained token i, ``row.values[i]`` becomes the value before this
+            token, which is ``values[i - 1]``.
         bootstrap: whether the value after the last trained token comes from ``values``, as is usual for a truncated
             response. If False, this value is 0.
     """

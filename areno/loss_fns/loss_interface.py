@@ -62,7 +62,7 @@ _LISTS = {
 
 
 class RowData(dict[str, Any]):
-    """A data pack whose error messages say how to provide a missing per-token list."""
+    """A data pack. If a key is missing, the error says which list of :class:`TrainSequence` to set, and how to compute it."""
 
     def __missing__(self, key: str) -> Any:
         if key not in _LISTS:
@@ -92,7 +92,10 @@ def reduces_over(
 
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
-    """Return the unit that a loss, possibly wrapped by ``functools.partial``, declares; ``token`` if no unit is declared."""
+    """Return the unit that a loss averages over, as declared with :func:`reduces_over`; ``token`` without a declaration.
+
+    ``loss_fn`` may be a loss that ``functools.partial`` wraps.
+    """
     inner, bound = _unwrapped(loss_fn)
     unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
     return unit(bound) if callable(unit) else unit

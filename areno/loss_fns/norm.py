@@ -99,7 +99,10 @@ class Norm:
         return torch.where(divisor > 0, centered / divisor, 0.0)
 
     def _centered(self, x: Tensor, groups: Tensor) -> Tensor:
-        """Compute x - mu from the distance of each entry to the minimum of its group."""
+        """Subtract from each entry the mean mu of its group.
+
+        The minimum of the group is subtracted first, so that equal entries give exactly 0.
+        """
         counts = _sums(torch.ones_like(x), groups)
         minimum = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]
         above = x - minimum

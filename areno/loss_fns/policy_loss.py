@@ -251,7 +251,7 @@ def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, 
 
 
 def _distillation(pack: DataPack, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """Return the sum of the score-function term over tokens, and log pi - log pi_teacher of each token [A]."""
+    """Return two tensors: the distillation loss (summed over tokens), and log pi - log pi_teacher of each token [A]."""
     remedy = "set teacher_logprobs in every row, or set distill_loss_weight=0"
     teacher = required(pack, "packed_teacher_logprobs", "distillation", remedy)
     gap = torch.where(terms.mask, terms.new.detach() - in_float(teacher), 0.0)

@@ -61,7 +61,7 @@ def behavior_weights(
 ) -> BehaviorWeights:
     """Compute importance weights and the mask of kept tokens from the proximal and the behavior log-probs [A].
 
-    Without ``sampling``, the weight of each token is its ratio r.
+    Without ``sampling``, the weight of each token is the ratio of its proximal to its behavior probability.
     """
     mask = pack["packed_response_mask"]
     # In float64, so that the decision for a sequence does not depend on the packing.
@@ -88,9 +88,9 @@ def behavior_weights(
 
 
 def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
-    """Aggregate values over the response tokens of each sequence [packed_num_sequences].
+    """Compute the maximum, sum or mean (``agg``) of the values over the response tokens of each sequence.
 
-    The result is 0 for a sequence without response tokens.
+    The result has the shape [packed_num_sequences]. It is 0 for a sequence without response tokens.
     """
     mask = pack["packed_response_mask"]
     ids, values = pack["packed_seq_ids"][mask], values[mask]

@@ -25,8 +25,8 @@ from areno.types import TrainSequence
 MAX_KL = 10.0
 
 RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
-"""Normalizes rewards of samples, float64 [B]. The arguments are rewards and groups, as for
-:class:`~areno.loss_fns.norm.Norm`.
+"""Function that normalizes the rewards of a batch. It takes the reward and the group index of each sample, as
+:class:`~areno.loss_fns.norm.Norm` does, and returns the normalized rewards, float64 [B].
 """
 AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
 """Normalizes advantages of tokens [N]. The arguments are advantages, groups and a mask of tokens, as for ``Norm``."""
@@ -134,7 +134,7 @@ def shape_advantages(
 
     Returns:
         Numbers (float64) by metric name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
-        ``kl_rewards`` (sum over the tokens), ``final_reward`` (R' plus ``kl_rewards``), ``no_eos_ratios``,
+        ``kl_rewards`` (sum over the tokens), ``final_reward`` (shaped reward plus ``kl_rewards``), ``no_eos_ratios``,
         ``prompt_len``, ``seq_len``, ``correct_seq_len`` (lengths of rows with a task reward above 0) and
         ``incorrect_seq_len`` (lengths of all other rows). Per token: ``advantages``, and ``gae_advantages`` (the
         advantages before ``adv_norm``).
@@ -172,7 +172,8 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
     """Set the advantage of each trained token, and normalize the advantages.
 
     Before normalization, the advantage is the shaped reward of the token's segment plus the GAE of the KL rewards. The
-    ``reward`` of the rows is ignored. Returns ``kl_rewards`` in the same form as :func:`shape_advantages`.
+    ``reward`` of the rows is ignored. Returns a dictionary with one entry: ``kl_rewards`` contains the sum of the KL
+    rewards of each row (float64).
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):
@@ -259,7 +260,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return the numbers of :func:`sizes`, the number of sequences with a reward above 0, and the number of other sequences."""
+    """Count sequences, tokens and trained tokens (see :func:`sizes`), and also sequences with and without a reward above 0."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),

@@ -35,9 +35,10 @@ def of_all(values: Tensor) -> Quantity:
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Create a decorator for unit functions, which return per-unit quantities by name. The decorated function is a loss.
+    """Create a decorator for a function that returns a dictionary of :class:`Quantity` objects.
 
-    The loss is the mean of the quantity ``loss`` over units. ``names`` determines the statistics that the loss reports.
+    The decorated function is a loss: it computes the mean of the dictionary's entry ``loss`` over all tokens, sequences or
+    pairs (``unit``). ``names`` determines the statistics that the loss reports.
     """
 
     def decorate(units: UnitsFn) -> LossFn:

@@ -28,7 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""Maps each critic statistic that an experiment reports to the name of a quantity and to the kind of summary."""
+"""The critic's statistics in experiments. Maps each name to a quantity of :func:`value_loss_fn` and to a kind of summary."""
 
 
 @mean_loss("token", _NAMES)

@@ -23,8 +23,8 @@ def connect(setting: str) -> Any:
     """Connect this process to the Ray cluster at ``RAY_ADDRESS``, or to the cluster of this machine. Return the module ``ray``.
 
     Raises:
-        UsageError: Ray is not installed, there is no cluster, or the cluster rejects the token. The message names the setting
-            ``setting``, which requires Ray.
+        UsageError: Ray is not installed, there is no cluster, or the cluster rejects the token. The message contains
+            ``setting``, the name of the setting that requires Ray.
     """
     try:
         import ray

@@ -67,7 +67,10 @@ class MemoryStore:
         self._identity = uuid.uuid4().hex
 
     def identity(self) -> str:
-        """Return the unique id of this store. After a restart of the actor, the store is empty and has a new id."""
+        """Return the unique id of this store.
+
+        If the store is in a Ray actor and the actor restarts, the actor creates an empty store with a new id.
+        """
         return self._identity
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool, owner: str = "") -> bool:
@@ -181,7 +184,7 @@ class FileStore:
         return [file.parent.relative_to(self.root).as_posix() for file in files if self._value(file) is not None]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`. The call also renews an expired value, unless another process has replaced or removed it."""
+        """See :class:`NameStore`. An expired value is renewed, too, unless another process has replaced or removed it."""
         file = self.root / name / _FILE
         with contextlib.suppress(FileNotFoundError), self._locked():
             if _entry(file).get("mark") == self._marks.get(name, ""):

@@ -11,7 +11,11 @@ from typing import IO, NamedTuple, TextIO
 
 
 class _Glyphs(NamedTuple):
-    """Characters of a chart. ``down`` and ``up`` have two characters each: for the start and for the end of a segment."""
+    """Characters of a line chart.
+
+    Where the line falls, the first character of ``down`` marks the row that the line leaves, and the second character marks
+    the row that the line reaches. Where the line rises, the two characters of ``up`` are used in the same way.
+    """
 
     flat: str
     down: str

@@ -46,7 +46,10 @@ _ROLLOUT: _Rows = (
     ("num_turns", "number of model turns in the episode of each response (not for single-turn workflows)"),
 )
 _EPISODES: _Rows = (
-    ("accepted", "number of prompts so far whose episodes were accepted for a past or future batch"),
+    (
+        "accepted",
+        "number of prompts so far whose episodes were accepted, including prompts that wait for a later batch",
+    ),
     ("rejected", "number of prompts so far whose episodes failed, returned None or were filtered out"),
     ("failed", "number of rejected prompts whose workflow raised an error"),
     ("filtered", "number of rejected prompts whose trajectory was filtered out"),

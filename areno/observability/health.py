@@ -1,9 +1,9 @@
 """Warns early that a run cannot learn. Each warning names its cause and a remedy.
 
-Equal rewards cause a warning only after ``window`` consecutive steps. Most other conditions cause a warning at once. An
-intermittent condition must not flood the log, so a warning is repeated only after ``window`` consecutive steps without its
-condition. Checkpoints store the state of the monitor as JSON, so that a resumed run issues the same warnings as an
-uninterrupted run.
+Equal rewards cause a warning only after ``window`` consecutive steps. Most other conditions cause a warning at once. A
+condition that comes and goes must not flood the log: after a warning, the condition must be absent for ``window`` consecutive
+steps before the same warning can be issued again. Checkpoints store the state of the monitor as JSON, so that a resumed run
+issues the same warnings as an uninterrupted run.
 """
 
 import math
@@ -316,7 +316,10 @@ def overflowed(stats: Mapping[str, float]) -> bool:
 
 
 def unusable(stats: Mapping[str, float]) -> bool:
-    """Return whether an update was skipped, or its loss or gradient is not finite. An overflow in fp16 does not count."""
+    """Return True if an update was skipped, or if its loss or gradient norm is not finite.
+
+    If the update was skipped only because a gradient overflowed in fp16, return False.
+    """
     if overflowed(stats):
         return False
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))

@@ -1,6 +1,7 @@
-"""Takes CUDA memory snapshots, which contain every allocation of selected steps on each rank with its stack trace.
+"""Takes CUDA memory snapshots of selected steps on each rank. A snapshot contains memory allocations with their stack traces.
 
-    {logs}/memory_snapshots/step_{n}/r{rank}.pickle     open with https://docs.pytorch.org/memory_viz
+The snapshots are saved as ``{logs}/memory_snapshots/step_{n}/r{rank}.pickle``. To view a snapshot, open
+https://docs.pytorch.org/memory_viz and load the file.
 
 Only the CUDA allocator records its allocations, so memory profiling on a CPU is an error.
 """

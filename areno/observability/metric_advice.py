@@ -57,7 +57,6 @@ _SKIPPED = (
     "If grad_norm is 0, no token was trained on: check the loss masks. Otherwise, lower --lr or --grad-clip-norm, or use "
     "--dtype float32. Then resume from a checkpoint before the skipped step"
 )
-_DROPPED = "Read the reasons in the log"
 _RISING_PAIRS = (
     "If the metric does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
 )
@@ -206,7 +205,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/staleness_mean": Advice("at most --max-staleness", "Lower --max-staleness if learning is unstable"),
     "train/staleness_max": Advice("at most --max-staleness", "Lower --max-staleness if learning is unstable"),
-    "train/agent_failed": Advice("", _DROPPED, 0, 0),
+    "train/agent_failed": Advice("", "To find the cause, read the agent's errors in the log", 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
         "a row is added if a request does not extend the conversation",
@@ -214,7 +213,7 @@ ADVICE: dict[str, Advice] = {
         0,
         0,
     ),
-    "train/workflow_failed": Advice("", _DROPPED, 0, 0),
+    "train/workflow_failed": Advice("", "To find the cause, read the workflow's errors in the log", 0, 0),
     "train/tokens_per_second": Advice("steady. The speed falls when answers become longer", _SLOWER),
     "train/step_wall_time_s": Advice(
         "more than the sum of the stages (time/*), because a step also writes samples and transfers weights",
