@@ -247,8 +247,8 @@ class Trainer(Sampler):
 
         Args:
             role: name of a trainable role of kind ``value``.
-            batch_data: list of one or more rows. Entry i of ``values`` is the value before token i, which is entry
-                i - 1 of the list that :meth:`score_values` returns for the row.
+            batch_data: list of one or more rows. ``values[i]`` is the value before token i:
+                ``values[i] = scores[i - 1]``, where ``scores`` is what :meth:`score_values` returns for the row.
             mini_bs: number of rows per forward and backward pass.
             gradient_accumulation_steps: number of microbatches per optimizer step; None runs one step on all rows.
             cliprange_value: clip range of the difference between new and old predictions.

@@ -48,8 +48,8 @@ def value_loss_fn(
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean and value_abs_error_mean. Without the decorator, the function returns, per token, loss
-        and all of these statistics except value_loss.
+        old_value_mean and value_abs_error_mean. The undecorated function (``value_loss_fn.units``) returns the loss
+        and all of these statistics except value_loss, each per token.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.
