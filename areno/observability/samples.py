@@ -92,7 +92,9 @@ def sample_records(
 
 
 def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str]]:
-    """Select three samples of each prompt: the first, the best and the worst. Only ``PICKED_PROMPTS`` prompts are considered.
+    """Select the first, the best and the worst sample of each prompt.
+
+    Samples are selected only for the first ``PICKED_PROMPTS`` different prompts.
 
     Args:
         prompts: the prompt index of each sample.
@@ -161,8 +163,8 @@ def reward_records(
 ) -> list[RewardRecord]:
     """Convert training rows to samples.
 
-    Rows with the same number ``group`` have the same prompt: ``prompts[group]`` is the index of the prompt, and ``data[group]``
-    is its data row. If ``data`` is empty, the data rows are unknown.
+    Rows with the same ``row.group`` have the same prompt: ``prompts[group]`` is the index of the prompt, and ``data[group]`` is
+    its data row. If ``data`` is empty, the data rows are unknown.
     """
     counts: Counter[int] = Counter()
     records = []

@@ -57,7 +57,7 @@ class Problem:
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def row(self, rng: random.Random) -> dict[str, Any]:
-        """Return a data row with the question and a demonstration.
+        """Return a data row with the question, a demonstration and the solution.
 
         ``rng`` decides whether the demonstration shows the work or states only the answer.
         """
