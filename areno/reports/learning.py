@@ -180,7 +180,10 @@ def learned(progress: Progress) -> Learned:
 
 
 def confirmed(progress: Progress) -> bool:
-    """Return whether held-out data confirms the change of the training metric (see :data:`FOLLOWS`). True without held-out data."""
+    """Return whether held-out data confirms the change of the training metric (see :data:`FOLLOWS`).
+
+    Return True if there is no held-out data.
+    """
     train, held_out = progress.train, progress.held_out
     if held_out is None or progress.up(held_out):
         return True
