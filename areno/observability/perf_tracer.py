@@ -134,7 +134,10 @@ class PerfTracer:
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Add ``global_step`` to the arguments of the block's events. If the step is selected, run the torch profiler."""
+        """Add ``global_step`` to the arguments of the block's events.
+
+        If ``profile_steps`` contains ``global_step``, the torch profiler runs during the block.
+        """
         if not self.enabled:
             yield
             return

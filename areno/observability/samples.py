@@ -92,7 +92,9 @@ def sample_records(
 
 
 def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str]]:
-    """Select the first, the best and the worst sample of each of the first prompts.
+    """Select the first, the best and the worst sample of each prompt.
+
+    Samples are selected only for the first ``PICKED_PROMPTS`` different prompts.
 
     Args:
         prompts: the prompt index of each sample.
@@ -115,7 +117,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
     """Assign a number to each training row whose tokens will be recorded.
 
-    For these rows, the engine keeps the values of each token.
+    For these rows, the engine records the log-prob of each token, and whether clipping removed the token's gradient.
 
     Args:
         prompts: the prompt index of each sample.
@@ -159,7 +161,11 @@ def row_records(
 def reward_records(
     prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, data: Sequence[Mapping[str, Any]] = ()
 ) -> list[RewardRecord]:
-    """Convert training rows to samples. ``prompts`` and ``data`` have the prompt index and the data row of each group."""
+    """Convert training rows to samples.
+
+    Rows with the same ``row.group`` have the same prompt: ``prompts[group]`` is the index of the prompt, and ``data[group]`` is
+    its data row. If ``data`` is empty, the data rows are unknown.
+    """
     counts: Counter[int] = Counter()
     records = []
     for row in rows:
@@ -355,7 +361,10 @@ def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:
-    """Return the entry ``data`` of a sample's record: the first fields of its data row, shortened and without the prompt."""
+    """Return ``{"data": fields}`` with the first ``_DATA_FIELDS`` fields of a sample's data row.
+
+    The prompt is left out, and long values are shortened. If no fields remain, return ``{}``.
+    """
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()

@@ -1,8 +1,9 @@
-"""Collects the statistics of a step, and merges the statistics of several calls and processes exactly.
+"""Collects the statistics of a step, and merges the statistics of several processes.
 
 Each recorded tensor is reduced to sum, count, minimum and maximum in float64, so a step may record a statistic any number of
-times. When the statistics of several processes are merged, every value has equal weight. A scope applies only to the thread or
-asyncio task that opened the scope, and to tasks started inside the scope. Importing this module does not import torch.
+times. When the statistics of several processes are merged, every value has equal weight. A scope is a ``with`` block that adds
+a prefix to the names of statistics (:meth:`StatsTracker.scope`). The prefix applies only in the thread or asyncio task that
+entered the block, and in tasks started inside the block. Importing this module does not import torch.
 """
 
 import math
@@ -136,7 +137,7 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Add the duration of the block, in seconds, to ``timeperf/{key}``. Scopes do not change this name."""
+        """Add the duration of the block, in seconds, to ``timeperf/{key}``. :meth:`scope` adds no prefix to this name."""
         start = self._clock()
         try:
             yield

@@ -163,9 +163,10 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
 
 
 class _TrackedRun:
-    """Sends numbers to a run of a service's client library.
+    """Sends numbers to a run of a tracking service.
 
-    ``next_step`` maps the last step that was sent (-1 before the first) to the smallest step that the service accepts.
+    ``run`` is the run object of the service's Python package. ``next_step`` maps the last step that was sent (-1 before the
+    first) to the smallest step that the service accepts.
     """
 
     def __init__(

@@ -57,7 +57,10 @@ class Problem:
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def row(self, rng: random.Random) -> dict[str, Any]:
-        """Return a data row. Its demonstration shows the work or states only the answer."""
+        """Return a data row with the question, a demonstration and the solution.
+
+        ``rng`` decides whether the demonstration shows the work or states only the answer.
+        """
         shows_work = rng.random() < WORDINGS[self.wording]
         response = worked_answer(self.a, self.b) if shows_work else f"Answer: {self.a + self.b}"
         return {"prompt": self.question, "response": response, "solutions": [str(self.a + self.b)]}

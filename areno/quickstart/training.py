@@ -1,4 +1,7 @@
-"""Code of both quickstarts: chooses the run folder, prints the ``areno train`` command, and trains."""
+"""Code that the quickstarts ``from_scratch`` and ``pretrained`` share.
+
+The code chooses the run folder, prints the ``areno train`` command, and trains.
+"""
 
 import logging
 import shlex

@@ -114,7 +114,7 @@ class RunComparison:
     curves: list[CurveDifference]
     divergence: Divergence
     causes: list[SettingDifference]
-    """Differing settings and properties that can affect the first phase that differs."""
+    """Differences in settings and environment that may have caused the first difference in the results."""
 
     @property
     def equal(self) -> bool:
@@ -242,11 +242,11 @@ def _mean(values: np.ndarray) -> float:
 def _causes(
     result: Divergence, settings: list[SettingDifference], environment: list[SettingDifference]
 ) -> list[SettingDifference]:
-    """Return the differences between the runs that can affect the first phase that differs.
+    """Return the differences in settings and environment that may have caused the first difference in the results.
 
-    If no differing setting affects this phase directly, an earlier step may explain the difference. So if an earlier step is
-    not bit-equal, all differing settings that change results are returned: they act through the weights. The environment can
-    affect sampled tokens, log-probs and the update.
+    A setting may be the cause if it affects the phase in which the results first differ. If no such setting differs, but an
+    earlier step was not bit-equal, the weights may already have differed. In this case, all differing settings that may change
+    results are returned. The environment can affect sampled tokens, log-probs and the update.
     """
     if result.different is None:
         return []

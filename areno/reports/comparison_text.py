@@ -78,7 +78,7 @@ def _step(comparison: RunComparison, different: StepDifference) -> Iterator[str]
         yield f"  Differences that affect this phase: {causes}"
     elif different.phase in _NO_CAUSE:
         reason = _ROUNDING if rounding else _NO_CAUSE[different.phase]
-        yield f"  No setting that affects this phase differs. Possible cause: {reason}"
+        yield f"  All settings that affect this phase are the same in both runs. Possible cause: {reason}"
     if different.metrics:
         yield f"  Metrics of this step ({len(different.metrics)} differ):"
         rows = [

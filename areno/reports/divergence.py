@@ -180,7 +180,7 @@ def _at(step: int, pairs: Mapping[str, _Pair], test: _Test) -> Iterator[ValueDif
 
 
 def phase_of(metric: str) -> str:
-    """Return the phase of a step to which a metric belongs."""
+    """Return the phase (one of ``PHASES``) to which a metric belongs."""
     return next((phase for phase, pattern in _METRIC_PHASES.items() if re.search(pattern, metric)), "update")
 
 

@@ -17,7 +17,10 @@ from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
-"""If at least this fraction of the prompts or steps has equal rewards, the run has little left to learn."""
+"""Fraction of prompts, steps or answers that the checks of a run count as "nearly all".
+
+For example, the run has little left to learn if, for at least this fraction of the prompts, all answers have the same reward.
+"""
 SHOWN = 3
 """Maximum number of samples listed for a problem."""
 

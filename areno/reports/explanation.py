@@ -87,8 +87,8 @@ def _documented() -> Iterator[Explanation]:
 def _by_full_name(query: str) -> Explanation | None:
     """Return the explanation of the metric with this full name; None if there is no explanation.
 
-    A metric may be documented under only one of the prefixes in ``_SCOPES``. Its names under the other prefixes get the same
-    explanation.
+    Some metrics are documented with only one prefix of ``_SCOPES``, for example ``train/``. The names with the other prefixes
+    get the same explanation.
     """
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):

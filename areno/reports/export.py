@@ -35,7 +35,8 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
 
     Args:
         runs: the runs by their names in the table.
-        metrics: names of metrics. A name in ``KEYS`` selects the corresponding metric of each run.
+        metrics: names of metrics. Short names, which are the keys of ``KEYS``, are also allowed: for example, ``reward``
+            selects ``rollout/rewards_mean`` or ``rollout/reward/avg``, whichever the run recorded.
         path: a ``.csv`` or ``.parquet`` file. An existing file is replaced.
 
     Raises:

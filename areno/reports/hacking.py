@@ -94,9 +94,9 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
     once = ", for example by counting each match once" if repeats else ""
     close, change = f"close the loophole in `{up.name}`{once}", f"(--reward-weights {down.name}=...)"
     remedy = (
-        f"Read the samples and {close}. If `{down.name}` should rise, raise its weight too {change}"
+        f"Read the samples and {close}. If you want `{down.name}` to rise, also raise its weight {change}"
         if down.weight
-        else f"If `{down.name}` should rise, give it a weight above 0 {change}. Read the samples and {close}"
+        else f"If you want `{down.name}` to rise, give it a weight above 0 {change}. Read the samples and {close}"
     )
     return _Sign(
         "opposed_parts",
@@ -126,8 +126,8 @@ def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]
     """Select the best-rewarded answers of the first or the last steps, with their texts.
 
     The candidates are the best answers to each prompt. The reward of a selected answer must be at least the median of the
-    candidates. In the last steps, the reward must also exceed the mean reward at the start of the run. If many answers remain,
-    evenly spaced answers are returned.
+    candidates. In the last steps, the reward must also exceed the mean reward at the start of the run. If more than
+    ``run_samples.CHECKED`` answers remain, ``CHECKED`` of them are selected at equal intervals.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)

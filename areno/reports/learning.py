@@ -20,9 +20,10 @@ The reason is that the compared means would cover fewer than four steps.
 LOST = 0.5
 """A gain counts as lost if the run later loses more than this fraction of the gain."""
 FOLLOWS = 0.5
-"""Held-out data confirms a change in training if the held-out change is at least this fraction of the training change.
+"""Held-out data confirms a change of the training metric if (held-out change) / (training change) is at least this number.
 
-The data confirms the change even if the held-out change is within noise.
+For example, a rise of the training reward by 0.4 is confirmed if the held-out reward rises by 0.2, even if a rise by 0.2 may be
+noise.
 """
 LOSS_NOISE = 0.002
 """Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same rows."""
@@ -179,7 +180,10 @@ def learned(progress: Progress) -> Learned:
 
 
 def confirmed(progress: Progress) -> bool:
-    """Return whether held-out data confirms the change in training (see :data:`FOLLOWS`). True without held-out data."""
+    """Return whether held-out data confirms the change of the training metric (see :data:`FOLLOWS`).
+
+    Return True if there is no held-out data.
+    """
     train, held_out = progress.train, progress.held_out
     if held_out is None or progress.up(held_out):
         return True

@@ -41,7 +41,7 @@ export async function show(page, { params }) {
     const cause = causes.map((one) => `${one.name}: ${shown(one.values[0])} in the first run, ${shown(one.values[1])} in the second`).join("; ");
     return [
       el("p", {}, el("strong", {}, `Step ${different.step}, ${different.phase}`), different.text && `: ${different.text}`),
-      el("p", {}, cause ? `Differences that affect this phase: ${cause}` : "No setting that affects this phase differs."),
+      el("p", {}, cause ? `Differences that affect this phase: ${cause}` : "All settings that affect this phase are the same in both runs."),
     ];
   }
 
