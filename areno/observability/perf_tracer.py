@@ -4,8 +4,8 @@
     python -m areno.tools.perf_trace_converter ... out.json
 
 All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards. Scopes of
-different asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task inside a scope gets its
-own track. When the outermost scope of the task ends, another task can use the track.
+different asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task gets its own track
+when it enters a scope. When the task leaves its outermost scope, another task can use the track.
 """
 
 import asyncio

@@ -140,7 +140,7 @@ def row_records(
     computed: Mapping[int, TokenRecord],
     data: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Build the records of :func:`sample_records` from training rows. Each row is one sample.
+    """Build the same records as :func:`sample_records`, but from training rows. Each row is one sample.
 
     Args:
         prompts: prompt index of each group of rows.
@@ -195,7 +195,9 @@ def row_segments(
     turns: Sequence[int] | None = None,
     computed: TokenRecord | None = None,
 ) -> Segments:
-    """Split a training row into segments of consecutive tokens with equal attributes, as in the ``rows`` of a sample.
+    """Split a training row into segments of consecutive tokens with equal attributes.
+
+    In ``samples.jsonl``, the field ``rows`` of a sample contains the segments of its training rows.
 
     Args:
         roles: role of each token. None means ``text`` for sampled tokens and ``given`` for other tokens.

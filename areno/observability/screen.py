@@ -88,13 +88,13 @@ class ShownSample:
 class MemoryUse:
     """Memory in bytes: ``used`` by the run, and ``free`` and ``total`` on the machine or GPU.
 
-    ``what`` is the text that the display shows after ``used``.
+    ``used_label`` is the text that the display shows after ``used``, such as ``reserved``.
     """
 
     used: int
     free: int
     total: int
-    what: str
+    used_label: str
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ class _Layout:
     def _memory(self, memory: MemoryUse) -> Line:
         short = memory.free < memory.total / 20
         free = f"{memory.free / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
-        used = f"{memory.used / _GIB:.1f} GiB {memory.what}"
+        used = f"{memory.used / _GIB:.1f} GiB {memory.used_label}"
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:

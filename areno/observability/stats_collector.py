@@ -30,7 +30,7 @@ class ReduceType(StrEnum):
     MIN = "min"
     MAX = "max"
     SCALAR = "scalar"
-    """Mean of plain numbers. The count of the numbers is exported as ``name__count``."""
+    """Mean of plain numbers. The number of averaged values is exported as ``name__count``."""
     TIMING = "timing"
     """Sum of seconds within a process. Over several processes, the largest of these sums."""
 

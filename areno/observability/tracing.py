@@ -109,6 +109,9 @@ def trace_session_event(name: str, count: int = 1) -> None:
 
 
 def save(step: int | None = None, force: bool = False) -> None:
-    """Write the events of each tracer whose next write is due. With ``force``, write the events of both tracers."""
+    """Write the records of the performance tracer and of the session tracer.
+
+    Without ``force``, each tracer may postpone writing to a later call.
+    """
     _perf.save(step, force)
     _sessions.flush(force)

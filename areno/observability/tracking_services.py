@@ -63,7 +63,7 @@ class RunName:
 
 
 def plain(name: str) -> str:
-    """Replace with a hyphen each character that a service might reject."""
+    """Return the name with a hyphen in place of each character that a service might reject."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 

@@ -121,9 +121,9 @@ _UPDATE: _Rows = (
     (
         "update_skipped",
         "fraction",
-        "fraction of updates that were skipped, because the gradient was not finite or no parameter had a gradient. Five "
-        "consecutive updates with a gradient that is not finite stop the run. With `dtype: float16`, only updates at the "
-        "minimum `loss_scale` count",
+        "fraction of updates that were skipped, because the gradient was not finite or no parameter had a gradient. If "
+        "the gradient is not finite in five consecutive updates, the run stops. With `dtype: float16`, this rule applies only "
+        "while `loss_scale` is at its minimum",
     ),
     ("loss_scale", "", "with `dtype: float16`: the factor applied to the loss before the backward pass"),
     ("lr", "", "learning rate of the update"),

@@ -28,7 +28,7 @@ CURVES = (
     *("reward", "eval_reward", "eval_loss", "loss", "grad_norm", "entropy", "logprob_gap", "response_length"),
     *("truncated", "learning_rate", "tokens_per_second", "step_seconds"),
 )
-"""Names in ``KEYS`` of the curves that are compared."""
+"""Curves that are compared, by their names in :data:`~areno.reports.run_data.KEYS`."""
 
 # Options whose setting takes the same values; the other options in SETTINGS only serve the same purpose.
 _SAME_MEANING = (
@@ -77,8 +77,8 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 class SettingDifference:
     """A setting or a property of the environment that has different values in two runs.
 
-    If settings with the same name in several sections differ in the same way, only one of them is listed. Then ``same`` is the
-    number of the others.
+    If settings with the same name in several sections differ in the same way, only one of them is listed, and ``same`` is the
+    number of settings that are omitted.
     """
 
     name: str

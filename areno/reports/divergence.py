@@ -206,7 +206,11 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 
 
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
-    """Describe the first phase in which a step differs. If its samples agree, the metrics show the phase."""
+    """Describe the first phase in which a step differs between two runs.
+
+    The phase comes from the recorded samples of the step. If the samples agree, or if a metric already shows different
+    prompts, the phase comes from the metrics.
+    """
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)
     by_samples = _sample_difference(*samples, same_order=a.is_experiment == b.is_experiment)

@@ -1,7 +1,8 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
-The module covers the metrics of ``areno train`` and the statistics of experiments. The losses have the same short names in
-both commands. So ``ppo_actor/update/entropy`` and ``train/entropy`` share an explanation.
+The module covers the metrics of ``areno train`` and of ``areno run``. Both commands use the same short names for the metrics of
+a weight update. So ``train/entropy`` (``areno train``) and ``ppo_actor/update/entropy`` (``areno run``) have the same
+explanation.
 """
 
 import re
@@ -23,7 +24,7 @@ class Explanation:
     """The explanation of a metric.
 
     Attributes:
-        name: full name. The name of a statistic has no ``/avg``, ``/min`` or ``/max``.
+        name: full name of the metric, without a final ``/avg``, ``/min`` or ``/max``.
         unit: unit of the values; empty if the metric has no unit, or if ``meaning`` states the unit.
         section: title of the section that lists the metric.
         advice: normal values and a remedy; None if the metric has no advice.

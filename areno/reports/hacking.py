@@ -21,7 +21,10 @@ from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 AT_COST = 0.2
 """A falling reward part indicates exploitation only if it has lost more than this fraction of its initial value."""
 MOST = 0.5
-"""Repetitive or equal answers indicate exploitation if they are at least this fraction of the last steps' best answers."""
+"""Minimum fraction of repetitive or equal answers that indicates exploitation.
+
+The fraction refers to the best-rewarded answers in the last steps.
+"""
 MORE = 0.3
 """Repetitive or equal answers indicate exploitation only if their fraction has risen by at least this much during the run.
 
@@ -30,10 +33,14 @@ Answers that are repetitive or equal from the start are due to the model or the 
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
 
-For equal short answers, ``NEARLY_ALL`` replaces ``MOST``, because many prompts may have the same correct short answer.
+Many prompts may have the same correct short answer. So the fraction of equal answers that indicates exploitation is higher for
+short answers (``NEARLY_ALL``) than for longer answers (``MOST``).
 """
 NEARLY_ALL = 0.9
-"""Equal short answers indicate exploitation if they are at least this fraction of the last steps' best answers."""
+"""Minimum fraction of equal short answers that indicates exploitation.
+
+The fraction refers to the best-rewarded answers in the last steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
         return None
     up = max(rising, key=lambda part: part.weight * part.trend.change)
     down = max(falling, key=lambda part: -part.trend.change / part.trend.first)
-    once = ", for example by counting each match once" if repeats else ""
+    once = ", for example by counting a repeated phrase only once" if repeats else ""
     close, change = f"close the loophole in `{up.name}`{once}", f"(--reward-weights {down.name}=...)"
     remedy = (
         f"Read the samples and {close}. If you want `{down.name}` to rise, also raise its weight {change}"
@@ -153,8 +160,8 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
         "repetitive",
         f"{share:.0%} of the best-rewarded answers in the last steps repeat themselves (at the start: {before:.0%}).",
         "Repetition seems to increase the reward.",
-        "Make the reward ignore or punish repetition, for example by counting each match once; then train again from the "
-        "initial model.",
+        "Make the reward ignore or punish repetition, for example by counting a repeated phrase only once; then train again "
+        "from the initial model.",
         evidence.ids([index for index, flag in zip(indices, repeated, strict=True) if flag][::-1]),
     )
 

@@ -15,7 +15,8 @@ from areno.storage.metric_columns import Series
 MIN_STEPS = 8
 """Minimum number of steps for the verdict "no". With fewer steps, the verdict is "unknown".
 
-The reason is that the compared means would cover fewer than four steps.
+The verdict compares the mean training reward or loss at the start and at the end of the run. With fewer steps, each mean would
+cover fewer than four steps.
 """
 LOST = 0.5
 """A gain counts as lost if the run later loses more than this fraction of the gain."""
@@ -102,7 +103,8 @@ class Progress:
     def fell_at_start(self) -> bool:
         """Whether the reward fell right after the first step.
 
-        The trend does not show a fall after the first step, because its first mean already includes the fall.
+        The trend cannot show this fall: it compares mean rewards at the start and at the end of the run, and the mean at the
+        start covers several steps, most of them after the fall.
         """
         train, (steps, values) = self.train, finite(self.run.series("reward"))
         if train is None or len(values) < MIN_STEPS:
@@ -180,7 +182,7 @@ def learned(progress: Progress) -> Learned:
 
 
 def confirmed(progress: Progress) -> bool:
-    """Return whether held-out data confirms the change of the training metric (see :data:`FOLLOWS`).
+    """Return whether held-out data confirms the change of the training reward or loss (see :data:`FOLLOWS`).
 
     Return True if there is no held-out data.
     """

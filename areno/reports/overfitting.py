@@ -78,7 +78,10 @@ def _stopping(evidence: Evidence) -> str:
 
 
 def _passes(evidence: Evidence) -> float:
-    """Return how often the policy was trained on each prompt, on average. The true number may be higher."""
+    """Return how often the policy was trained on each prompt, on average.
+
+    The true average may be higher than the result, because not all prompts are recorded.
+    """
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
     return max(seen / max(different, 1), float(epochs) if isinstance(epochs, int | float) else 0.0)

@@ -99,7 +99,7 @@ def test_several_signs_of_one_exploit_are_one_finding(tmp_path):
     (problem,) = result.problems
     assert "repeat themselves" in problem.text
     assert "the same text for different prompts" in problem.text
-    assert "counting each match once" in problem.remedy
+    assert "counting a repeated phrase only once" in problem.remedy
     assert "--max-new-tokens" not in " ".join(result.lines())
 
 
