@@ -105,7 +105,10 @@ def _series(run: RunData, metric: str) -> Series:
 
 
 def _line(name: str, group: Sequence[RunData], metric: str, layout: PlotLayout, unit: float) -> Line:
-    """Return the curve of a group of runs, at the steps that all of these runs have."""
+    """Return the curve of a group of runs, with only the steps that all of these runs have.
+
+    The curve of several runs is their mean, with a band from the lowest to the highest value.
+    """
     curves = [_curve(run, metric, layout) for run in group]
     steps = reduce(np.intersect1d, [steps for steps, _, _ in curves])
     rows = [np.searchsorted(own, steps) for own, _, _ in curves]

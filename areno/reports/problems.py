@@ -24,9 +24,10 @@ from areno.reports.trends import finite, window
 GROWTH = 10.0
 """A gradient norm that has grown by more than this factor is exploding: batches do not differ that much."""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
-"""Multiples of the initial length of the answers: below the first, the length has collapsed; above the second, exploded.
+"""Limits for the length of the answers, as multiples of the initial length.
 
-A task rarely requires such a change of the length.
+Below ``LENGTH_COLLAPSE``, the length has collapsed. Above ``LENGTH_EXPLOSION``, the length has exploded. A task rarely
+requires such a change of the length.
 """
 ENTROPY_COLLAPSE, ENTROPY_EXPLOSION = 0.1, 2.0
 """Multiples of the initial entropy: below the first, the entropy has collapsed; above the second, it has exploded.
@@ -233,9 +234,10 @@ def _diverged(evidence: Evidence) -> RunProblem | None:
     train = evidence.trend("loss")
     if evidence.progress.by_reward or train is None or not train.rises:
         return None
+    first_to_last = str(train)  # such as "1.2 (first 5 steps) to 3.4 (last 5 steps)"
     return RunProblem(
         "diverged",
-        f"The training loss rose from {train}.",
+        f"The training loss rose from {first_to_last}.",
         f"Lower the learning rate: {evidence.advice.scaled('--lr', 0.1)}.",
     )
 

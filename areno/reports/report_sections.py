@@ -31,7 +31,7 @@ CHANGES = 2
 COMPARED = 8
 """Number of prompts whose first and last answers are compared."""
 ANSWER_CHARS = 800
-"""Maximum number of characters of each compared answer."""
+"""Maximum number of characters of each prompt and each answer in the comparison of first and last answers."""
 MAX_PARTS = 8
 """Maximum number of curves in a chart, such as the parts of a reward or the phases of a step."""
 MAX_LINES = 500
@@ -147,7 +147,7 @@ class Times:
         bar: the phases of a typical step.
         phases: for each phase, the name, seconds in a typical step, seconds in total, and the fraction of the run's time.
         charts: time, throughput and memory over the run.
-        since: the first step that totals and fractions include: the first step after the last resume, or 0.
+        since: the first step after the run was last resumed, or 0. Totals and fractions include no steps before this step.
     """
 
     bar: Markup | None
@@ -246,7 +246,11 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparis
 
 
 def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
-    """Return the samples of a report in groups: listed in problems, best, worst, and with the largest change of reward."""
+    """Return the samples that a report shows, in groups.
+
+    The groups are the samples listed in problems, the best samples, the worst samples, and the first and last answers to the
+    prompts whose rewards changed most. If all rewards are equal, the latest samples replace the best and the worst samples.
+    """
     names = dict.fromkeys(name for problem in problems for name in problem.samples)
     named = [index for name in names if (index := samples.position(name)) is not None]
     changed = [index for pair in samples.changes(CHANGES) for index in pair]

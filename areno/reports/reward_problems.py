@@ -12,7 +12,7 @@ from areno.reports.svg import short
 from areno.reports.trends import CLEAR, window
 
 TRUNCATED = 0.3
-"""Fraction of truncated answers above which the rewards of unfinished answers are examined."""
+"""If more than this fraction of the answers is truncated, the report examines whether truncation lowers the reward."""
 REPETITIVE = 0.3
 """A text is repetitive if less than this fraction of its four-character sequences are distinct.
 

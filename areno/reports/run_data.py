@@ -144,12 +144,12 @@ class RunData:
         return self.files.read_sample(entry, tokens=tokens)
 
     def series(self, key: str) -> Series:
-        """Return the series of one of ``KEYS``; empty if the run did not record this quantity."""
+        """Return the recorded steps and values of ``key``, a quantity in ``KEYS``; empty if the run did not record it."""
         name = self.metric_of(key)
         return Series() if name is None else self.metrics[name]
 
     def metric_of(self, key: str) -> str | None:
-        """Return the metric name of one of ``KEYS`` in this run; None if the run did not record this quantity."""
+        """Return the name of the recorded metric for ``key``, a quantity in ``KEYS``; None if the run did not record it."""
         return next((name for name in KEYS[key] if name in self.metrics), None)
 
     def reward_parts(self) -> dict[str, Series]:

@@ -21,7 +21,7 @@ CONTEXT_CHARS = 600
 MAX_SEGMENTS = 60
 """Maximum number of segments of a row that are shown."""
 TEXT_CHARS = 2000
-"""Maximum number of characters that are shown of an answer without recorded tokens."""
+"""If the tokens of an answer were not recorded, a report shows at most this many characters of the answer."""
 NAME_CHARS = 200
 """Maximum number of characters of a token, a role name or the name of a reward part."""
 GAP = 0.1
@@ -30,7 +30,7 @@ GAP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """The text of a token, a description of its numbers, and the CSS classes that mark the token."""
+    """The text of a token, its values (such as log-prob and advantage) as a line, and the CSS classes that mark the token."""
 
     text: str
     numbers: str

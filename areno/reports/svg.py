@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from areno.observability.chart import printable
 
 MAX_POINTS = 500
-"""Maximum number of points that are drawn of a line.
+"""Maximum number of points that a chart draws per line.
 
-A longer line is divided into intervals, and only the lowest and the highest point of each interval are drawn.
+A line with more points is divided into intervals, and only the lowest and the highest point of each interval are drawn.
 """
 COLORS = ("#0072b2", "#d55e00", "#00805d", "#b0508c", "#a66f00", "#3b7dd8", "#5c5c5c", "#8a4fbf")
 """Colors of the lines, which are distinguishable for color-blind readers and readable on white."""

@@ -14,7 +14,10 @@ CLEAR = 3.0
 SHARE = 10
 """The first and the last 1 / SHARE of the steps of a long run are compared."""
 AT_LEAST = 5
-"""Minimum number of steps to compare at each end; a short run has fewer. A mean of fewer steps depends on single batches."""
+"""At least this many of the first steps are compared with as many of the last steps, unless the run is too short.
+
+A mean of fewer steps depends on single batches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
     Args:
         noise: standard error of the difference of two means; None estimates the error from the values. The estimate from fewer
             than four values is infinite.
-        width: number of values at each end; None means the result of :func:`window`.
+        width: number of first values, and of last values, whose means are compared; None means the result of :func:`window`.
     """
     steps, values = finite(series)
     width = min(width or window(len(values)), len(values) // 2)

@@ -20,7 +20,10 @@ _CAUSES = (
     *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
     *("equal_rewards", "zero_gradient", "length_collapse"),
 )
-"""Problems that are listed before the signs of exploitation. All other problems are listed after these signs."""
+"""Problems that the verdict lists before the signs that the policy exploits the reward.
+
+All other problems are listed after these signs.
+"""
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
 _EXPLAINED = {
@@ -45,7 +48,7 @@ class Verdict:
     problems: tuple[RunProblem, ...]
 
     def lines(self) -> list[str]:
-        """Return the answers as lines of text."""
+        """Return the verdict as lines of text, each with a question and its answer."""
         lines = [
             f"Did the model learn? {HEADLINES[self.learned.state]} {self.learned.text}",
             f"Why did the run end? {self.ending.text}",
@@ -58,7 +61,7 @@ class Verdict:
 
     @property
     def nothing_wrong(self) -> str:
-        """The answer if no problem was found."""
+        """The answer to the question "What is wrong?" if no problem was found."""
         return f"The metrics and samples show {'no other' if self.ending.remedy else 'no'} problem."
 
 
@@ -136,7 +139,7 @@ def _no_progress(evidence: Evidence) -> RunProblem:
         f"Use more answers per step, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
         "better answers get higher rewards."
         if moved
-        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and repeat until the entropy "
+        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and train again. Repeat this until the entropy "
         f"or {'the reward changes' if evidence.progress.by_reward else 'the loss changes'}."
     )
     return RunProblem("no_progress", f"{what}: the {evidence.progress.name} stayed within its noise.", remedy)

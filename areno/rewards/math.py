@@ -5,7 +5,8 @@ box, math-verify searches the text. Some answers take long to verify, such as a 
 answer counts as wrong after a few seconds, so that a run does not stall.
 
 math-verify parses the content of a box as one expression. For example, ``72 dollars`` is the product of 72 and seven letters.
-Words around a single expression are therefore removed. If both answers consist of words, the answers are compared as text.
+Words around a single expression are therefore removed. If both the model's answer and the reference answer consist of
+words, the answers are compared as text.
 """
 
 import logging

@@ -188,8 +188,10 @@ def main(settings: dict[str, Any]) -> None:
     """Run a worker process.
 
     Args:
-        settings: ``path`` is ``file.py`` or ``file.py:function``. ``connection`` and ``lifeline`` are file descriptors.
-            ``timeout_s`` is the deadline per record. ``memory_bytes`` is the memory limit (``RLIMIT_DATA``); None: unlimited.
+        settings: ``path`` is ``file.py`` or ``file.py:function``. ``connection`` and ``lifeline`` are file descriptors of
+            sockets to the trainer: ``connection`` carries the messages, and the worker is killed when the trainer closes
+            ``lifeline``. ``timeout_s`` is the deadline per record. ``memory_bytes`` is the memory limit (``RLIMIT_DATA``);
+            None: unlimited.
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     if settings["memory_bytes"] is not None:

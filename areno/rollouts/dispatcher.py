@@ -65,7 +65,7 @@ class BatchDispatcher:
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
-        on_wait: called repeatedly while a method waits. If it raises an error, the waiting method raises it; episodes continue.
+        on_wait: called repeatedly while a method waits. If ``on_wait`` fails, the method raises its error; episodes continue.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -138,13 +138,13 @@ class BatchDispatcher:
             self._paused = True
 
     def resume(self) -> None:
-        """Start episodes again after :meth:`pause`."""
+        """End the pause (see :meth:`pause`), and start waiting episodes."""
         with self._changed:
             self._paused = False
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return the counts of :class:`RolloutStat` (without ``claimed``), of rejections by reason, and of restarted rows."""
+        """Return counts: the fields of :class:`RolloutStat` except ``claimed``, rejections per reason, and restarted rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -159,7 +159,7 @@ class BatchDispatcher:
 
         Raises:
             DataError: the rows end before the batch is complete.
-            EngineError: there was no progress for ``stall_timeout_s``, no episode may start, or the dispatcher is closed.
+            EngineError: there was no progress for ``stall_timeout_s``, no episode can start, or the dispatcher is closed.
             RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error listed in
                 ``stops_on``.
         """
@@ -471,8 +471,8 @@ class BatchDispatcher:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:
             raise EngineError(
-                f"waiting for {name}: no episode is running, and no waiting episode may start at version {self._version} "
-                f"({self.describe()}); call set_version after each update, and take one batch per version"
+                f"waiting for {name}: the staleness limit allows no further episodes at weight version {self._version} "
+                f"({self.describe()}); call set_version after each update, and request one batch per weight version"
             )
         if not self._pending and not may_come:
             raise DataError(
@@ -487,7 +487,7 @@ class BatchDispatcher:
             parts = [
                 f"{len(self._finished)} of {self.staleness.batch_size} episodes ready",
                 f"{stat.running} running, {stat.enqueued} waiting",
-                f"capacity at weight version {self._version}: {self.staleness.capacity(self._version)}",
+                f"capacity for more episodes at weight version {self._version}: {self.staleness.capacity(self._version)}",
                 f"so far {stat.accepted} accepted, {stat.rejected} rejected, {stat.stale} too old",
             ]
             oldest = min(self._running.values(), key=lambda task: task.order, default=None)

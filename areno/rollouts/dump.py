@@ -1,4 +1,4 @@
-"""Writes trajectories to JSON Lines files, one line per row and one folder per weight version."""
+"""Writes trajectories to JSON Lines files, one line per training row and one folder per weight version."""
 
 import json
 from pathlib import Path

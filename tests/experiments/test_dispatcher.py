@@ -264,7 +264,9 @@ def test_a_missing_set_version_is_an_error_and_not_a_hang():
     with dispatching(batch=2) as (dispatcher, _):
         rows, workflow = rows_of([""], [1]), Ticking()
         dispatcher.prepare_batch(rows, workflow)
-        with pytest.raises(EngineError, match=r"batch 1 .*no waiting episode may start.*call set_version"):
+        with pytest.raises(
+            EngineError, match=r"batch 1 .*the staleness limit allows no further episodes.*call set_version"
+        ):
             dispatcher.prepare_batch(rows, workflow)
 
 

@@ -5,8 +5,8 @@ If the first text is a prefix of the second text, the rest of the second text is
 recorded tokens.
 
 If the first text is not a prefix, the template renders the history differently than before, usually without the reasoning. In
-deployment, the model would read this new history instead of the recorded tokens. The request therefore starts a new row
-(:class:`Forked`).
+deployment, the model would read this new history instead of the recorded tokens. The request therefore starts a new training
+row (:class:`Forked`).
 """
 
 from __future__ import annotations

@@ -66,9 +66,10 @@ class ConversationRecorder:
         )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
-        """Return the answered turns that a request may extend, likeliest first, each with the length of its history.
+        """Return the recorded turns that a request may continue, likeliest first.
 
-        Only the turns with the longest history are returned.
+        Each turn is paired with the number of ``messages`` up to and including the turn's answer. Only turns whose answer is
+        the last recorded answer in ``messages`` are returned.
         """
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]

@@ -41,7 +41,7 @@ class TrajectoryRow:
 
     @property
     def lacks_logprobs(self) -> bool:
-        """Whether the row trains on tokens that were not sampled and still lack log-probs."""
+        """Whether some tokens that count in the loss have no log-probs, because the policy did not sample these tokens."""
         marks = zip(self.trained, self.sampled, strict=True)
         return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
 
@@ -50,8 +50,9 @@ class TrajectoryRow:
         log-probs."""
         if self.lacks_logprobs:
             raise UsageError(
-                "a row trains on tokens that were not sampled (see LossMaskPolicy) and have no log-probs yet; take samples "
-                "from ctx.samples(), or call areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
+                "some tokens of a training row count in the loss, but were not sampled (see LossMaskPolicy) and have no "
+                "log-probs yet; use samples that `ctx.samples()` returned, or call "
+                "`areno.api.agentic.samples.fill_context_logprobs(trainer, samples)`"
             )
         prompt = [not (sampled or trained) for sampled, trained in zip(self.sampled, self.trained, strict=True)]
         plain = all(trained != masked for trained, masked in zip(self.trained, prompt, strict=True))
@@ -71,7 +72,7 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """Build the training rows from the turns of one sample. Rows that train on no tokens are omitted.
+    """Build the training rows from the turns of one sample. Rows in which no token counts in the loss are omitted.
 
     Raises:
         UsageError: ``policy`` selects prompt tokens, but the tokenizer cannot map tokens to text.
@@ -143,7 +144,7 @@ def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
 
 
 def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> TrajectoryRow:
-    """Return the row of a prompt and its completion."""
+    """Return a training row that consists of a prompt and its completion."""
     prompt_len, answer_len = len(prompt), len(sequence.resp_tokens)
     prompt_roles: list[Role] = ["user"] * prompt_len
     answer_roles: list[Role] = ["text"] * answer_len

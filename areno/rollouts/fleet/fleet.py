@@ -295,13 +295,13 @@ class RolloutFleet:
             raise UsageError(f"the number of replicas must be at least 1, got {replicas}")
         limit = None
         if self._server is not None and self._server.addresses:
-            limit, reason = len(self._server.addresses), "server addresses are known"
+            limit = len(self._server.addresses)
+            reason = f"only {limit} server addresses are known"
         elif self._devices is not None and self.options.launcher is None:
-            limit, reason = len(self._devices) // self.options.tp_size, "replicas have devices on this machine"
+            limit = len(self._devices) // self.options.tp_size
+            reason = f"this machine has devices for only {limit} replicas"
         if limit is not None and replicas > limit:
-            raise UsageError(
-                f"the number of replicas cannot be {replicas}, because only {limit} {reason}; use at most {limit}"
-            )
+            raise UsageError(f"the number of replicas cannot be {replicas}, because {reason}; use at most {limit}")
 
     # -- supervision -----------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def test_each_replica_gets_its_own_gpus(monkeypatch, tmp_path, open_fleet):
     with pytest.raises(WorkerCreationError, match="exited during startup"):
         open_fleet(config(device=torch.device("cuda")), replicas=2, **options)
     assert sorted((tmp_path / "gpus").read_text().split()) == ["3,4", "5,6"]
-    with pytest.raises(UsageError, match="cannot be 3, because only 2 replicas have devices on this machine"):
+    with pytest.raises(UsageError, match="cannot be 3, because this machine has devices for only 2 replicas"):
         open_fleet(config(device=torch.device("cuda")), replicas=3, **options)
 
 
