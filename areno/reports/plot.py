@@ -64,8 +64,8 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
     Args:
         runs: the runs of each curve. The curve of several runs is the mean over these runs.
-        metrics: names of metrics, or names in ``KEYS``. If no step of a metric is common to all runs of a curve, the
-            chart omits the curve.
+        metrics: names of metrics, or names in ``KEYS``. The chart of a metric omits a curve if there is no step at which
+            all runs of the curve recorded the metric.
         layout: x axis, smoothing, title and size of each chart.
         size: width and height of the document with units; None uses the size of the layout in px.
 

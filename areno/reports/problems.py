@@ -39,7 +39,7 @@ CLIPPED = 0.3
 STALE = 4.0
 """Mean staleness, in updates, above which samples come from a clearly different policy."""
 FAILED = 0.05
-"""Fraction of failed rewards above which the failures bias the selection of training answers."""
+"""If the reward function fails on more than this fraction of the answers, the remaining answers are a biased selection."""
 EPISODES_FAILED = 0.2
 """Fraction of failed episodes above which failures are reported. Agents usually fail on some prompts."""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
@@ -155,8 +155,8 @@ def _length_explosion(evidence: Evidence) -> RunProblem | None:
         "length_explosion",
         f"The answers grew from {short(trend.first)} to {short(trend.last)} tokens, and no evaluation shows that "
         "longer answers help.",
-        "Read the longest answers. If they are longer than necessary, subtract a length penalty from the reward, and add "
-        f"{evidence.advice.kl}.",
+        f"Read the longest answers. If they are longer than necessary, add {evidence.advice.kl}, and subtract a length "
+        "penalty from the reward.",
         evidence.ids(_late_by_length(evidence)[::-1]),
     )
 
@@ -177,15 +177,15 @@ def _entropy(evidence: Evidence) -> RunProblem | None:
             "entropy_collapse",
             f"The entropy fell {values} although the task is not solved: the model gives nearly the same answer each time "
             "and hardly explores.",
-            f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, and keep the policy close to the initial model "
-            f"with {evidence.advice.kl}; --clip-eps-high 0.28 lets unlikely tokens gain more probability.",
+            f"Lower the learning rate with {evidence.advice.scaled('--lr', 0.3)}, and keep the policy close to the initial "
+            f"model with {evidence.advice.kl}; --clip-eps-high 0.28 lets unlikely tokens gain more probability.",
             evidence.spread(),
         )
     if trend.rises and trend.last > ENTROPY_EXPLOSION * trend.first and not evidence.reward_rises:
         return RunProblem(
             "entropy_explosion",
             f"The entropy rose {values} while the reward did not rise: the answers are becoming random.",
-            f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, and add {evidence.advice.kl}.",
+            f"Lower the learning rate with {evidence.advice.scaled('--lr', 0.3)}, and add {evidence.advice.kl}.",
             evidence.spread(),
         )
     return None
@@ -225,7 +225,7 @@ def _clipped(evidence: Evidence) -> RunProblem | None:
         "clipped",
         f"In the last steps, {share:.0%} of the tokens or answers are outside the clip range and get no gradient: each update "
         "moves the policy too far.",
-        f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or take fewer passes over a batch "
+        f"Lower the learning rate with {evidence.advice.scaled('--lr', 0.3)}, or take fewer passes over a batch "
         "(--update-epochs 1).",
     )
 
@@ -250,7 +250,7 @@ def _displaced(evidence: Evidence) -> RunProblem | None:
         "displaced",
         f"The chosen answers became less likely too: their reward fell to {short(chosen.last)}. Only the margin to "
         "the rejected answers improves, so the model may give neither the chosen nor the rejected answers.",
-        f"Lower the learning rate, {evidence.advice.scaled('--lr', 0.3)}, or run SFT on the chosen answers first.",
+        f"Lower the learning rate with {evidence.advice.scaled('--lr', 0.3)}, or run SFT on the chosen answers first.",
     )
 
 

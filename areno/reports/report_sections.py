@@ -60,12 +60,12 @@ _SINGLE = (
 )
 _FILES = {
     "config.yaml": "the configuration",
-    "metrics.jsonl": "the numbers of each step",
+    "metrics.jsonl": "the metrics of each step",
     "samples.jsonl": "samples, token by token",
     "samples.index": "the position of each sample in samples.jsonl",
     "eval_samples.jsonl": "answers in evaluations",
     "warnings.jsonl": "health warnings",
-    "environment.json": "versions, machine and size of the data",
+    "environment.json": "the machine, the software versions, and the size of the data",
     "status.json": "how the run ended",
     "summary.json": "the summary of a finished run",
     "log.txt": "the log",
@@ -157,7 +157,10 @@ class Times:
 
 
 def times(run: RunData) -> Times:
-    """Return the time that each phase of a run took. If memory use was recorded, the charts also show the memory use."""
+    """Return a table and charts of the time that each phase of a run took.
+
+    If memory use was recorded, there is also a chart of the memory use.
+    """
     phases = {name: series for name, series in run.phases().items() if name not in _OVERLAPPING}
     typical = {
         name: float(np.median(values[-_TYPICAL:]))

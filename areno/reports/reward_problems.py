@@ -1,4 +1,8 @@
-"""Detects problems of the rewards: equal rewards, rewards of unfinished answers, a collapse, and a neglected reward part."""
+"""Detects problems of the rewards.
+
+Examples: the rewards are equal, unfinished answers are scored, the reward has collapsed, or the total reward is high although
+one of its parts is low.
+"""
 
 from __future__ import annotations
 
@@ -143,8 +147,9 @@ def truncated(evidence: Evidence) -> RunProblem | None:
             f"{seen}, but truncation does not lower their reward, so the model has no reason to end its answers.{grew}"
         )
         remedy = (
-            "If the model should end its answers, reward only complete answers (`finish_reason` in the record's metadata). Do "
-            "not raise the limit: answers would fill a higher limit, too."
+            "If the model should end its answers, change the reward function so that truncated answers get a low reward: for "
+            'them, `record.metadata["finish_reason"]` is "length". Do not raise the limit: answers would fill a higher limit, '
+            "too."
         )
     else:
         return None
@@ -154,8 +159,8 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 def _costs_reward(evidence: Evidence) -> bool:
     """Return whether truncated answers get clearly lower rewards than complete answers.
 
-    If there are fewer than two truncated or fewer than two complete answers, return True unless the training reward rises.
-    Return False if the rewards are close to the highest reward of the run.
+    Return False if the rewards in the last steps are close to the highest reward of the run. Otherwise, if there are fewer
+    than two truncated or fewer than two complete answers, return True unless the training reward rises.
     """
     if evidence.at_highest:
         return False

@@ -208,7 +208,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 def _count(value: Any, counts: dict[int, int]) -> int:
     """Return the number of values in a nested value. Each use of a YAML alias counts.
 
-    For a value that contains itself, the number exceeds the limit.
+    If a value contains itself, the result is above ``_CONFIG_VALUES``, so the configuration is rejected.
     """
     if not isinstance(value, dict | list | tuple):
         return 1

@@ -1,4 +1,4 @@
-"""Writes the sentences of a report about the data, the memory use and the saved models of a run."""
+"""Describes the data, the memory use and the saved models of a run, in one sentence each, for the report of the run."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,10 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Maximum number of steps that a sentence lists. If there are more, it gives their number, the first and the last step."""
+"""Maximum number of steps that a sentence lists.
+
+If there are more steps, the sentence gives only the number of steps, the first step and the last step.
+"""
 
 
 def data_sentence(run: RunData, steps: int) -> str:

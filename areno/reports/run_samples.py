@@ -29,7 +29,7 @@ def sample_id(sample: Any) -> str:
 
 
 class RunSamples:
-    """The recorded samples of a run, by their position in the index."""
+    """The recorded samples of a run. A sample is identified by the position of its entry in the sample index."""
 
     def __init__(self, run: RunData) -> None:
         self._run = run
@@ -146,12 +146,18 @@ class RunSamples:
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """Number of prompts among the first and the last samples, and number of distinct prompts."""
+        """Number of prompts in the first and last samples of a run, and number of distinct prompts among them.
+
+        In the first number, a prompt counts once for each step that sampled it.
+        """
         return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 
     @cached_property
     def recurring(self) -> list[tuple[int, int]]:
-        """For each prompt that was sampled in several steps, its first answer in the first and in the last of these steps."""
+        """Pairs of answers to the same prompt, one pair for each prompt that was sampled in several steps.
+
+        A pair contains an answer from the first of these steps and an answer from the last of these steps.
+        """
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:

@@ -39,9 +39,9 @@ class TokenView:
 
 @dataclass(slots=True)
 class SegmentView:
-    """Consecutive tokens with equal attributes, which ``label`` describes.
+    """Consecutive tokens that have the same role, turn and weight version. Either all or none of them are trained on.
 
-    A segment has either ``tokens`` or only the ``text`` of its tokens.
+    ``label`` describes these attributes. A segment has either ``tokens`` or only the ``text`` of its tokens.
     """
 
     label: str

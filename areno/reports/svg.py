@@ -139,7 +139,7 @@ def _safe(text: str) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """Return the color and the dash attribute of a series. If a color is used again, its dashes differ."""
+    """Return the color and the dash attribute of a series. If two series share a color, their dashes differ."""
     dash = _DASHES[(index + index // len(COLORS)) % len(_DASHES)]
     return COLORS[index % len(COLORS)], f' stroke-dasharray="{dash}"' if dash else ""
 

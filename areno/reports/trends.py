@@ -28,8 +28,10 @@ class SeriesTrend:
         first: mean over the first ``width`` finite values.
         last: mean over the last ``width`` finite values.
         noise: standard error of ``last - first``.
-        peak: highest mean over ``width`` successive values. The last of these values is at ``peak_step``.
-        low: lowest mean over ``width`` successive values. The last of these values is at ``low_step``.
+        peak: highest mean over ``width`` successive values.
+        peak_step: step of the last of the ``width`` values whose mean is ``peak``.
+        low: lowest mean over ``width`` successive values.
+        low_step: step of the last of the ``width`` values whose mean is ``low``.
     """
 
     first: float

@@ -113,7 +113,7 @@ def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]
 
 
 def _collapse(evidence: Evidence) -> RunProblem | None:
-    """Report that the metric by which the run is judged was better before."""
+    """Report that the metric by which the run is judged was better earlier in the run."""
     progress = evidence.progress
     got_worse = progress.lost(progress.held_out) or progress.down(progress.held_out)
     trend = progress.held_out if got_worse else progress.train
@@ -124,7 +124,7 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
         "collapse",
         f"The {progress.name} was best ({short(value)}) around step {step} and is now {short(trend.last)}; no "
         "other recorded data explains the decline.",
-        f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate, "
+        f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate with "
         f"{evidence.lower_rate(step, 0.3)}" + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
         evidence.spread(),
     )
@@ -136,10 +136,10 @@ def _no_progress(evidence: Evidence) -> RunProblem:
     moved = entropy is not None and (entropy.rises or entropy.falls)
     what = "The policy changes, but not in the direction of the reward" if moved else "The model hardly changes"
     remedy = (
-        f"Use more answers per step, {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check that "
-        "better answers get higher rewards."
+        f"Use more answers per step with {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check "
+        "that better answers get higher rewards."
         if moved
-        else f"Raise the learning rate tenfold, {advice.scaled('--lr', 10)}, and train again. Repeat this until the entropy "
+        else f"Raise the learning rate tenfold with {advice.scaled('--lr', 10)}, and train again. Repeat this until the entropy "
         f"or {'the reward changes' if evidence.progress.by_reward else 'the loss changes'}."
     )
     return RunProblem("no_progress", f"{what}: the {evidence.progress.name} stayed within its noise.", remedy)

@@ -56,7 +56,7 @@ class Judge:
         numbers = _NUMBER.findall(_MAXIMUM.sub("", response))
         if not numbers:
             raise RewardError(
-                f"the judge at {self._client.url} returned no number: {response[:300]!r}; ask for a number in the question"
+                f"the judge at {self._client.url} returned no number: {response[:300]!r}; the question must ask for a number"
             )
         return min(max(float(numbers[-1]) / self.most, 0.0), 1.0)
 

@@ -130,7 +130,11 @@ class Scorer:
     load: Callable[[Any], RewardRecord]  # decodes the payload of a job
 
     def serve(self, receive: Callable[[], Sequence[RewardJob] | None]) -> None:
-        """Score jobs until ``receive`` returns None. A coroutine function scores many jobs concurrently."""
+        """Score jobs until ``receive`` returns None.
+
+        If the reward function is a coroutine function, many jobs are scored concurrently. Otherwise, one job is scored at a
+        time.
+        """
         concurrent = is_async(self.function)
         self._report("ready", concurrent)
         if not concurrent:

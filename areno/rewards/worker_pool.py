@@ -36,7 +36,7 @@ _BOOT = (
 
 
 class WorkerProcess:
-    """A supervised Python process with a connection.
+    """A supervised Python process that exchanges messages with the process that started it.
 
     When the process or its parent exits for any reason, all descendants of the process are killed. The function ``main`` of
     the module must first call :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
@@ -165,7 +165,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Return why the thread ended with an error; empty after :meth:`request_exit`."""
+        """Return the error that ended the thread. The text is empty if the thread is running or ended without an error."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:

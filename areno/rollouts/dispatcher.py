@@ -2,8 +2,8 @@
 
 Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first waiting row starts in
 :mod:`episode_thread`. A batch contains, in random order, the finished trajectories whose episodes started first. Preferring
-these episodes reduces the bias towards short answers. A method that waits without progress logs the state of the episodes. If
-no more results can arrive, the method raises an error. Too many failed or rejected episodes in a row end the run.
+these episodes reduces the bias towards short answers. The dispatcher logs the state of the episodes while a caller waits
+without progress. It raises an error if a batch cannot be completed, or if too many consecutive episodes fail or are rejected.
 """
 
 from __future__ import annotations

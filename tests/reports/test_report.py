@@ -392,7 +392,7 @@ def test_configuration_environment_warnings_and_files_are_listed(tmp_path):
     assert ["none", "gpus"] in tables["environment"]
     assert tables["warnings"][1:] == [["17", "every response was cut; raise --max-new-tokens"]]
     size = run.metrics_path.stat().st_size
-    assert ["metrics.jsonl", f"{size / 1000:.3g} kB", "the numbers of each step"] in tables["files"]
+    assert ["metrics.jsonl", f"{size / 1000:.3g} kB", "the metrics of each step"] in tables["files"]
 
 
 def test_the_verdict_links_to_its_samples(tmp_path):

@@ -149,10 +149,10 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """Return the text and the anchor of :func:`_after_answer` for an answer that ended at a stop token.
+    """Return the result of :func:`_after_answer` for an answer that ended at a stop token.
 
-    The template must also render the stop token. Usually, the stop token ends the turn. In formats without an end token, the
-    stop token starts the next turn.
+    The text that the template renders must contain the stop token. Usually, the stop token ends the turn. In formats without
+    an end token, the stop token starts the next turn.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

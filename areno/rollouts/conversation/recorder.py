@@ -27,8 +27,8 @@ _HASH_BITS = (1 << 63) - 1
 class ConversationRecorder:
     """Records the conversations of one API key. Implements :class:`areno.serving.recording.SessionRecorder`.
 
-    The seeds of requests are derived from ``seed``. The requests are traced in ``session``, which is the tracing session of the
-    code that created the recorder.
+    The seeds of requests are derived from ``seed``. The requests are traced in ``session``, which is the tracing session that
+    was active when the recorder was created.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
@@ -171,7 +171,7 @@ class _OpenTurn:
         return self._recorder.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:
-        """Record a sample, and return the token data for the response."""
+        """Record the finished sample, and return the ``areno`` field of the response, with token ids and log-probs."""
         turn = self._recorder.keep(self._begun, answer)
         return {
             "turn": turn.id,

@@ -46,8 +46,10 @@ class TrajectoryRow:
         return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """Convert the row to a :class:`TrainSequence` without advantages. Raises UsageError if the row still lacks
-        log-probs."""
+        """Convert the row to a :class:`TrainSequence` without advantages.
+
+        Raises UsageError if the row trains on tokens without log-probs.
+        """
         if self.lacks_logprobs:
             raise UsageError(
                 "some tokens of a training row count in the loss, but were not sampled (see LossMaskPolicy) and have no "

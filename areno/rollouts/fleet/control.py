@@ -35,7 +35,7 @@ class Resizable(Protocol):
 
 
 class ReplicaControl:
-    """Handles the resize requests of a run directory until :meth:`close` is called."""
+    """Resizes a fleet whenever ``areno scale`` writes a request to its run directory, until :meth:`close` is called."""
 
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder
@@ -132,7 +132,7 @@ def request(
     Raises:
         UsageError: the run has ended, has no replicas, or belongs to another user.
         EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the time is
-            up before the run has begun to resize, the request is withdrawn. A resize that has begun continues.
+            up before the run has begun to resize, the request is withdrawn; otherwise, the run continues to resize.
     """
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():

@@ -230,7 +230,7 @@ class RolloutFleet:
     def share_cores(self, threads: int | None = None) -> None:
         """Limit this process to ``threads`` PyTorch threads, if replicas run on the CPU.
 
-        By default, the limit is the number of threads of one replica rank.
+        The default of ``threads`` is the number of PyTorch threads in each process of a replica.
         """
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
@@ -273,7 +273,8 @@ class RolloutFleet:
         server = self._server
         if server is None or not server.addresses:
             raise UsageError(
-                "this run starts its replicas itself and cannot join servers (--add); set the number of replicas instead"
+                "servers cannot be added to this run (--add), because the run starts its replicas itself; set the number of "
+                "replicas instead"
             )
         added = tuple(address.strip().rstrip("/") for address in addresses)
         for address in added:
@@ -386,8 +387,10 @@ class RolloutFleet:
             self._router.drain(replica)
 
     def _channel(self, first: ServerReplica) -> ServerChannel | None:
-        """Return the broadcast channel. None if areno did not start the servers, or if the servers load only an adapter or
-        cannot receive broadcasts."""
+        """Return the channel through which weights are broadcast to the servers of this fleet.
+
+        Return None if areno did not start these servers, if they load only an adapter, or if they cannot receive broadcasts.
+        """
         server, launcher = self.options.server, self.options.launcher
         if server is None or server.addresses or server.adapter or not first.transfers:
             return None

@@ -54,7 +54,7 @@ class Workers(Protocol):
 
 
 class Replica(Protocol):
-    """An engine or server in a group of processes."""
+    """An engine or a server, which runs in its own group of processes."""
 
     @property
     def workers(self) -> Workers:
