@@ -67,7 +67,8 @@ class SharedEngine:
         return futures
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request. Its future returns the partial answer. If the request has not started, its future is cancelled."""
+        """Abort the request of ``future``. If the request has started, ``future`` returns the partial answer. Otherwise,
+        ``future`` is cancelled."""
         with self._lock:
             waits = self._waiting.pop(future, None) is not None
             inner = self._running.get(future)

@@ -7,11 +7,11 @@ number of further episodes that may start (:class:`RolloutStat` explains the cou
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-Let eta be ``max_head_offpolicyness``. If an episode is admitted at version ``v``, fewer than ``(eta + v + 1) * batch`` earlier
-episodes are running, accepted or claimed. If batches used episodes in the order of admission, this episode would be used at
-version ``eta + v`` at the latest. But a batch does not wait for a long episode. Shorter episodes overtake the long episode,
-which is then used later. If the dispatcher has a ``max_staleness``, the dispatcher therefore checks each trajectory with
-:func:`too_old`.
+Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``. If an episode is admitted at version ``v``,
+fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed. If batches used episodes in the order of
+admission, this episode would be used at version ``eta + v`` at the latest. But a batch does not wait for a long episode.
+Shorter episodes overtake the long episode, which is then used later. If the dispatcher has a ``max_staleness``, the dispatcher
+therefore checks each trajectory with :func:`too_old`.
 """
 
 import threading
@@ -106,12 +106,11 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Remove an episode that no batch uses from the number of accepted episodes, so that another episode may start.
+        """Stop counting an episode as accepted, because training will not use it. Another episode may start instead.
 
         Args:
-            stale: add the episode to the number of stale episodes.
-            claimed: add the episode to the number of claimed episodes, because a dynamic batch still counts it. Then no other
-                episode may start.
+            stale: count the episode as stale.
+            claimed: do not let another episode start instead, because a dynamic batch counts it towards the batch size.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
@@ -120,8 +119,13 @@ class StalenessManager:
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Restore the counts at weight version ``version``. ``unused`` accepted episodes and ``claimed`` rejected episodes
-        remain for later batches."""
+        """Restore the counts of a resumed run.
+
+        Args:
+            version: current weight version.
+            unused: number of accepted episodes that no batch has used.
+            claimed: number of rejected or stale episodes that a later dynamic batch counts towards the batch size.
+        """
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 

@@ -25,7 +25,8 @@ class RolloutStoppedError(ArenoError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """The workflow that runs rows, and a filter for its trajectories. Without a filter, all trajectories are accepted."""
+    """The workflow that turns data rows into trajectories, and a filter for these trajectories. Without a filter, all
+    trajectories are accepted."""
 
     workflow: Any
     should_accept_fn: Accept | None = None

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A validated chat request: its job, and the format of its response. ``turn`` is None without a recorder."""
+    """A validated chat request: ``job`` has the engine requests, and ``expected`` specifies how to parse the response.
+
+    ``turn`` is the recorder's entry for the request; None if conversations are not recorded.
+    """
 
     job: GenerationJob
     expected: Expectation
@@ -100,7 +103,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 def _prompt(
     service: Service, engine: Backend, body: ChatRequest, recorder: SessionRecorder | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
-    """Return the turn to record, and the text and tokens of the prompt. Without a recorder, the turn is None."""
+    """Return three values: the recorder's :class:`OpenTurn` (None without a recorder), the prompt's text, and its token ids."""
     # The model sees the tools even with tool_choice "none": earlier turns of the conversation may have called them.
     tools = _tools(body)
     messages = [message.plain() for message in body.messages]
@@ -201,7 +204,7 @@ class ChatResponse(SampledResponse):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the first message. None if no stop string ended the message."""
+        """The stop string that ended the first choice of the response. None if no stop string ended this choice."""
         sample = self._samples[0]
         return sample.text.stop_string if sample.finish == "stop" else None
 

@@ -67,7 +67,8 @@ class Formats:
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
         """Return a function that creates the constraint factory of the response; None if the response is not constrained.
 
-        The constraint applies only after the marker that the function's argument ``after`` specifies.
+        If the function's argument ``after`` is set (for example to ``</think>``), the constraint applies only to the text after
+        this marker.
         """
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}

@@ -77,7 +77,7 @@ class RequestRouter:
             time.sleep(_DRAIN_POLL_S)
 
     def end(self, error: ArenoError) -> None:
-        """Reject new requests, and let the requests that wait for a replica fail."""
+        """Reject new requests. Requests that are waiting for a replica fail with ``error``."""
         with self._lock:
             self._error = self._error or error
             parked, self._parked = self._parked, []

@@ -39,7 +39,7 @@ class WeightOptions:
         mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
             GPUs. ``disk`` is a checkpoint folder.
         verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
-            inference servers, compare log-probs after every transfer instead. If False, log-probs are still compared after the
+            inference servers, log-probs are compared instead: after every transfer if ``verify`` is True, otherwise after the
             first transfer.
     """
 
@@ -65,7 +65,7 @@ class UpdateReport:
     """Result of a weight update.
 
     ``nbytes`` is the number of bytes transferred, and ``seconds`` is the duration. ``pauses_s`` has the seconds for which each
-    replica paused generation. For an inference server, the number is the duration of the whole transfer.
+    replica paused generation; for an inference server, the seconds that the server took to receive and load the weights.
 
     ``logprob_gap`` is the mean absolute difference, in nats, between the trainer's and a server's log-probs of test tokens. The
     largest difference of all servers is reported; None if log-probs were not compared.

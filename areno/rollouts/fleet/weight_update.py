@@ -308,7 +308,7 @@ class DialledStore:
         """Do nothing, because the store exists already."""
 
     def come(self, name: str, member: int) -> None:
-        """Do nothing, because members are not announced."""
+        """Do nothing, because members connect to the TCP store without registering first."""
 
     def members(self, name: str) -> int:
         """Pretend that all members have joined. They wait for each other only when they create the group."""

@@ -111,7 +111,7 @@ class ServerChannel:
         return replica.receive(update)
 
     def _open_store(self, size: int) -> DialledStore:
-        """Open a store, and close the previous store."""
+        """Open a TCP store for a process group with ``size`` members, and close the previous store."""
         self._store, port = serve_store(self._host, size, timedelta(seconds=PATIENCE_S))
         return DialledStore(self._host, port)
 
@@ -153,7 +153,7 @@ class ServerChannel:
         return self._name
 
     def _call_off(self, answer: Future[None]) -> None:
-        """Close the store after a failure, so that members stop waiting."""
+        """If a server could not join the group, close the group's TCP store, so that the other members stop waiting."""
         if answer.exception() is not None:
             self._store = None
 

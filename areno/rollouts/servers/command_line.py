@@ -35,8 +35,8 @@ class ServerOptions:
 
     Attributes:
         arguments: command-line arguments of a server, in addition to those that :func:`arguments_of` adds.
-        command: command that starts a server. If empty, vLLM is the program ``vllm`` in this Python's folder or in PATH, and
-            SGLang is the module ``sglang.launch_server``.
+        command: command that starts a server. If ``command`` is empty, areno runs the program ``vllm`` (in the folder of this
+            Python interpreter, or in PATH) or the module ``sglang.launch_server``, depending on ``product``.
         addresses: running servers to join, one per replica. If empty, areno starts the servers.
         adapter: name of the trainer's adapter; empty without an adapter.
     """
@@ -76,10 +76,10 @@ def command_of(options: ServerOptions) -> list[str]:
     if executable is None:
         example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
         raise UsageError(
-            f"{options.product} is not installed in this environment; install it, set the command of another environment, "
-            "such as "
-            f"'/PATH/bin/{example}' ({options.product}.command of an experiment, --rollout-server-command), join running "
-            "servers (rollout.api_url, --rollout-url), or use areno's own engine (rollout.backend=areno:dN)"
+            f"{options.product} is not installed in this environment; install it, or do one of the following: set "
+            f"{options.product}.command (`areno run`) or --rollout-server-command (`areno train`) to the command of another "
+            f"installation, such as '/PATH/bin/{example}'; set rollout.api_url or --rollout-url to the addresses of running "
+            "servers; set rollout.backend=areno:dN or --rollout-backend areno to use areno's own engine"
         )
     return command
 

@@ -71,8 +71,8 @@ class InferenceServerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the supervisor, the server and its child processes; on another machine, only the id of the
-        supervisor."""
+        """Process ids of the supervisor, the server and the server's child processes. If the server runs on another machine,
+        the list contains only the id of the supervisor."""
         if self._process.poll() is not None:
             return []
         return [self._process.pid, *(sorted(descendants(self._process.pid)) if not self._process.node else ())]

@@ -71,7 +71,7 @@ class ServerReplica:
     Args:
         path: checkpoint that the server has loaded, including the tokenizer.
         url: URL of the server.
-        calls: the HTTP calls of the server's product.
+        calls: makes the HTTP calls, which differ between vLLM and SGLang.
         server: the server's process, or :class:`ExternalServer`.
         startup_s: time limit in seconds for the server to become healthy.
         vocab_size: width of the model's logits.

@@ -25,7 +25,8 @@ _ALIGN = 64  # the layout of areno.rollouts.fleet.tensors
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """The trainer's store, this server's first rank in the group, and the size of the group."""
+    """Parameters for joining the trainer's process group: the address of the trainer's TCP store (``host`` and ``port``), the
+    rank of this server's first worker (``first``), and the number of members (``size``)."""
 
     host: str
     port: int
