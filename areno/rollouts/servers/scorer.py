@@ -15,7 +15,7 @@ _AT_ONCE = 32
 
 
 class ServerScorer:
-    """Scores rows of token ids.
+    """Computes the log-probs of the tokens in rows of token ids, with a model on an inference server.
 
     Args:
         url: base URL including the version, such as ``http://HOST:8000/v1``.

@@ -100,8 +100,11 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection. ``settings`` has the file descriptors ``connection`` and
-    ``lifeline``."""
+    """Run agents until the parent closes the connection.
+
+    ``settings`` has two file descriptors: the jobs arrive through ``connection``, and this process is killed when the parent
+    closes ``lifeline``.
+    """
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:
@@ -112,7 +115,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Run a pickled job. Return ``["value", returned]`` or ``["error", text]``.
+    """Run the agent of a pickled job. Return ``["value", VALUE]`` with the agent's return value, or ``["error", TRACEBACK]``.
 
     The list is sent as JSON, so that the trainer unpickles nothing.
     """
