@@ -140,7 +140,7 @@ class _PartialMessage:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Append reasoning, text or a tool call to the message. Return the addition as a streaming ``delta``."""
+        """Append reasoning, text or a tool call to the message. Return what was appended as a streaming ``delta``."""
         self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
             return {"content": piece.text}

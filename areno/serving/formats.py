@@ -108,7 +108,7 @@ class MessageReader:
     _called: bool = field(default=False, init=False)
 
     def push(self, text: str) -> list[Piece]:
-        """Add text. Return the reasoning, content and tool calls that have become final."""
+        """Add text of the message. Return the reasoning, content and tool calls that have become final."""
         return self._read(self._reasoning.push(text)) if text else []
 
     def finish(self) -> list[Piece]:

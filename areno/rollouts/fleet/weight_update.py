@@ -225,7 +225,7 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Load the weights from a checkpoint folder. Return the tensors by the names that they have in ``update.specs``."""
+    """Load the weights from a checkpoint folder. The result maps each name in ``update.specs`` to its tensor."""
     if engine.actor.model.adapter is not None:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}

@@ -96,7 +96,9 @@ class ServerChannel:
                 arrived[number] = self.catch_up(replica)
             except EngineError as error:
                 logger.warning(
-                    "sending weights to server %d failed (%s), so the server loads the weights from a folder", number, error
+                    "sending weights to server %d failed (%s), so the server loads the weights from a folder",
+                    number,
+                    error,
                 )
         return arrived
 

@@ -3,7 +3,7 @@
     python -m areno.rollouts.servers.run_supervised COMMAND...
 
 This program sends the address of its machine and a free port to the process that launched it. Before the program runs COMMAND,
-it replaces ``{host}`` and ``{port}`` in COMMAND by this address and port.
+it replaces ``{host}`` and ``{port}`` in COMMAND with this address and port.
 """
 
 import os

@@ -15,7 +15,7 @@ _AT_ONCE = 32
 
 
 class ServerScorer:
-    """Computes the log-probs of the tokens in rows of token ids, with a model on an inference server.
+    """Gets the log-prob of every token in rows of token ids from an inference server.
 
     Args:
         url: base URL including the version, such as ``http://HOST:8000/v1``.

@@ -89,7 +89,7 @@ class VllmCalls:
     async def join_group(
         self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
     ) -> None:
-        """Let the server's workers join a process group of ``size`` members. Their ranks in the group begin at ``first``.
+        """Let the server's workers join a process group of ``size`` members. The workers' ranks begin at ``first``.
 
         The members find each other through the TCP store that listens at ``store`` (host and port).
         """

@@ -115,8 +115,9 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Run the agent of a pickled job. Return ``["value", VALUE]`` with the agent's return value, or ``["error", TRACEBACK]``.
+    """Run the agent of a pickled job.
 
+    Return ``["value", VALUE]``, where VALUE is the agent's return value. If the agent fails, return ``["error", TRACEBACK]``.
     The list is sent as JSON, so that the trainer unpickles nothing.
     """
     try:
