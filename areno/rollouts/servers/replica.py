@@ -277,7 +277,8 @@ class ServerReplica:
     def receive(self, update: Update) -> float:
         """Let the server load weights that the trainer broadcasts. Return the duration in seconds.
 
-        After an EngineError, call :meth:`take_over`, because the server may be paused and may have only some of the new weights.
+        After an EngineError, call :meth:`take_over`, because the server may be paused, and may have only some of the new
+        weights.
         """
         began = time.perf_counter()
         self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))

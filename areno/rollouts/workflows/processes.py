@@ -102,8 +102,8 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 def main(settings: dict[str, Any]) -> None:
     """Run agents until the parent closes the connection.
 
-    ``settings`` has two file descriptors: the jobs arrive through ``connection``, and this process is killed when the parent
-    closes ``lifeline``.
+    ``settings`` has two file descriptors: jobs arrive through ``connection``, and this process is killed when the parent exits
+    or closes its end of ``lifeline``.
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
