@@ -131,7 +131,10 @@ class Watchdog:
         what = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         text = f"the last {rejected} episodes were all dropped ({what}), so there is nothing to train on"
         if self.first_error is None:
-            return _stopped(f"{text}; check the filter, the rewards, and whether the model can solve the rows", None)
+            return _stopped(
+                f"{text}; check the reward function and the trajectory filter, and check that the model can solve the tasks",
+                None,
+            )
         shown = "".join(traceback.format_exception(self.first_error))
         return _stopped(f"{text}. The first exception was:\n{shown}", self.first_error)
 

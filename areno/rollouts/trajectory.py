@@ -186,8 +186,8 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
 
 
 def reward_of(row: dict[str, Any]) -> float:
-    """Return the reward of a row of :func:`samples_of`. If the row has reward parts, the result is a :class:`WeightedReward`
-    with these parts."""
+    """Return the reward of a row that :func:`samples_of` has yielded. If the row has reward parts, the result is a
+    :class:`WeightedReward` with these parts."""
     parts = {key.removeprefix(PARTS): value for key, value in row.items() if key.startswith(PARTS)}
     return WeightedReward(row["rewards"], parts) if parts else row["rewards"]
 

@@ -128,7 +128,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_rewards(app: FastAPI, service: Service) -> None:
     @app.post("/rl/set_reward", responses=_ERRORS)
     async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
-        """Set the reward of a response in the session of the request's API key."""
+        """Set the reward of a response. The API key of the request identifies the session that contains the response."""
         try:
             request.scope[SESSION_RECORDER].set_reward(body.reward, body.interaction_id)
         except ValueError as error:

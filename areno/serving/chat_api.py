@@ -86,7 +86,10 @@ def _check(body: ChatRequest) -> None:
 
 
 def _format_param(body: ChatRequest) -> str:
-    """Return the name of the request field to which an error in tools or formats refers."""
+    """Return the name of the field that is reported as invalid.
+
+    This is ``response_format`` if the request sets this field and allows no tool calls, and otherwise ``tools``.
+    """
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 
@@ -140,7 +143,7 @@ class _PartialMessage:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Append a piece, and return the piece as a streaming ``delta``."""
+        """Append reasoning, text or a tool call to the message. Return what was appended as a streaming ``delta``."""
         self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
             return {"content": piece.text}
@@ -209,7 +212,7 @@ class ChatResponse(SampledResponse):
         return sample.text.stop_string if sample.finish == "stop" else None
 
     def without_tokens(self) -> list[dict[str, Any]]:
-        """Finish every message without any tokens, because the prompt fills the context. Return the chunks to stream."""
+        """Finish all messages with empty content, because the prompt fills the context. Return the chunks to stream."""
         for message in self._messages:
             message.sample.finish = "length"
             self._record(message)
@@ -221,7 +224,7 @@ class ChatResponse(SampledResponse):
         )
 
     def _record(self, message: _PartialMessage) -> None:
-        """Record a finished message before the client can continue from it."""
+        """Record a finished message. This must happen before the client can send the next request of the conversation."""
         finish, tokens = message.sample.finish, message.sample.tokens
         if self._turn is None or finish is None:
             return

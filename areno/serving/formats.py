@@ -109,7 +109,7 @@ class MessageReader:
     _called: bool = field(default=False, init=False)
 
     def push(self, text: str) -> list[Piece]:
-        """Add text, and return the pieces that became final."""
+        """Add text of the message. Return the reasoning, content and tool calls that have become final."""
         return self._read(self._reasoning.push(text)) if text else []
 
     def finish(self) -> list[Piece]:

@@ -32,7 +32,7 @@ The samples of a request are numbered consecutively across all its prompts.
 """
 
 _Item = TokenEvent | Future[RolloutResult] | range
-"""A queue entry: a new token, the future of a prompt whose samples have ended, or the indices of samples that restart."""
+"""A queue entry: a new token, the completed ``Future`` of a prompt, or the indices of samples that restart."""
 
 
 def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[GeneratedToken]]]:

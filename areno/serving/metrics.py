@@ -66,7 +66,7 @@ class ServingMetrics:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
 
     def watch(self, engine: Backend) -> None:
-        """Add the load of ``engine`` to the metrics."""
+        """Export the load of the engine, such as the numbers of running and waiting samples, as metrics."""
         self.registry.register(_EngineLoad(engine))
 
     def render(self) -> bytes:

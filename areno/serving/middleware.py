@@ -51,7 +51,7 @@ class RequestMiddleware:
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if not self._authenticate(scope, headers):
-            message = "the API key is missing or invalid; send the header Authorization: Bearer KEY"
+            message = "the API key is missing or invalid; send the header `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._check_host(scope, headers.get(b"host", b""))
         length = headers.get(b"content-length", b"0")

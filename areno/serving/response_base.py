@@ -1,4 +1,4 @@
-"""Shared parts of OpenAI responses: usage, log-prob entries, server-sent events and the envelope around choices."""
+"""Shared parts of OpenAI responses: usage, log-prob entries, server-sent events, and the objects that contain the choices."""
 
 import json
 import time
@@ -48,7 +48,7 @@ class ChoiceState:
 
 
 class SampledResponse:
-    """Base of chat and text completion responses: samples, usage and envelopes."""
+    """Base of chat and text completion responses. Holds the samples, and builds the objects that contain the choices."""
 
     ending = DONE
     prefix: str  # prefix of the id, such as ``chatcmpl``

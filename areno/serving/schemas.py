@@ -36,7 +36,7 @@ class RequestBody(StrictSchema):
 
     @property
     def characters(self) -> int:
-        """Total number of characters of all strings."""
+        """Total number of characters of all strings in the request body."""
         return self._characters
 
     @model_validator(mode="wrap")

@@ -126,7 +126,10 @@ def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], ten
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast ``memory`` (uint8) from the trainer to the process group ``channel``. The replicas receive into ``memory``."""
+    """Broadcast ``memory`` (uint8) from the trainer to the process group ``channel``.
+
+    On a replica, the received bytes overwrite ``memory``.
+    """
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a process group")
     try:
@@ -222,7 +225,7 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint folder, under the names of the specs."""
+    """Load the weights from a checkpoint folder. The result maps each name in ``update.specs`` to its tensor."""
     if engine.actor.model.adapter is not None:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
@@ -270,7 +273,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
     deadline = time.monotonic() + PATIENCE_S
     while where.members(channel) < size:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all {size} members joined within {PATIENCE_S:g} s")
+            raise RuntimeError(f"not all {size} members of the process group joined within {PATIENCE_S:g} s")
         time.sleep(0.01)
 
 

@@ -71,7 +71,7 @@ class ServerCalls(Protocol):
         """Abort samples, so that ``generate`` returns partial answers. Samples in the server's queue may still start."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint while generation is paused. Caches that were computed with the old weights are discarded."""
+        """Pause generation, load a checkpoint, and resume. Caches that were computed with the old weights are discarded."""
 
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path) -> None:
         """Load an adapter under a name."""
@@ -105,7 +105,7 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 async def post_json(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
     """Send a POST request, and return the JSON of the response. If the response is not JSON, return None.
 
-    Raises EngineError as :class:`ServerCalls` does.
+    Raises EngineError if the server rejects the request or is unreachable.
     """
     return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
 

@@ -53,7 +53,9 @@ class ServerChannel:
             self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
                 why = (
-                    "its files do not use the trainer's tensor names" if stored else "it has no local safetensors files"
+                    "the checkpoint's files do not use the trainer's tensor names"
+                    if stored
+                    else "the checkpoint has no local safetensors files"
                 )
                 logger.info(
                     "the servers load the weights of %s from folders and not by a broadcast, because %s",
@@ -94,7 +96,9 @@ class ServerChannel:
                 arrived[number] = self.catch_up(replica)
             except EngineError as error:
                 logger.warning(
-                    "sending weights to server %d failed, so the server loads them from a folder: %s", number, error
+                    "sending weights to server %d failed (%s), so the server loads the weights from a folder",
+                    number,
+                    error,
                 )
         return arrived
 

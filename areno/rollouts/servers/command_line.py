@@ -52,7 +52,8 @@ class ServerOptions:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether a joined server may be on another machine, which can share folders but not memory."""
+        """Whether a server in ``addresses`` may be on another machine. A server on another machine can share folders with the
+        trainer, but not memory."""
         hosts = {urlsplit(address).hostname for address in self.addresses}
         return bool(hosts - {"localhost", "127.0.0.1", "::1"})
 
@@ -63,7 +64,12 @@ def context_length_of(path: str) -> int | None:
 
 
 def command_of(options: ServerOptions) -> list[str]:
-    """Return the command that starts a server, without arguments. Raises UsageError if the product is not installed."""
+    """Return the first words of the command that starts a server, such as ``vllm serve``.
+
+    :func:`arguments_of` returns the rest of the command.
+
+    Raises UsageError if the server program (vLLM or SGLang) is not installed.
+    """
     if options.command:
         return list(options.command)
     if options.product == "sglang":

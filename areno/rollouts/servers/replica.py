@@ -196,7 +196,8 @@ class ServerReplica:
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
         """Abandon the server if it is unhealthy.
 
-        Call this method before a request ends with an error, because the router then resubmits the request to another server.
+        Call this method before an error is reported to the router. The router resubmits the failed request to another server
+        only if this server is already marked as failed.
         """
         if self.workers.failed or await self._healthy():
             return
@@ -206,7 +207,10 @@ class ServerReplica:
             await asyncio.sleep(0.05)
 
     def _sequence(self, entry: _Open, index: int, answer: ServerAnswer) -> RolloutSequence:
-        """Convert an answer. The listener gets all tokens of the answer at once, because answers are not streamed."""
+        """Convert an answer, and pass its tokens to the listener of the request, if there is one.
+
+        The listener gets all tokens at once, because answers are not streamed.
+        """
         sampling, listener = entry.request.sampling, entry.request.listener
         checker = StopChecker(self.tokenizer, sampling.stop or [], sampling.skip_special_tokens)
         for token in answer.tokens:
@@ -271,8 +275,11 @@ class ServerReplica:
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
-        """Receive broadcast weights, and return the duration in seconds. After an EngineError, the server must reload
-        weights."""
+        """Let the server load weights that the trainer broadcasts. Return the duration in seconds.
+
+        After an EngineError, call :meth:`take_over`, because the server may be paused, and may have only some of the new
+        weights.
+        """
         began = time.perf_counter()
         self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))
         return time.perf_counter() - began

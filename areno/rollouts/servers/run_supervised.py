@@ -2,8 +2,8 @@
 
     python -m areno.rollouts.servers.run_supervised COMMAND...
 
-The program reports the address of this machine and a free port to the process that launched the program. The address and the
-port replace ``{host}`` and ``{port}`` in the command.
+This program sends the address of its machine and a free port to the process that launched it. Before the program runs COMMAND,
+it replaces ``{host}`` and ``{port}`` in COMMAND with this address and port.
 """
 
 import os

@@ -15,7 +15,7 @@ _AT_ONCE = 32
 
 
 class ServerScorer:
-    """Scores rows of token ids.
+    """Gets the log-prob of every token in rows of token ids from an inference server.
 
     Args:
         url: base URL including the version, such as ``http://HOST:8000/v1``.

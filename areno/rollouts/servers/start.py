@@ -30,12 +30,13 @@ def open_server(
     processes: Processes,
     on_failure: Callable[[EngineError], None],
 ) -> ServerReplica:
-    """Start or join the server of replica ``number``, and wait until the server is healthy.
+    """Start the server of replica ``number``, or connect to it if it is already running (see ``options.addresses``). Wait until
+    the server is healthy.
 
     The weights in ``path`` have version 0.
 
     Raises:
-        UsageError: the product is not installed.
+        UsageError: the server program (vLLM or SGLang) is not installed.
         EngineError: the server exited, or was not healthy in time.
     """
     transfers, joined = not has_custom_worker(options), bool(options.addresses)

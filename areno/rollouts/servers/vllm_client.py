@@ -30,8 +30,9 @@ _PREFIX = "generate-tokens-"
 class VllmCalls:
     """The HTTP calls of vLLM.
 
-    With ``transfers``, the server's workers should have areno's worker extension, which weight broadcasts require. With
-    ``joined``, areno did not start the server, and the extension may be missing.
+    Args:
+        transfers: whether weights may be broadcast to the server. Broadcasts require areno's worker extension in the server.
+        joined: whether the server was already running when areno connected to it. Such a server may lack the extension.
     """
 
     product = "vLLM"
@@ -75,7 +76,7 @@ class VllmCalls:
         await post_json(http, "/inference/v1/abort_requests", {"request_ids": [_PREFIX + rid for rid in rids]})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Load a checkpoint while generation is paused. Running requests continue with recomputed caches."""
+        """Pause generation, load a checkpoint, and resume. Running requests continue with recomputed caches."""
         await post_json(http, "/pause", mode="keep")
         await self._rpc(http, "reload_weights", weights_path=str(folder))
         await post_json(http, "/update_weight_version", {"new_version": str(version)})
@@ -88,7 +89,10 @@ class VllmCalls:
     async def join_group(
         self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
     ) -> None:
-        """Let the workers join a group of ``size`` members at a store. The workers have the ranks from ``first`` on."""
+        """Let the server's workers join a process group of ``size`` members. The workers' ranks begin at ``first``.
+
+        The members find each other through the TCP store that listens at ``store`` (host and port).
+        """
         group = {"host": store[0], "port": store[1], "first": first, "size": size, "patience_s": patience_s}
         await post_json(http, "/init_weight_transfer_engine", {"init_info": group})
 

@@ -1,4 +1,4 @@
-"""Defines the interface of workflows, groups the samples of a data row, and runs episodes for ``--workflow``."""
+"""Defines the interface of workflows, groups the samples of a data row, and runs the workflow that ``--workflow`` selects."""
 
 import asyncio
 import logging
@@ -118,7 +118,10 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
 
 
 class Episodes:
-    """Runs groups of episodes for ``--workflow``. Each group has a future. The caller must call :meth:`close`."""
+    """Runs groups of episodes of the workflow that ``--workflow`` selects. Each group has a future.
+
+    The caller must call :meth:`close`.
+    """
 
     def __init__(self, workflow: RolloutWorkflow, client: EngineClient) -> None:
         self._workflow, self._client = workflow, client

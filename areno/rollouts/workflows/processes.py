@@ -100,8 +100,11 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection. ``settings`` has the file descriptors ``connection`` and
-    ``lifeline``."""
+    """Run agents until the parent closes the connection.
+
+    ``settings`` has two file descriptors: jobs arrive through ``connection``, and this process is killed when the parent exits
+    or closes its end of ``lifeline``.
+    """
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:
@@ -112,8 +115,9 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(sent: bytes) -> list[Any]:
-    """Run a pickled job. Return ``["value", returned]`` or ``["error", text]``.
+    """Run the agent of a pickled job.
 
+    Return ``["value", VALUE]``, where VALUE is the agent's return value. If the agent fails, return ``["error", TRACEBACK]``.
     The list is sent as JSON, so that the trainer unpickles nothing.
     """
     try:

@@ -79,8 +79,8 @@ class AsyncReward:
         A field of ``data`` is ignored if another argument has the same name.
 
         Raises:
-            RewardError: the function raised an error or returned a number that is not finite, or all attempts timed out or lost
-                their process.
+            RewardError: the function raised an error or returned a number that is not finite, or each of the
+                ``max_retries + 1`` attempts timed out or crashed the worker process.
         """
         record = RewardRecord(
             prompt=prompt,
