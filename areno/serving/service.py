@@ -100,7 +100,7 @@ class Service:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def attach(self, engine: Backend) -> None:
-        """Start serving a loaded model. Raises UsageError if a configured format is unknown."""
+        """Start serving a loaded model. Raises UsageError if the configured tool-call or reasoning parser is unknown."""
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))

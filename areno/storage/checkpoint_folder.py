@@ -229,7 +229,7 @@ class CheckpointFolder:
     def remove(self, step: int) -> None:
         """Delete the checkpoint of a step.
 
-        If the deletion is interrupted, the checkpoint either is intact or already has a temporary name.
+        If the process is killed during the deletion, the checkpoint is either intact, or already renamed and thus ignored.
         """
         trash = self.root / f"{_TRASH}{self.path(step).name}"
         shutil.rmtree(trash, ignore_errors=True)

@@ -11,7 +11,7 @@ Opener = Callable[[Path], BinaryIO]
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, without restrictions."""
+    """Open a file for reading bytes. This is the default :data:`Opener`, which accepts every path."""
     return open(path, "rb")
 
 

@@ -129,7 +129,8 @@ def _model(path: Path, reader: Any, values: dict[str, Any]) -> Any:
 def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
     """Set Llama 3's RoPE scaling in ``config`` if the GGUF file contains scaling ``factors``, which transformers ignores.
 
-    Raises ValueError if ``factors`` are not those of Llama 3, or if the file has another ``scaling`` that ``config`` lacks.
+    ``scaling`` is the scaling type in the file, or ``none``. Raises ValueError if ``factors`` are not those of Llama 3. Without
+    ``factors``, raises ValueError if the file has a scaling type but transformers set no scaling in ``config``.
     """
     import numpy as np
 

@@ -42,7 +42,7 @@ class ConstraintOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A validated grammar. ``what`` is its name in error messages."""
+    """A validated grammar. Error messages identify the grammar by the text in ``what``, such as ``json_schema``."""
 
     rules: str
     what: str
@@ -105,7 +105,7 @@ def tool_call_constraint(
     completely is an error.
 
     Args:
-        parser: the model's format, which must have a ``shape``.
+        parser: the parser of the model's tool-call format. If ``parser.shape`` is None, the format cannot be enforced.
         tool_choice: ``required``, or the only tool that may be called.
 
     Raises:

@@ -38,7 +38,10 @@ def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Warn if a prompt contains markers, or if the tokenizer has no template. There is at most one warning per tokenizer."""
+    """Warn if a prompt contains chat template markers, or if the tokenizer has no chat template.
+
+    There is at most one warning per tokenizer.
+    """
     if tokenizer in _warned:
         return
     if not getattr(tokenizer, "chat_template", None):

@@ -20,9 +20,11 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages for a chat template.
 
-    A feature is treated as unsupported if the source of the template does not mention the feature. Most templates
-    expect the arguments of a call as an object. Set ``arguments_as_text`` for a template that expects JSON text. Raises
-    UsageError if a message or call is not in OpenAI's format, or if content is not text.
+    ``template`` is the source of the chat template. If it does not contain the word ``developer``, messages with this role
+    get the role ``system``. If it does not contain ``tool_calls``, tool calls are written into the text of their message.
+    Most templates expect the arguments of a call as an object. Set ``arguments_as_text`` for a template that expects JSON text.
+
+    Raises UsageError if a message or call is not in OpenAI's format, or if content is not text.
     """
     converted = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in converted:

@@ -146,9 +146,10 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 @dataclass(slots=True)
 class _HarmonyStream:
-    """Parses gpt-oss messages. Parts of the channel ``analysis`` are reasoning, and parts addressed to a tool are calls.
+    """Parses gpt-oss messages, which consist of one or more parts.
 
-    Calls are normalized to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>`` for the tool-call parser.
+    A part that is addressed to a tool is a call. Any other part is reasoning if its channel is ``analysis``; otherwise, the
+    part is content. Calls are normalized to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>`` for the tool-call parser.
     """
 
     _source: GrowingText = field(default_factory=GrowingText)

@@ -34,9 +34,9 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    ``writing`` takes the path of a new checkpoint, and returns a context manager that reports the writing. ``saved_step`` is
-    the step of the newest checkpoint that this process wrote or resumed from; 0 without a checkpoint. The best checkpoint does
-    not count.
+    Each checkpoint is written inside the context manager ``writing(path)``. The training loop sets ``writing``, to show on the
+    progress display that a checkpoint is being saved. ``saved_step`` is the step of the newest ``step_...`` checkpoint that
+    this process wrote or resumed from; 0 if there is none. The checkpoint ``best`` is ignored.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -126,8 +126,8 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint to a folder.
 
-        If the folder is a copy of ``copied``, a checkpoint of the same step, keep its model and optimizer state, and write only
-        the state of the run and of the rollout.
+        If ``copied`` is None, write all files. Otherwise, ``copied`` is a checkpoint of the same step, and ``folder`` already
+        contains a copy of its files. In this case, write only the state of the run and of the rollout.
         """
         if copied is None:
             backend.save_model(folder)

@@ -62,7 +62,10 @@ class FrequencyControl:
         return due
 
     def check(self, at: StepInfo) -> bool:
-        """Count a finished step, and return whether the action is due now. Call this method once per step."""
+        """Count a finished step, and return whether the scheduled action, such as an evaluation, is due now.
+
+        Call this method once per step.
+        """
         self._first = False
         self._steps += 1
         self._epochs += at.ends_epoch

@@ -87,7 +87,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield the planned steps from ``state`` to the end of the run."""
+        """Yield the remaining planned steps of the run. ``self.state`` records the progress so far."""
 
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
@@ -117,7 +117,7 @@ class TrainingLoop(ABC):
             self.report.rewind(self.state)
 
     def save_models(self, at: StepInfo) -> None:
-        """Save the models that are due after a step. After the last step, wait until all models are written."""
+        """Save each model for which a save is due after this step. After the last step, wait until all models are written."""
         if self.saver is None:
             return
         for role in self.saved_roles:
@@ -158,7 +158,8 @@ class TrainingLoop(ABC):
     def keep_rollouts(self, steps: str | None) -> None:
         """Save the rows of each following step, and keep the rows of the newest ``steps`` steps.
 
-        ``steps`` is a number or ``all``. If ``steps`` is None, the method has no effect; by default, no rows are saved.
+        ``steps`` is a number or ``all``. A trainer saves no rows until this method is called. If ``steps`` is None, the call
+        has no effect.
         """
         if kept := kept_rollouts(steps):
             self.rollouts = RolloutFiles(self.report.run_dir.rollouts_path, kept)
@@ -381,7 +382,7 @@ class TrainingLoop(ABC):
         self._restore_evaluation()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save the completed steps before an error or a stop ends the run. A second signal skips this save."""
+        """After an error or a signal, save the completed steps before the run ends. A second signal skips this save."""
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:

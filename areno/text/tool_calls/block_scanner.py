@@ -40,7 +40,10 @@ class BlockBody(ABC):
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], BlockBody]) -> CallFormat:
-    """Create a format of blocks that end with one of ``closers``. If ``closers`` is empty, a block ends where its body ends."""
+    """Create a :class:`CallFormat` for blocks that start with ``opener`` and end with one of ``closers``.
+
+    If ``closers`` is empty, a block ends where its body ends.
+    """
     return CallFormat(
         (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan
     )
@@ -145,6 +148,9 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
 
 
 def headed_json(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
-    """Create a format of blocks with the body :class:`HeaderJson`. ``header`` is a regular expression for the header."""
+    """Create a :class:`CallFormat` for blocks that contain a header, followed by a JSON object.
+
+    ``header`` is a regular expression for the header.
+    """
     pattern = re.compile(header)
     return block(opener, closers, lambda start: HeaderJson(start, pattern))

@@ -152,7 +152,7 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers that open a call in any of the formats, and the wrappers.
+        """The markers that open a call in any of the formats, and the markers in ``wrappers``.
 
         Decoding must not remove markers that are special tokens.
         """
@@ -198,7 +198,10 @@ def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, A
 
 
 def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
-    """Return the functions that may be called, by name. Raises UsageError if a tool or ``tool_choice`` is invalid."""
+    """Return a dict from name to function, with the functions that the model may call.
+
+    Raises UsageError if a tool or ``tool_choice`` is invalid.
+    """
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
     by_name = {function["name"]: function for function in functions}
     if tool_choice is None or tool_choice in ("auto", "required"):
@@ -241,7 +244,7 @@ class StreamingParser:
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """Return the remaining deltas of the message, including complete calls without a closing marker."""
+        """Return the remaining deltas of the message. Most formats accept a call that lacks only its closing marker."""
         self._parse(final=True)
         if not self._after_call:
             self._emit_text(self._at)

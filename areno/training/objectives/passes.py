@@ -1,4 +1,4 @@
-"""Divides the rows of one rollout into minibatches for several optimizer steps, and merges the statistics."""
+"""Divides the rows of one rollout into minibatches for several optimizer steps, and merges the minibatches' statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from areno.engine.rollout.counter_rng import derive_seed, epoch_order
 from areno.types import TrainSequence
 
 Order = Literal["prompts", "rows"]
-"""Order of the rows in a pass.
+"""Order in which a pass over the rows of a rollout visits the rows.
 
 ``prompts``: each pass shuffles the prompts and keeps the rows of a prompt together. ``rows``: the first pass keeps the order
 of the rows, and later passes shuffle the rows.
@@ -38,9 +38,11 @@ def plan_passes(
 ) -> list[list[int]]:
     """Return the row indices of each minibatch of a step, in order.
 
-    Each pass visits the groups in ``order``. A shuffle depends on ``seed``, ``step`` and the pass. The pass splits the groups
-    into minibatches with about equal numbers of rows. Rows of one group stay together, so there are at most as many minibatches
-    as groups. A single pass with a single minibatch keeps the order of the rows.
+    ``groups`` contains the group number of each row. With ``order="prompts"``, each pass over the rows shuffles the groups.
+    With ``order="rows"``, the first pass keeps the order of the groups, and each later pass shuffles the groups. The shuffled
+    order depends only on ``seed``, ``step`` and the number of the pass. Each pass splits the groups into minibatches with
+    about equal numbers of rows. Rows of one group stay together, so there are at most as many minibatches as groups. A single
+    pass with a single minibatch keeps the order of the rows.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
