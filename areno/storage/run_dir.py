@@ -111,9 +111,9 @@ class RunDirectory:
         _replace(path, [json.dumps(json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Delete all steps after ``step`` from the ``.jsonl`` files and from the saved rollouts, and delete incomplete lines.
+        """In the ``.jsonl`` files, delete incomplete lines and the lines of all steps after ``step``.
 
-        Return the number of deleted lines.
+        Also delete the saved rollouts of these steps. Return the number of deleted lines.
 
         The steps in ``eval_samples.jsonl`` are numbers of completed steps, so its lines up to ``step + 1`` are kept. If
         ``step`` is -1, this file is emptied, because a run that starts again repeats its first evaluation.

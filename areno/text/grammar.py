@@ -176,7 +176,7 @@ def _text_choices(schema: Any) -> list[str]:
 
 
 def _not_for_text(schema: Any) -> set[str]:
-    """Return the keywords of an argument's JSON schema that cannot be enforced if the model writes the argument as plain text."""
+    """Return the keywords of an argument's schema that cannot be enforced if the argument is plain text instead of JSON."""
     if not isinstance(schema, Mapping):
         return set()
     branches = [*schema.get("anyOf", []), *schema.get("oneOf", [])]

@@ -171,7 +171,7 @@ class PolicyObjective:
 
         Yields:
             For each learner: its role, and the statistics of its optimizer steps. If the learner's training starts at a later
-            step, None replaces the statistics.
+            step, the statistics are None.
         """
         for learner in self.learners:
             if step < learner.first_step:
