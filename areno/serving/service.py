@@ -78,8 +78,8 @@ class ServedModel:
 class Service:
     """Server state and admission control.
 
-    ``engine`` is None until the model is loaded. If there is a ``recorder``, clients must use one of its API keys instead of
-    the configured key.
+    ``engine`` is None until the model is loaded. A ``recorder`` stores conversations for training. With a recorder, clients
+    must use an API key that the recorder knows; the configured key is not accepted.
     """
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
@@ -140,9 +140,13 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Without a recorder, raise ApiError 400 if a request has too much text. Called before tokenizing."""
+        """Raise ApiError 400 if a request has too much text. Called before tokenizing.
+
+        With a recorder, the length is not checked: the clients are agents, which receive an empty response if the context
+        is full.
+        """
         if self.recorder is not None:
-            return  # agents of this process: an empty response tells them that the context is full
+            return
         engine = self.ready_model().engine
         tokens = min(engine.context_length or engine.kv_tokens, engine.kv_tokens)
         limit = self.config.max_prompt_chars or max(_CHARS_PER_TOKEN * tokens, _MIN_CHAR_LIMIT)

@@ -8,8 +8,8 @@ final name, the old checkpoint is restored.
 Two checkpoints of one step share files as hard links, if the file system supports them. Therefore, files are replaced and
 never modified in place.
 
-A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. A checkpoint
-that cannot be read ends the run with an error, because the cause may be temporary.
+A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. If a checkpoint
+cannot be read, the run ends with an error instead of using an older checkpoint, because the cause may be temporary.
 """
 
 import itertools

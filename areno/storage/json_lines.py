@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""The numbers that JSON cannot express, by the strings that represent them."""
+"""Maps the strings that represent NaN and infinity in a file to floats, because JSON cannot express these numbers."""
 MAX_BYTES = 2**24
 """Maximum number of bytes of a line, and of a file with a single JSON value, so that a large file cannot exhaust memory."""
 _STEPS = 2**63

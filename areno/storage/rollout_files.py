@@ -30,7 +30,7 @@ class RolloutFiles:
         self.folder, self.keep = folder, keep
 
     def path(self, step: int) -> Path:
-        """Return the path of the file of a step."""
+        """Return the path of the file that contains the rollouts of ``step``."""
         return self.folder / f"step_{step:06d}.safetensors"
 
     def steps(self) -> list[int]:

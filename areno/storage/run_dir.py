@@ -111,7 +111,9 @@ class RunDirectory:
         _replace(path, [json.dumps(json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop incomplete lines, and lines and saved rollouts of steps after ``step``. Return the number of dropped lines.
+        """In the ``.jsonl`` files, delete incomplete lines and the lines of all steps after ``step``.
+
+        Also delete the saved rollouts of these steps. Return the number of deleted lines.
 
         The steps in ``eval_samples.jsonl`` are numbers of completed steps, so its lines up to ``step + 1`` are kept. If
         ``step`` is -1, this file is emptied, because a run that starts again repeats its first evaluation.
@@ -162,9 +164,10 @@ class RunDirectory:
         with self.open(self.samples_path) as file:
             record = read_sample(file, entry, tokens=tokens)
         if record is None:
+            index = index_path(self.samples_path)
             raise ArenoError(
                 f"{self.samples_path}: the {entry['length']} bytes at position {entry['offset']} are not a sample, or are too "
-                f"many to read; if {index_path(self.samples_path).name} belongs to another file, delete this index"
+                f"many to read; if {index.name} was written for another {self.samples_path.name}, delete {index.name}"
             )
         return record
 

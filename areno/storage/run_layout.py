@@ -87,14 +87,11 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """The steps after which a run saved checkpoints, the best checkpoint, and models without training state.
-
-    A step is given as the number of completed steps.
-    """
+    """The number of completed steps for each checkpoint and each model that a run saved."""
 
     checkpoints: list[int]
-    best: int | None
-    models: list[int]
+    best: int | None  # completed steps of the best checkpoint; None if there is no best checkpoint
+    models: list[int]  # completed steps of the models without training state
 
 
 def saved_models(run: Path, option: str) -> SavedModels:

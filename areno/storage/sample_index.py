@@ -116,7 +116,7 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 
 
 def left_out(entries: Entries, size: int) -> int:
-    """Return the total size in bytes of the lines without an entry, which are damaged or too long.
+    """Return the total size in bytes of the lines that have no index entry because they are damaged or too long.
 
     ``size`` is the size of the samples file in bytes.
     """

@@ -176,7 +176,7 @@ def _text_choices(schema: Any) -> list[str]:
 
 
 def _not_for_text(schema: Any) -> set[str]:
-    """Return the keywords of a schema that a grammar cannot enforce for an argument in plain text."""
+    """Return the keywords of an argument's schema that cannot be enforced if the argument is plain text instead of JSON."""
     if not isinstance(schema, Mapping):
         return set()
     branches = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
@@ -209,7 +209,10 @@ class _GrammarState:
         return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
-        """Advance the state by a sampled token. Raises EngineError if the grammar rejects the token or exceeds its limits."""
+        """Advance the state by a sampled token.
+
+        Raises EngineError if the grammar rejects the token, or if parsing the response exceeds a limit of llguidance.
+        """
         self._matcher.consume_token(token)
         self._check()
 

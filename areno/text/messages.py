@@ -42,7 +42,10 @@ def template_messages(
 
 
 def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a rendered prompt shows arguments as a Python dict. If so, the template expects arguments as JSON text."""
+    """Return whether a rendered prompt shows the arguments of a tool call as a Python dict.
+
+    If so, the template expects the arguments of tool calls as JSON text.
+    """
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(isinstance(one, dict) and str(one) != _as_text(one) and str(one) in rendered for one in arguments)

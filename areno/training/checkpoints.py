@@ -50,8 +50,8 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or a checkpoint is unreadable. With ``spec.strict``,
-                also: a file belongs to another user, or all users can write to a file.
+            CheckpointError: all checkpoints are damaged; or a checkpoint is unreadable; or, if ``spec.strict`` is set, a file
+                belongs to another user or can be written to by all users.
         """
         if not self.spec.enabled:
             return None

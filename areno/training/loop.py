@@ -46,7 +46,7 @@ from areno.types import TokenRecord, TrainSequence
 class PlannedStep:
     """A step to run, with its batch and its place in the run.
 
-    ``position`` is the number of rows of the epoch that are consumed after the step, including skipped rows.
+    ``position`` is the number of rows of the epoch that are consumed by the end of the step, including skipped rows.
     """
 
     batch: Any
@@ -143,7 +143,10 @@ class TrainingLoop(ABC):
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
-        """Restore :meth:`part_states` and :meth:`rollout_state`, after the weights have been loaded."""
+        """Restore the values that :meth:`part_states` and :meth:`rollout_state` returned for the checkpoint.
+
+        Called after the weights have been loaded. ``parts`` contains the values of :meth:`part_states`.
+        """
 
     def save_at_stop(self) -> None:
         """Save the completed steps. Called when a signal or an error stops the run between two updates."""
@@ -170,9 +173,9 @@ class TrainingLoop(ABC):
             self.rollouts.write(self.state.step, arrays_of(rows, samples))
 
     def token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records of the last update, by the ``observed`` number of the row, and clear them.
+        """Return the token records of the last update, and clear them. Returns {} if there are no records.
 
-        Returns {} if there are no records.
+        The key of a record is the number in the attribute ``observed`` of its row.
         """
         return getattr(self.backend, "take_token_records", dict)()
 
@@ -331,7 +334,7 @@ class TrainingLoop(ABC):
         return improved
 
     def _restore_evaluation(self) -> None:
-        """Restore the evaluations of the checkpoint.
+        """Restore the last and the best evaluation from the checkpoint.
 
         If the last evaluation was at the restored step, its metrics are recorded again, because resuming has deleted the record
         of this evaluation. If the evaluation settings have changed, the last and the best evaluation are discarded.

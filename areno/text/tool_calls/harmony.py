@@ -1,4 +1,7 @@
-"""gpt-oss's tool-call format: message parts that are addressed to a tool. The reasoning parser normalizes these parts."""
+"""gpt-oss's tool-call format: message parts that are addressed to a tool.
+
+The reasoning parser first converts these parts to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>``.
+"""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import ToolCallParser

@@ -1,7 +1,8 @@
-"""The formats of Qwen, which writes one Hermes block per call, and of MiniCPM.
+"""The tool-call formats of Qwen and MiniCPM.
 
-Qwen3-Coder and Qwen 3.5 write tags instead of JSON inside the block. Qwen's parsers accept tags and JSON, because
-smaller models mix the formats. MiniCPM writes its own tags without a block; MiniCPM models based on Qwen write Qwen's tags.
+Qwen writes each call in a ``<tool_call>`` block, as in the Hermes format. Qwen3-Coder and Qwen 3.5 write tags instead of JSON
+inside the block. Qwen's parsers accept tags and JSON, because smaller models mix the formats. MiniCPM writes its own tags
+without a block; MiniCPM models based on Qwen write Qwen's tags.
 """
 
 import re

@@ -104,7 +104,7 @@ class Objective:
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
-        """Return the loss function for ``areno run``, which reports statistics under the names of ``areno run``.
+        """Return the loss function for ``areno run``. Its statistics have the metric names that ``areno run`` reports.
 
         ``options`` are passed to the loss function.
         """
@@ -112,7 +112,10 @@ class Objective:
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Describe the problem of the first row of ``source``; empty if there is none. ``loader`` names the loader option."""
+    """Return an error message for ``row``, which is the first row of ``source``; empty if the row is valid.
+
+    ``loader`` is the name of the loader option.
+    """
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

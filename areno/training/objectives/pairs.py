@@ -34,7 +34,9 @@ Tokens = tuple[list[int], list[int]]
 def build_preference_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
-    """Tokenize preference rows into pairs (chosen, rejected), numbered by ``group``. Also return the number of dropped rows.
+    """Tokenize preference rows into pairs (chosen, rejected). Also return the number of dropped rows.
+
+    The attribute ``group`` of both sequences of a pair is the index of the pair.
 
     If an answer is text, its sequence is the encoded prompt and the answer. An EOS token is appended to an answer that does not
     end with EOS. Conversations are rendered by the chat template. The common token prefix of the two conversations is context,

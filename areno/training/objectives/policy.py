@@ -58,9 +58,9 @@ class Prepared:
     """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: values by metric name, to report as mean, minimum and maximum. They come from
-            :func:`~areno.loss_fns.shaping.shape_advantages` (without ``gae_advantages``) or, with ``credits``, from
-            :func:`~areno.loss_fns.shaping.credit_advantages`.
+        populations: values by metric name, to report as mean, minimum and maximum. By default, these metrics are the result
+            of :func:`~areno.loss_fns.shaping.shape_advantages`, from which ``gae_advantages`` is removed. With ``credits``,
+            these metrics are the result of :func:`~areno.loss_fns.shaping.credit_advantages`.
         divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
             over the trained tokens.
     """
@@ -105,7 +105,9 @@ class PolicyObjective:
         return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
-        """Score rows, and set advantages and returns. With a critic, also set values. Do not prepare a row twice.
+        """Add the loss inputs to the rows: advantages, returns, and log-probs of models such as the reference.
+
+        With a critic, also add the critic's values. Do not prepare a row twice.
 
         Args:
             rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``, which are changed in place.
@@ -168,7 +170,8 @@ class PolicyObjective:
         """Run the optimizer steps of a training step on prepared rows.
 
         Yields:
-            Each learner's role and the statistics of its optimizer steps; None for a role that is not trained yet.
+            For each learner: its role, and the statistics of its optimizer steps. If the learner's training starts at a later
+            step, the statistics are None.
         """
         for learner in self.learners:
             if step < learner.first_step:
