@@ -139,7 +139,7 @@ def _no_progress(evidence: Evidence) -> RunProblem:
         f"Use more answers per step with {advice.scaled('--n-samples', 2)} and {advice.scaled('--batch-size', 2)}, and check "
         "that better answers get higher rewards."
         if moved
-        else f"Raise the learning rate tenfold with {advice.scaled('--lr', 10)}, and train again. Repeat this until the entropy "
-        f"or {'the reward changes' if evidence.progress.by_reward else 'the loss changes'}."
+        else f"Raise the learning rate tenfold with {advice.scaled('--lr', 10)}, and train again. Repeat this until the "
+        f"entropy or {'the reward changes' if evidence.progress.by_reward else 'the loss changes'}."
     )
     return RunProblem("no_progress", f"{what}: the {evidence.progress.name} stayed within its noise.", remedy)
