@@ -1,4 +1,4 @@
-"""Triton kernels for decode attention over pages, for one new token per row and any page size.
+"""Triton kernels for decode attention on the paged KV cache, for one new token per row and any page size.
 
 Each program of the first kernel handles one row, one part of the context, and one key head with all of its query heads. The
 softmax is computed online in fp32 (Milakov and Gimelshein 2018). A second kernel merges the parts (split-K, as in flash
