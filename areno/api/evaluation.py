@@ -103,7 +103,8 @@ def evaluate_prompts(
         ``accuracy`` (fraction of rewards above 0), ``pass@k`` (for k = 1, 2, 4, ... and ``n_samples``),
         ``response_len_mean`` (in tokens), ``truncated_ratio``, ``num_prompts``, ``num_samples``, ``skipped_long``,
         ``reward_errors`` and ``eval_time_s``.
-        ``rewards_*``, ``reward_parts/NAME``, ``accuracy`` and ``pass@k`` exclude answers whose reward failed.
+        ``rewards_*``, ``reward_parts/NAME``, ``accuracy`` and ``pass@k`` exclude answers whose reward could not be
+        computed.
 
     Raises:
         RewardError: no answer got a reward, or ``rewards`` returned a wrong number of rewards or a reward that is not
