@@ -1,4 +1,6 @@
-"""Choose the implementation of decode attention over pages: areno's Triton kernel, or PyTorch's attention on gathered pages.
+"""Choose the implementation of decode attention on the paged KV cache.
+
+The implementations are areno's Triton kernel, and PyTorch's attention on gathered pages.
 
 The choice depends on a test on each GPU, not on version numbers. On first use, the kernel runs on a small case. If the result
 is correct, the GPU uses the kernel.
