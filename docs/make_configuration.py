@@ -131,9 +131,10 @@ option `--help` prints every key.
 
 The settings `actor.backend` and `rollout.backend` specify the engine of a role, the number of its devices and the parallelism.
 For example, `fsdp:d4` trains on four data-parallel ranks. `fsdp:d2t2` trains on two data-parallel replicas of two
-tensor-parallel devices each. `areno:d2` generates on two devices. areno's own engine always trains. The same engine generates,
-unless `rollout.backend` selects vLLM or SGLang. areno shards optimizer states across the data-parallel ranks. With
-`actor.fsdp.shard_weights`, context or expert parallelism, areno also shards weights and gradients. On a CPU, a device is a
+tensor-parallel devices each. `areno:d2` generates on two devices. Training uses areno's own engine, even if the backend is
+named `fsdp`, `megatron` or `archon`. Generation uses the same engine, unless `rollout.backend` selects vLLM or SGLang. areno
+shards optimizer states across the data-parallel ranks. If `actor.fsdp.shard_weights` is true, areno also shards weights and
+gradients. With context parallelism or expert parallelism, areno always shards weights and gradients. On a CPU, a device is a
 process. `ref` and `critic` run on the actor's ranks.
 
 The grammar of a backend is `BACKEND[NAME]:SIZES`. Each size is a letter and a number. The letters are d (data), t (tensor),

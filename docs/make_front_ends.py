@@ -93,7 +93,7 @@ FEATURES = (
     Feature("early stopping", ("--early-stop-patience",), ("evaluator.early_stop_patience",)),
     Feature("checkpoints to resume from", ("--save-interval",), ("recover.freq_steps", "recover.mode")),
     Feature("checkpoints at time intervals", ("--save-interval-minutes",), ("recover.freq_secs",)),
-    Feature("models in addition to checkpoints", ("--model-save-interval",), ("saver.freq_steps",)),
+    Feature("models saved without training state", ("--model-save-interval",), ("saver.freq_steps",)),
     Feature("saving in the background", ("--save-async",), ("saver.mode",)),
     Feature("exact resume", ("--resume",), ("recover.mode",)),
     Feature("saving on Ctrl-C, SIGTERM and SIGHUP", (ALWAYS,), (ALWAYS,)),
@@ -105,7 +105,7 @@ FEATURES = (
     Feature("traces", ("--trace",), ("perf_tracer.enabled",)),
     Feature("dry run", ("--dry-run",), ("--dry-run",)),
     Feature("memory plan before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),
-    Feature("sizes tuned to the free memory", ("--tune-params",), ("areno plan --tune-params",)),
+    Feature("concurrency and batch sizes tuned to the free memory", ("--tune-params",), ("areno plan --tune-params",)),
 )
 
 

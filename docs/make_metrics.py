@@ -15,8 +15,8 @@ from areno.observability.train_metrics import SECTIONS, expanded
 
 PAGE = Path(__file__).with_name("run-directory.md")
 BEGIN = (
-    "<!-- Written by docs/make_metrics.py from areno/observability/train_metrics.py and metric_advice.py, "
-    "down to the next mark. -->\n"
+    "<!-- docs/make_metrics.py generates the text from here to the next comment. Sources: train_metrics.py and "
+    "metric_advice.py in areno/observability. -->\n"
 )
 END = "<!-- The end of what docs/make_metrics.py writes. -->\n"
 _NOTE = (

@@ -14,7 +14,9 @@ from pathlib import Path
 from areno.observability.experiment_metrics import MEANS, SHORT_NAMES, documented
 
 PAGE = Path(__file__).with_name("statistics.md")
-MARK = "<!-- Written by docs/make_statistics.py from areno/observability/experiment_metrics.py, down to the end. -->\n"
+MARK = (
+    "<!-- docs/make_statistics.py generates the rest of this page from areno/observability/experiment_metrics.py. -->\n"
+)
 
 
 def render() -> str:

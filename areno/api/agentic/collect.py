@@ -126,7 +126,10 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Describe an error. Unless the error is areno's own, include the line of the user's file at which the error occurred."""
+    """Return a description of an error.
+
+    Unless the error is an ArenoError, the description includes the line of the agent's source file at which the error occurred.
+    """
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):

@@ -183,5 +183,5 @@ def tool_choice_field(tool_choice: str) -> str | dict[str, Any]:
 
 
 async def settled(value: Any) -> Any:
-    """Return a value or, if the value is awaitable, its result."""
+    """If ``value`` is awaitable, await it and return the result. Otherwise, return ``value`` itself."""
     return await value if inspect.isawaitable(value) else value

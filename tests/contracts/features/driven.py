@@ -167,7 +167,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "checkpoints at time intervals": lambda run: (
         len(run.checkpoints()) >= 2 and bool(run.spec.checkpoints.every.seconds)
     ),
-    "models in addition to checkpoints": lambda run: len(run.models) >= 2,
+    "models saved without training state": lambda run: len(run.models) >= 2,
     "saving in the background": lambda run: run.staged == len(run.models) > 0,
     "traces": lambda run: (run.folder / "perf_tracer" / "trainer" / "traces-r0.jsonl").exists(),
     "warnings about runs that cannot learn": lambda run: "all rewards" in run.log and "WARNING" in run.log,
@@ -177,7 +177,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "W&B, SwanLab, Trackio, MLflow": lambda run: any(run.root.rglob("*.wandb")),
     "dry run": lambda run: "max_new_tokens" in run.output and not (run.loops or run.engines),
     "memory plan before a run (`areno plan`)": lambda run: "optimizer" in run.output and not run.loops,
-    "sizes tuned to the free memory": lambda run: (
+    "concurrency and batch sizes tuned to the free memory": lambda run: (
         "max_concurrent_rollouts=" in run.output or "auto tune chose" in run.log
     ),
     "exact resume": lambda run: (

@@ -86,7 +86,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "flags clock": (
         SFT + " --save-interval-minutes 0.15 --model-save-interval 1 --trace --max-sequences 24",
-        "checkpoints at time intervals, models in addition to checkpoints, saving in the background, traces, "
+        "checkpoints at time intervals, models saved without training state, saving in the background, traces, "
         "maximum trained sequences",
     ),
     "flags update": (
@@ -129,7 +129,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "flags equal": (
         POLICY.replace("{functions}", "{functions}:equal") + " --epochs 1 --tune-params --tune-max-samples 8",
-        "warnings about runs that cannot learn, sizes tuned to the free memory",
+        "warnings about runs that cannot learn, concurrency and batch sizes tuned to the free memory",
     ),
     "flags dry": (POLICY + " --dry-run", "dry run"),
     "flags terminal": (SFT + " --max-steps 1", "live display on a terminal"),
@@ -170,7 +170,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags plan": (POLICY.replace("train", "plan", 1), "memory plan before a run (`areno plan`)"),
     "yaml plan": (
         RUN_POLICY.replace("run", "plan", 1) + " --tune-params",
-        "memory plan before a run (`areno plan`), sizes tuned to the free memory",
+        "memory plan before a run (`areno plan`), concurrency and batch sizes tuned to the free memory",
     ),
     "yaml judge": (
         RUN_POLICY.replace("reward.fn={functions}:letters", "reward.path={judge}") + " total_train_steps=1",
@@ -216,7 +216,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml clock": (
         RUN_SFT + " recover.mode=auto recover.freq_secs=9 saver.freq_steps=1 perf_tracer.enabled=true"
         " total_train_n_seqs=12",
-        "checkpoints at time intervals, models in addition to checkpoints, saving in the background, traces, "
+        "checkpoints at time intervals, models saved without training state, saving in the background, traces, "
         "maximum trained sequences",
     ),
 }
