@@ -147,7 +147,8 @@ def seed_table(values: Any, prompts: int, samples: int) -> list[list[int]]:
     if len(rows) != prompts or any(len(row) != samples for row in rows):
         lengths = sorted({len(row) for row in rows})
         raise ValueError(
-            f"seeds must have {samples} seeds for each of {prompts} prompts, got {len(rows)} lists with lengths {lengths}"
+            f"`seeds` must contain one list per prompt ({prompts} prompts), and each list must contain {samples} seeds; got "
+            f"{len(rows)} lists with lengths {lengths}"
         )
     return rows
 

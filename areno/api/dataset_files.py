@@ -109,7 +109,7 @@ def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, locate: Callable
     remaining, tables, places = checked(), list[Any](), list[str]()
     while (chunk := list(islice(remaining, _ROWS_PER_CHUNK))) or not tables:
         tables.append(_table_of_chunk(chunk, path, locate))
-        places.append(f"{path}, rows from {locate(chunk[0][0])} on" if chunk else str(path))
+        places.append(f"{path} ({locate(chunk[0][0])} to {locate(chunk[-1][0])})" if chunk else str(path))
     return _concatenate(tables, places)
 
 

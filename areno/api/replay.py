@@ -50,13 +50,13 @@ class ReplayTrainer(RolloutTrainer):
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield one step per update. All updates use the same rows."""
+        """Yield one training step per update of the replay. All updates use the same recorded rows."""
         rows, state = self.replay.saved.rows, self.state
         for step in range(self.replay.step, self.total_steps()):
             yield PlannedStep(rows, StepInfo(state.epoch, state.epoch_step, step, 2**62, 2**62), state.position)
 
     def run_step(self, batch: Any) -> StepOutcome:
-        """Run one update. The first update also prepares the rows."""
+        """Run one update. The first update also adds the missing loss inputs to the recorded rows."""
         timings: dict[str, float] = {}
         if self.state.step == self.replay.step:
             self._stats = self._timed("advantage", timings, self._prepared, batch)

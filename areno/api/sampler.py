@@ -60,7 +60,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the ``with`` block, including rollouts in the block, from the times of the step."""
+        """Stop the clock during the ``with`` block, so that rollouts in the block do not count towards the step's times."""
         rollout, starts, paused_at = self._rollout_s, (self._rollout_start, self._step_start), time.perf_counter()
         self._rollout_start = self._step_start = None
         try:

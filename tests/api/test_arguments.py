@@ -42,7 +42,7 @@ IN_A_SESSION = [
     (
         lambda t: t.rollout_token_batch([[5]], 2, SAMPLING, seeds=[[1]]),
         ValueError,
-        "seeds must have 2 seeds for each of 1 prompts",
+        r"`seeds` must contain one list per prompt \(1 prompts\), and each list must contain 2 seeds",
     ),
 ]
 

@@ -147,7 +147,9 @@ def test_the_sdk_trains_an_adapter(tmp_path, tiny_checkpoint):
         trainer.save_checkpoint(str(tmp_path / "adapter"))
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"], sorted(saved["target_modules"])) == (2, 4, ["q_proj", "v_proj"])
-    with pytest.raises(UsageError, match=r"ArenoConfig\.lora has no effect if runtime sets trains to `nothing`"):
+    with pytest.raises(
+        UsageError, match=r"ArenoConfig\.lora has no effect if ArenoConfig\.runtime\['trains'\] is `nothing`"
+    ):
         Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(lora={"rank": 2}, runtime={"trains": "nothing"}))
 
 

@@ -31,7 +31,7 @@ class AgentItem:
 class AgentBatch:
     """The prompts of one step, with ``n_samples`` tasks per prompt. ``len()`` is the number of tasks.
 
-    Raises ValueError if the lists differ in length or ``n_samples`` is below 1.
+    Raises ValueError if ``records``, ``prompts`` and ``input_tokens`` differ in length, or if ``n_samples`` is below 1.
     """
 
     records: list[dict[str, Any]]  # source data rows
@@ -64,12 +64,15 @@ class AgentBatch:
                 yield AgentItem(*prompt, index, sample)
 
     def only(self, items: Sequence[AgentItem]) -> AgentBatch:
-        """Return a batch with only the tasks in ``items``. The tasks keep their indices."""
+        """Return a batch with only the tasks in ``items``. The tasks keep their ``prompt_index`` and ``sample_index``."""
         return _TaskSubset(items)
 
 
 class _TaskSubset(AgentBatch):
-    """A batch with some tasks of another batch. Each task counts as a prompt with one sample, but keeps its indices."""
+    """A batch with some tasks of another batch.
+
+    Each task counts as a prompt with one sample, but keeps its ``prompt_index`` and ``sample_index``.
+    """
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -142,7 +145,10 @@ def _metadata_of(response: Any) -> Mapping[str, Any]:
 
 
 def _get(value: Any, name: str) -> Any:
-    """Return an entry of a mapping, or an attribute or undeclared field of an object of the OpenAI client."""
+    """Return the field ``name`` of ``value``, or None if ``value`` has no such field.
+
+    ``value`` is a mapping or an object of the OpenAI client. Fields that the client's class does not declare are also found.
+    """
     if isinstance(value, Mapping):
         return value.get(name)
     return (getattr(value, "model_extra", None) or {}).get(name, getattr(value, name, None))

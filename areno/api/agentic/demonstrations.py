@@ -16,7 +16,7 @@ from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
 
 Expert = Callable[[Any], Message]
-"""Takes an environment and returns the expert's next answer; :func:`says` and :func:`calls` create answers."""
+"""Takes an environment and returns the expert's next answer. Use :func:`says` or :func:`calls` to create the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,10 @@ class Course:
     max_turns: int = 8
 
     def conversations(self, count: int, seed: int) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-        """Generate ``count`` conversations of the expert, each with its tools. Equal seeds give equal conversations."""
+        """Run ``count`` conversations in which ``expert`` gives the answers, and return the messages and tools of each.
+
+        Equal seeds give equal conversations.
+        """
         return [asyncio.run(self._play(random.Random(f"{seed}:{index}"))) for index in range(count)]
 
     async def _play(self, draws: random.Random) -> tuple[list[Message], list[dict[str, Any]]]:

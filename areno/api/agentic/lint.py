@@ -41,7 +41,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """A problem of a chat template with a message that follows an answer.
+    """A problem that occurs when a chat template renders a message after an answer.
 
     Attributes:
         kind: kind of the problem.
@@ -59,7 +59,7 @@ class TemplateFinding:
         answer = "an answer with reasoning" if self.thinking else "an answer"
         return (
             f"the chat template {_WHAT[self.kind]} when a {self.step} follows {answer}, so a conversation becomes several "
-            "training rows with the same reward, and the model computes the earlier turns again"
+            "training rows with the same reward, and the engine must prefill the earlier turns again"
         )
 
 

@@ -1,7 +1,7 @@
 """Converts the turns of a task to a sample with a reward record and training rows.
 
-The reward function receives a ``RewardRecord``, whether the sample is a single completion or the conversation of an agent.
-For an agent, additional fields of the record are set, such as ``tool_calls``.
+The reward function receives a ``RewardRecord`` for a single completion as well as for the conversation of an agent. For an
+agent, additional fields of the record are set, such as ``tool_calls``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -241,7 +241,10 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
-    """Return the loss mask of the sampled tokens, concatenated over all turns. Each turn is trained on in at most one row."""
+    """Return the loss mask of the sampled tokens, concatenated over all turns.
+
+    A turn contributes to the loss in at most one training row.
+    """
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:
         marks: list[list[bool]] = [[] for _ in recorded]

@@ -168,7 +168,8 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
     runtime.pop("stall_timeout_s", None)
     if config.lora is not None and runtime.get("trains") == "nothing":
         raise UsageError(
-            "ArenoConfig.lora has no effect if runtime sets trains to `nothing`; pass the adapter folder as the model path"
+            "ArenoConfig.lora has no effect if ArenoConfig.runtime['trains'] is `nothing`; pass the adapter folder "
+            "as `model_path`"
         )
     device = _device(runtime.pop("device", "auto"), config.devices)
     dtype = _dtype(runtime.pop("dtype", "auto"), device)
