@@ -72,7 +72,7 @@ class RolloutSession:
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint's URL. If ``item`` is set, the URL includes the API key of this task.
+        """Return the endpoint's URL. If ``item`` is a task, the URL includes the API key of this task.
 
         See :meth:`areno.api.agentic.AgentContext.get_base_url`.
         """

@@ -1,7 +1,7 @@
 """``areno.Trainer``: the SDK's entry point for custom training loops.
 
-A typical step generates responses in a rollout session, and scores the rows with auxiliary models (reference, critic,
-reward model). The step then trains the critic and the policy, and saves a checkpoint.
+A typical step generates responses in a rollout session, and scores the responses with auxiliary models (reference,
+critic, reward model). The step then trains the critic and the policy, and saves a checkpoint.
 """
 
 import os
@@ -139,8 +139,9 @@ class Trainer(Sampler):
 
         Raises:
             TypeError: an argument is of the wrong type.
-            UsageError: a row is longer than the model's context or has an id outside the vocabulary. Also raised if
-                log-probs have an unknown temperature and the trainer has sampled at a temperature other than 1.
+            UsageError: a row is longer than the model's context or has an id outside the vocabulary. Also raised if a
+                row has ``logprobs`` without a sampling temperature, and this trainer has sampled at a temperature
+                other than 1.
             ValueError: there are no rows, or a per-token list, such as ``advantages``, is set in some rows but not in
                 others. Also raised if a loss over pairs gets an odd number of rows or an odd ``mini_bs``.
         """
@@ -255,7 +256,8 @@ class Trainer(Sampler):
             value_loss_coef: factor of the loss.
 
         Returns:
-            Scalar statistics. The times of the step are returned by :meth:`train` or :meth:`finish_step`.
+            Scalar statistics, without the step's times. The call of :meth:`train` or :meth:`finish_step` that ends the
+            step returns the times.
 
         Raises:
             EngineError: no loaded role has this name, or the role is frozen.
@@ -301,8 +303,8 @@ class Trainer(Sampler):
 
         Args:
             dataset: rows with a ``prompt``.
-            reward_fn: function that scores one answer. It returns a number, or a dictionary of named parts, and runs in
-                this process.
+            reward_fn: function that runs in this process and scores one answer. It returns the reward as a number, or as
+                a dictionary with the name and value of each part of the reward.
             sampling_params: sampling parameters, usually ``SamplingParams(greedy=True, ...)`` if ``n_samples`` is 1.
             n_samples: number of answers per prompt; ``pass@k`` is reported for k up to this number.
             max_prompt_tokens: maximum number of tokens of a prompt. Longer prompts are skipped and counted.

@@ -1,6 +1,7 @@
 """``areno completion``: prints a script that lets a shell complete commands, options, choices and files.
 
-The script is generated from the parsers of all commands. A parser is obtained by calling its command with ``--help``.
+The script is generated from the argument parsers of all commands. To get the parser of a command, this module runs the
+command with ``--help``, and takes the parser that formatted the help.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def _settings_of(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _value(text: str) -> Any:
     """Parse the value of a setting as YAML.
 
-    A text that is not YAML or reads like "name: value" is returned unchanged.
+    Invalid YAML is returned unchanged, and so is a text of the form ``name: value``.
     """
     try:
         value = yaml.safe_load(text)

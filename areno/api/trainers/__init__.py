@@ -12,7 +12,8 @@
 
 The other modules:
 
-- ``samples``: failed samples, samples of workflows, and the training rows of each sample.
-- ``supervised``: steps without generation: SFT, DPO and reward models.
-- ``base``: base of all trainers, a :class:`areno.training.loop.TrainingLoop`; ``step_reporter``: reports steps.
+- The module ``samples`` decides whether too many samples failed, and converts the trajectories of workflows to samples.
+- The module ``supervised`` contains the trainers that do not generate: SFT, DPO and reward models.
+- The module ``base`` contains the base class of all trainers, a subclass of :class:`areno.training.loop.TrainingLoop`.
+- The module ``step_reporter`` writes log lines and metrics.
 """

@@ -112,7 +112,7 @@ class AgentRollouts:
         forks = Counter(reason for sample in usable for reason in sample.forks)
         if forks:
             counts = ", ".join(f"{count} {reason}" for reason, count in forks.most_common())
-            self._logger.info("conversations forked into additional rows, counted by reason: %s", counts)
+            self._logger.info("training rows added because a conversation forked, counted by reason: %s", counts)
         return {
             "agent_failed": float(len(collected.errors)),
             "agent_rerun": float(collected.rerun),

@@ -112,7 +112,8 @@ class DatasetTrainer(TrainingLoop):
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Evaluate the held-out rows, and return metrics.
 
-        The metric with the name ``best_metric`` decides which checkpoint is the best. A signal may interrupt this method.
+        The attribute ``best_metric`` names the metric that decides which checkpoint is the best. A signal may interrupt this
+        method.
         """
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: the trainer {type(self).__name__} has no evaluation; "

@@ -108,7 +108,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def passes(self) -> dict[str, int]:
-        """Arguments of a :class:`Learner`: the number of passes over the rows of a step, and of minibatches per pass."""
+        """Arguments of a :class:`Learner`: the number of passes over a step's rows, and the number of minibatches per pass."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     def load_models(self) -> None:
@@ -377,7 +377,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def measure(self) -> dict[str, float]:
-        """Evaluate the policy, and record the first answer to each of the first held-out prompts in the run directory."""
+        """Evaluate the policy. For the first few held-out prompts, write one answer per prompt to the run directory."""
         samples = EvalSamples()
         self._on_scored = samples.add
         try:

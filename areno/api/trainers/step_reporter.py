@@ -1,4 +1,4 @@
-"""Reports the steps of ``areno train``: the documented log lines, ``metrics.jsonl`` and TensorBoard events."""
+"""Writes log lines, ``metrics.jsonl`` and TensorBoard events during ``areno train``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class StepReporter(Reporter):
         self._record(at.global_step, scalars | outcome.memory)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Log the metrics of an evaluation, and write the metrics under ``eval/``."""
+        """Log the metrics of an evaluation, and record each metric with ``eval/`` in front of its name."""
         if not again:
             log_lines.evaluation(self.logger, state.epoch, state.step, metrics)
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
@@ -77,7 +77,11 @@ class StepReporter(Reporter):
             sink.close()
 
     def _record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars, by full name, to all destinations. For an evaluation, ``step`` is the number of completed steps."""
+        """Write metrics to ``metrics.jsonl``, TensorBoard and the tracking services.
+
+        The keys of ``scalars`` are full metric names, such as ``eval/loss``. For an evaluation, ``step`` is the number of
+        completed steps.
+        """
         sinks = self._opened(step)
         self.run_dir.append_metrics(step, scalars)
         for sink in sinks:
