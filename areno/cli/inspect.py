@@ -96,7 +96,7 @@ def _list(run: RunData, entries: Entries, total: int) -> Iterator[str]:
 
 
 def _parts(sample: Mapping[str, Any]) -> str:
-    """Format the parts of a sample's reward in brackets; empty if the reward has no parts."""
+    """Return the parts of a sample's reward as text, such as " [format 1, math 0.5]"; "" if the reward has no parts."""
     parts = ", ".join(f"{name} {float(part):g}" for name, part in sample.get("reward_parts", {}).items())
     return f" [{parts}]" if parts else ""
 

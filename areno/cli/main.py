@@ -98,5 +98,5 @@ def _help() -> str:
         "Commands:",
     ]
     lines += [f"  {name:<12}{text}" for name, text in sorted(COMMANDS.items())]
-    lines += ["", "Options:", "  -h, --help  Show this help. For a command, run `areno COMMAND --help`."]
+    lines += ["", "Options:", "  -h, --help  Show this help. `areno COMMAND --help` shows the help of a command."]
     return "\n".join([*lines, "  --version   Show the version."])

@@ -52,7 +52,10 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--title", default="", help="Title above the first chart.")
     parser.add_argument(
-        "--width", metavar="SIZE", default="640px", help="Width: 640, 640px or 6in (default: %(default)s)."
+        "--width",
+        metavar="SIZE",
+        default="640px",
+        help="Width of a chart, such as 640, 640px or 6in (default: %(default)s).",
     )
     parser.add_argument("--height", metavar="SIZE", default="360px", help="Height of a chart (default: %(default)s).")
     parser.add_argument(
@@ -74,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix == ".svg":
         for name, group in groups.items():
             if missing := [metric for metric in metrics if not recorded(group, metric)]:
-                of_all = f" at any step that all runs of {name} have recorded" if len(group) > 1 else ""
+                of_all = f": no step has a value from every run of {name}" if len(group) > 1 else ""
                 print(f"note: {name} has no {', '.join(missing)}{of_all}", file=sys.stderr)
         _write_svg(plot(groups, metrics, *_layout(arguments, len(metrics))), out)
         print(f"curves={len(groups)} metrics={','.join(metrics)}: {out}")

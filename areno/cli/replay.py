@@ -36,7 +36,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--updates", type=int, default=1, metavar="K", help="Train K times on the recorded rows (default: 1)."
     )
-    parser.add_argument("--out", metavar="DIR", help="Keep the replay in this new run directory, with a checkpoint.")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="Save the replay, including a checkpoint of the trained model, in this new run directory.",
+    )
     arguments, changes = parser.parse_known_args(argv)
     path = Path(arguments.run).expanduser()
     if not is_run(path):

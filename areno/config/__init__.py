@@ -21,7 +21,8 @@ For all commands:
 - ``hooks``: user-defined functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
 - ``machine``: defaults that depend on the machine; ``packages``: optional packages; ``tracking``: tracking services.
 - ``secrets``: masking of secrets.
-- ``reward_weights``: weights of the parts of a reward; ``setting_names``: settings of experiments, by option.
+- ``reward_weights``: weights of the parts of a reward.
+- ``setting_names``: replaces options in messages by the equivalent settings of an experiment.
 - ``saved_rollouts``: the number of steps whose training rows are saved.
 """
 

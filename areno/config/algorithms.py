@@ -163,7 +163,10 @@ class AlgorithmSpec:
 
     @property
     def default_loss_name(self) -> str:
-        """Name of the default loss or of its factory, determined without an import."""
+        """Name of the default loss function; if the algorithm has only a loss factory, the name of the factory.
+
+        If the algorithm has neither, the name is ``none``. No module is imported to determine the name.
+        """
         source = self.default_loss or self.loss_fn_factory
         if isinstance(source, str):
             return source.rpartition(":")[2]

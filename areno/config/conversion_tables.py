@@ -76,7 +76,7 @@ def _no_dropout(value: Any, settings: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """Return a function that returns a setting's value if the setting ``name`` is on, and an empty text otherwise."""
+    """Return a function for ``Rule.value``. The function returns the value if the setting ``name`` is on, and "" otherwise."""
     return lambda value, settings: value if is_on(settings.get(name, False)) else ""
 
 
@@ -145,7 +145,7 @@ def count_of(settings: Settings, name: str, default: int) -> int:
 
 @contextmanager
 def reading(name: str, value: Any, expected: str = "a number") -> Iterator[None]:
-    """Run a block that reads a setting's value. If the block fails, raise a UsageError that names the setting."""
+    """Context manager for code that reads a setting's value. If the code fails, raise a UsageError that names the setting."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as error:
@@ -320,7 +320,9 @@ VERL: dict[str, Rule] = {
     f"{ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
     f"{ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, or --grpo-dual-clip for GRPO"),
     f"{ACTOR}.loss_agg_mode": Rule("--grpo-loss-mean", value=_loss_mean),
-    f"{ACTOR}.use_kl_loss": Rule(together=True, note="--kl-coef above 0; for PPO, --use-kl-loss is on by default"),
+    f"{ACTOR}.use_kl_loss": Rule(
+        together=True, note="--kl-coef above 0; PPO uses the KL loss unless --no-use-kl-loss is set"
+    ),
     f"{ACTOR}.kl_loss_coef": Rule(together=True, note="if use_kl_loss is on: --kl-coef, or --kl-loss-coef for PPO"),
     f"{ACTOR}.kl_loss_type": Rule("--kl-loss-type", value=_kl_type),
     f"{ACTOR}.entropy_coeff": Rule(note="no equivalent: areno reports the entropy, but the loss has no entropy term"),
@@ -341,11 +343,11 @@ VERL: dict[str, Rule] = {
     f"{ACTOR}.strategy": Rule(
         "--fsdp",
         value=_strategy,
-        note="for megatron, use an experiment (`areno run`) with actor.backend, such as megatron:d2t4",
+        note="for megatron, use an experiment (`areno run`) with a setting such as actor.backend=megatron:d2t4",
     ),
     f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
-        note="in an experiment (`areno run`), actor.backend fsdp:dNcM divides each long row among M ranks"
+        note="in an experiment (`areno run`), actor.backend=fsdp:dNcM divides the tokens of each forward pass among M ranks"
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),

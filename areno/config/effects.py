@@ -62,8 +62,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because only the models of --model-save-interval are "
-            "written in the background; "
+            "has no effect without --model-save-interval, because checkpoints are never written in the background; "
             "set --model-save-interval too",
         )
     if not options.track:

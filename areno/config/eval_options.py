@@ -77,8 +77,8 @@ class EvalOptions(CommandOptions):
     dataset_loader_fn: str | None = option_from(
         BasicOptions,
         "dataset_loader_fn",
-        help="Python function that converts the data to rows with a prompt. Without FUNCTION, areno calls the function "
-        "load_training_dataset in FILE.PY.",
+        help="Python function that converts the data to rows with a prompt. If you give only FILE.PY, areno calls the "
+        "function load_training_dataset in this file.",
     )
     seed: int = option_from(BasicOptions, "seed", help="Seed of all sampling; the same seed reproduces the evaluation.")
     device: str = option_from(BasicOptions, "device")
@@ -119,7 +119,8 @@ class EvalOptions(CommandOptions):
     on_reward_error: str = option_from(
         RolloutOptions,
         "on_reward_error",
-        help="What to do if a reward fails: stop, or exclude the sample from the averages and count the failure.",
+        help="What to do if a sample gets no valid reward: end the evaluation (stop), or exclude the sample from the averages "
+        "and count the failure (drop).",
     )
     score_micro_bs: int = option_from(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers per forward pass of the reward model."
@@ -168,7 +169,10 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     if not options.dataset_path:
         yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main:test"
     if not options.reward_fn_path and not options.reward_ckpt:
-        yield "--reward-fn-path or --reward-ckpt is required; give --reward-fn-path file.py with reward_fn(record)"
+        yield (
+            "--reward-fn-path or --reward-ckpt is required; "
+            "give --reward-fn-path file.py, where file.py defines reward_fn(record)"
+        )
     yield from value_problems(options)
     entries = {entry.name: entry for entry in options_of(EvalOptions)}
     for name, because in _unused(options):

@@ -121,7 +121,7 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
     if spec.requires_rollout and not (options.reward_fn_path or options.reward_ckpt or options.workflow):
         yield (
             f"--reward-fn-path or --reward-ckpt is required for --algo {spec.name}; "
-            "pass --reward-fn-path file.py with reward_fn(record), or a reward model trained with `--algo rm`"
+            "pass --reward-fn-path file.py, where file.py defines reward_fn(record), or a reward model trained with `--algo rm`"
         )
     if options.reward_fn_path and options.reward_ckpt:
         yield (

@@ -126,7 +126,8 @@ class ModelAllocation:
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
             raise InvalidAllocationModeError(
-                f"{spec!r} specifies several engines, but `backend` accepts only one engine; set the `backend` of each section"
+                f"{spec!r} specifies several engines, but `backend` accepts only one engine; set one `backend` per role, "
+                "such as rollout.backend=sglang:d4 and actor.backend=fsdp:d4"
             )
         match = _HEAD.fullmatch(text)
         if match is None or match["backend"] not in _BACKENDS:
@@ -186,7 +187,7 @@ def _no_backend(spec: str, text: str) -> str:
     if not text:
         return f"the backend is empty; write a backend such as fsdp:d1 (backends: {names})"
     if _SIZES.fullmatch(text):
-        return f"{spec!r} has no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
+        return f"{spec!r} has no backend; write {_trains(text)} for training, or areno:{_modern(text)} for generation"
     if _DOTTED.fullmatch(text):
         return f"{spec!r} is the dotted form, which only allocation_mode accepts; write {_component(text, first=True)}"
     hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
@@ -297,7 +298,7 @@ class AllocationMode:
             )
         if len(self.components) > 2 and any(not group[0].name for group in self.components):
             raise InvalidAllocationModeError(
-                f"{text!r}: an engine has no name, but three or more engines need names; name each engine, as in "
+                f"{text!r}: an engine has no name; if there are three or more engines, give each engine a name, as in "
                 "fsdp[critic]:d1"
             )
         for first, engine in ((first, engine) for first, *later in self.components for engine in later):
@@ -338,7 +339,7 @@ def _component(part: str, *, first: bool) -> str:
 
 
 def _by_model(text: str, compact: str) -> str:
-    """Translate ``MODEL:SIZES,...``, in which ``*`` stands for all other models."""
+    """Translate sizes by model (``actor_gen:d4,*:d8``) to the current form; ``*`` stands for all models that are not listed."""
     prefix, _, rest = compact.partition(".")
     backend, rest = (prefix, rest) if prefix in INFERENCE_BACKENDS else ("areno", compact)
     sizes: dict[str, str] = {}
