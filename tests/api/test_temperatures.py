@@ -109,7 +109,8 @@ def test_a_row_that_lost_its_temperature_is_refused(trainer):
     row = recipe(sequence)
     lost = TrainSequence(row.prompt_mask, row.tokens, [*row.logprobs], row.advantages)
     with pytest.raises(
-        UsageError, match=r"of the logprobs of row 1 is unknown, .* sampled at temperature 0\.5; pass TrainSequence"
+        UsageError,
+        match=r"row 1 has logprobs, but does not state the temperature .* has sampled at temperature 0\.5; pass",
     ):
         trainer.train([row, lost], grpo_loss_fn)
     restored = replace(lost, temperature=sequence.temperature)

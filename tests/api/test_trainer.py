@@ -118,7 +118,7 @@ def test_sessions_have_an_endpoint_unless_the_proxy_is_disabled(shared):
     with shared.rollout_session(sampling_params=SAMPLING) as ctx:
         assert httpx.get(f"{ctx.base_url}/models", headers={"Authorization": f"Bearer {ctx.api_key}"}).is_success
         assert httpx.get(f"{ctx.base_url}/models").status_code == 401
-    with session(shared) as plain, pytest.raises(RuntimeError, match="open it with proxy=True"):
+    with session(shared) as plain, pytest.raises(RuntimeError, match="open the session with proxy=True"):
         plain.get_base_url()
 
 

@@ -211,7 +211,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*GSPO, "--keep-best"], r"--keep-best has no effect without held-out data"),
         (
             [*GSPO, "--max-context-len", "1024", "--kv-cache-tokens", "1023"],
-            r"--kv-cache-tokens 1023 is less than .* \(--max-context-len 1024\); use at least 1024",
+            r"--kv-cache-tokens 1023 is too small for one sequence \(--max-context-len 1024\); use at least 1024",
         ),
         (
             [*GSPO, "--rollout-backend", "vllm", "--kv-cache-tokens", "9999"],

@@ -186,7 +186,7 @@ def test_packed_passes_refuse_unsupported_combinations():
         row.ref_logprobs = [0.0] * len(row.tokens)
     with pytest.raises(ValueError, match=r"even mb_spec\.granularity, got 4 rows and mb_spec\.granularity=1"):
         make_step().run(rows, dpo_loss_fn, MicroBatching())
-    with pytest.raises(ValueError, match="all rows make one optimizer step"):
+    with pytest.raises(ValueError, match="one optimizer step uses all rows"):
         make_step().run(rows, policy_loss_fn, MicroBatching(), 2)
     make_step().run(rows, dpo_loss_fn, MicroBatching(granularity=2, max_tokens_per_mb=30))
 

@@ -129,8 +129,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How a role uses Ray placement groups. With shared, all engines that have a single worker share one group, and each "
-        "larger engine gets its own group. With separate or deferred, every engine gets its own group.",
+        "How a role uses Ray placement groups. With shared, all engines with a single worker share one group, and other "
+        "engines get one each. With separate or deferred, every engine gets its own group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )

@@ -100,17 +100,17 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         (DECOUPLED | {"actor.rejection_sampling.lower": 0.0}, "always positive", DECOUPLED),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.0}},
-            "because its kl_k3 is positive",
+            "because the kl_k3 of a change is positive",
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k1", "upper": 0.0}},
         ),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k2", "action": "clamp"}},
-            "use action mask",
+            "set action to mask",
             DECOUPLED | {"actor.rejection_sampling": {"action": "clamp"}},
         ),
         (
             DECOUPLED | {"actor.rejection_sampling.agg": "max"},
-            "use level sequence",
+            "set level to sequence",
             DECOUPLED | {"actor.rejection_sampling": {"agg": "max", "level": "sequence"}},
         ),
         # sampling

@@ -70,7 +70,7 @@ def test_a_teacher_has_the_section_of_its_engine_and_inherits_the_rest_from_the_
     accepted(teacher)
     accepted({"teacher.path": "t", "teacher.train": {}, "teacher.engine_type": "train"})
     accepted({"teacher.path": "t"})
-    assert "teacher.engine_type: the actor's engine" in notice(
+    assert "teacher.engine_type: areno starts no separate engine" in notice(
         accepted({"teacher": {"path": "t", "engine_type": "train"}})
     )
     assert "teacher.rollout.queue_size 3 has no effect" in refused(teacher | {"teacher.rollout.queue_size": 3})
@@ -86,7 +86,7 @@ def test_conversations_always_continue_their_own_tokens():
     agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B", "rollout.agent.export_style": "concat"}
     assert notice(accepted(agent)) == ""
     changes = agent | {"rollout.agent.chat_template_type": "concat"}
-    assert "  rollout.agent.chat_template_type: a request continues" in notice(accepted(changes))
+    assert "  rollout.agent.chat_template_type: with either value, a request reuses" in notice(accepted(changes))
 
 
 def test_agent_settings_have_no_effect_without_an_agent():
