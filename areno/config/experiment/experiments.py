@@ -139,7 +139,10 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """The section ``workflow``. If ``workflow`` is a string in a subclass, the returned section has this string as ``path``."""
+        """The section ``workflow``.
+
+        If ``workflow`` is a string in a subclass, the returned section has this string as ``path``.
+        """
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value
@@ -153,7 +156,10 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def reward_section(self) -> RewardConfig:
-        """The section ``reward``. If ``reward`` is a string in a subclass, the returned section has this string as ``fn``."""
+        """The section ``reward``.
+
+        If ``reward`` is a string in a subclass, the returned section has this string as ``fn``.
+        """
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value
