@@ -1,4 +1,4 @@
-"""Sections of SGLang and vLLM servers, and of the training backends Archon and Megatron.
+"""Configuration sections for SGLang and vLLM servers, and for the training backends Archon and Megatron.
 
 All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron. The
 engine uses the parallel sizes in ``backend``, such as ``megatron:d2p2``, and the settings that have an equivalent in areno.

@@ -32,7 +32,10 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
         elif missing := _unsupported(allocation, role):
             unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
-            yield f"{role}.backend {spec} differs from actor.backend, but {role} runs on the actor's ranks; remove the setting"
+            yield (
+                f"{role}.backend {spec} differs from actor.backend, but {role} runs on the actor's ranks; remove "
+                f"{role}.backend"
+            )
         else:
             yield from _layout(config, role, allocation)
     if unsupported and config.allocation_mode:
@@ -54,7 +57,7 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         for name in changed(rollout, ("api_url", "provider_api_key")):
             yield (
                 f"rollout.{name} is for inference servers, but rollout.backend is {rollout.backend}; set rollout.backend to "
-                "vllm:dN or sglang:dN, or remove the setting"
+                f"vllm:dN or sglang:dN, or remove rollout.{name}"
             )
         return
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
@@ -84,12 +87,12 @@ def _servers(config: PPOConfig) -> Iterator[str]:
 
 
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """Yield problems with settings that an engine does not support with its backend or its parallel sizes."""
+    """Yield problems with the parallel sizes of a role's backend, and with settings that conflict with this backend."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
     if role == "rollout":
         yield from _servers(config)
-    if tensor > 1 and allocation.backend not in SERVERS and (problem := tensor_parallel_problem()):
-        yield f"{where}: {problem}, or remove t from {role}.backend"
+    if tensor > 1 and allocation.backend not in SERVERS and (problem_and_remedy := tensor_parallel_problem()):
+        yield f"{where}: {problem_and_remedy}, or remove t from {role}.backend"
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
         yield (
             f"actor.load_in_4bit is not supported with {where}: 4-bit weights cannot be sharded; remove t from {role}.backend, "
@@ -140,9 +143,12 @@ def unshardable(config: Any) -> Iterator[str]:
     """Yield the reasons why the actor's weights cannot be sharded across its ranks (FSDP2), each with a remedy."""
     parallel = ModelAllocation.from_str(config.actor.backend).parallel
     if parallel.data * parallel.context == 1:
-        yield f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or remove the setting"
-    if parallel.tensor > 1 and (problem := tensor_parallel_problem(fsdp=True)):
-        yield f"with actor.backend {config.actor.backend}: {problem}, or remove t from actor.backend"
+        yield (
+            f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or do not shard the "
+            "weights"
+        )
+    if parallel.tensor > 1 and (problem_and_remedy := tensor_parallel_problem(fsdp=True)):
+        yield f"with actor.backend {config.actor.backend}: {problem_and_remedy}, or remove t from actor.backend"
     if config.actor.load_in_4bit:
         yield "with actor.load_in_4bit: 4-bit weights are not sharded; remove actor.load_in_4bit, or do not shard the weights"
     if config.actor.use_lora and parallel.tensor > 1:
@@ -155,8 +161,8 @@ def unshardable(config: Any) -> Iterator[str]:
 def sharding_requested(actor: TrainEngineConfig) -> bool:
     """Whether the settings request sharded weights for the actor. :func:`unshardable` yields what prevents sharding.
 
-    The backend megatron requests sharding through its own section. Any other backend requests sharding unless the actor
-    uses LoRA or an ``optimizer.type`` other than ``adam``.
+    With the backend megatron, the section ``actor.megatron`` decides. With any other backend, sharding is requested unless
+    the actor uses LoRA or an ``optimizer.type`` other than ``adam``.
     """
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)
@@ -186,7 +192,7 @@ def _unsupported(allocation: ModelAllocation, role: str) -> str:
 
 
 def _replacement(allocation: ModelAllocation, name: str = "") -> str:
-    """Return a supported backend with the same number of devices."""
+    """Return a backend that areno supports, such as ``fsdp:d4``, for as many devices as ``allocation`` uses."""
     tensor = allocation.parallel.tensor
     data = allocation.world_size // tensor
     backend = ("areno" if allocation.is_inference else "fsdp") + (f"[{name}]" if name else "")

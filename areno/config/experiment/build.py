@@ -52,8 +52,8 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Messages about unknown keys, by the last component of a key's path. Such keys occur in files for earlier versions of the
-format, and in published YAML files of other programs.
+"""Messages about unknown keys, by the last component of a key's path. Such keys occur in files for earlier AReaL
+versions, and in published YAML files of other programs.
 """
 
 _MISSING = "???"
@@ -126,8 +126,8 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 def nearest_path(path: str, candidates: list[str]) -> str:
     """Return the candidate most similar to ``path``; "" if no candidate is similar.
 
-    A candidate with the same last component is preferred in two cases: ``path`` has only one component, or no candidate is
-    very similar to ``path``. If several have the same last component, the candidate with the fewest components is returned.
+    A candidate with the same last component as ``path`` is preferred in two cases: ``path`` has only one component, or no
+    candidate is very similar to ``path``. Of several such candidates, the candidate with the fewest components is returned.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
@@ -147,7 +147,10 @@ class _Context:
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Return all settings of a section, including unset settings with their defaults or inherited ``${path}``."""
+    """Return a value for each setting of a section.
+
+    An unset setting gets its default or, if it inherits from another setting, ``${path}`` with the path of that setting.
+    """
     entries = settings_of(declaration)
     for key, value in values.items():
         if str(key) not in entries:
@@ -284,7 +287,9 @@ def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
         return _typed(value, entry.kind, path + ".", context)
     if entry.shape == "sections":
         if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-            raise UsageError(f"{path} {value!r}: expected a list of mappings of {entry.kind.__name__}'s settings")
+            raise UsageError(
+                f"{path} {value!r}: expected a list of mappings, each with settings of {entry.kind.__name__}"
+            )
         return [_typed(item, entry.kind, f"{path}.{index}.", context) for index, item in enumerate(value)]
     if entry.shape == "dict":
         if not isinstance(value, Mapping):

@@ -142,7 +142,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
         if value not in ("", actor.path):
             yield (
                 f"{name} {value!r} differs from actor.path {actor.path!r}, but areno loads the tokenizer only from the model's "
-                "folder; remove the setting"
+                f"folder; remove {name}"
             )
     for role in ("critic", "ref"):
         if (engine := engine_of(config, role)) is not None:
@@ -216,7 +216,10 @@ def _reference(config: PPOConfig) -> Iterator[str]:
 
 
 def _reward_model(config: PPOConfig) -> Iterator[str]:
-    """Check that no setting conflicts with the reward model, which scores the single-turn answers of a complete batch."""
+    """Check that no setting conflicts with the reward model of ``reward.path``.
+
+    The reward model scores only answers with a single turn, and only after all answers of a batch are complete.
+    """
     reward, workflow = config.reward_section, config.workflow_section
     if not reward.path:
         return
@@ -252,7 +255,7 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
     if rollout.consumer_batch_size != batch:
         yield (
             f"rollout.consumer_batch_size {rollout.consumer_batch_size} differs from train_dataset.batch_size {batch}, the "
-            "number of prompts per step; remove the setting"
+            "number of prompts per step; remove rollout.consumer_batch_size"
         )
     if rollout.use_lora != config.actor.use_lora:
         yield "rollout.use_lora differs from actor.use_lora, but the rollout uses the actor's weights; remove rollout.use_lora"
@@ -317,7 +320,10 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
 
 
 def _strategies(config: PPOConfig) -> Iterator[str]:
-    """Check colocation. Only rollout and actor may share devices; ref and critic run in the actor's processes."""
+    """Check each ``scheduling_strategy`` of type colocation.
+
+    Rollout and actor may share devices with each other. Ref and critic run in the actor's processes, on the actor's devices.
+    """
     for role, partner in {"rollout": "actor", "actor": "rollout", "ref": "actor", "critic": "actor"}.items():
         engine = getattr(config, role)
         if engine is None or engine.scheduling_strategy.type != "colocation":
@@ -364,7 +370,7 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
 
 
 def _refusals(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield unsupported settings, one message per section and reason."""
+    """Yield messages about unsupported settings. Settings of one section that have the same reason share a message."""
     refused: dict[tuple[str, str], list[str]] = {}
     for path, entry, value in walk(config):
         if reason := entry.refusal(value):

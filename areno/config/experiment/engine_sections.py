@@ -1,4 +1,4 @@
-"""Sections of models: actor, critic, reference and teacher."""
+"""Configuration sections for the models of a run: actor, critic, reference and teacher."""
 
 from __future__ import annotations
 
@@ -206,7 +206,9 @@ class TrainEngineConfig:
         3600.0, "Abort a run with several ranks if one rank makes no progress for this many seconds.", above=0
     )
     setup_timeout: float = setting(3600.0, "Seconds that a worker may take to load its model.", above=0)
-    workers_ready_timeout: float = start_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
+    workers_ready_timeout: float = start_timeout(
+        30.0, "Seconds that a worker process may take to respond after its start.", above=0
+    )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the role has its own devices.")
 
     def problems(self) -> Problems:
@@ -305,8 +307,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     )
     recompute_logprob: bool = setting(
         False,
-        "Recompute log-probs with the weights before the update. Without use_decoupled_loss, the recomputed "
-        "log-probs replace those of the rollout.",
+        "Before training on a batch, recompute its log-probs with the current weights. Without use_decoupled_loss, "
+        "the recomputed log-probs replace those of the rollout.",
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
         None, "Bounds on the importance weight of the decoupled loss. If null, there are no bounds."
@@ -334,7 +336,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         return self.needs_proximal if self.use_decoupled_loss else self.recompute_logprob
 
     def problems(self) -> Problems:
-        """Yield the problems that also matter for a model that is not trained, such as the reference."""
+        """Yield the problems that matter both for the trained actor and for a frozen model, such as the reference."""
         return TrainEngineConfig.problems(self)
 
     def policy_problems(self) -> Problems:

@@ -88,7 +88,10 @@ class BaseExperimentConfig:
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on ``values``, the settings that the user set. Keys of both dicts are dotted paths."""
+        """Return defaults that depend on ``values``, the settings that the user set.
+
+        The keys of ``values`` and of the returned dict are dotted paths.
+        """
         return {}
 
 
@@ -111,8 +114,8 @@ class PPOConfig(BaseExperimentConfig):
     teacher: TeacherConfig | None = section(None, "A teacher model for distillation. If null, there is no teacher.")
     async_training: bool | None = setting(
         None,
-        "Deprecated: use rollout.max_head_offpolicyness instead. If async_training is set, the two settings "
-        "must agree.",
+        "Deprecated: use rollout.max_head_offpolicyness instead. If set, async_training must be true when "
+        "rollout.max_head_offpolicyness is above 0, and false otherwise.",
     )
     dynamic_bs: bool = setting(
         False,
@@ -136,7 +139,10 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def workflow_section(self) -> WorkflowConfig:
-        """The section ``workflow``. A subclass may declare ``workflow`` as a string, which then sets the section's ``path``."""
+        """The section ``workflow``.
+
+        If ``workflow`` is a string in a subclass, the returned section has this string as ``path``.
+        """
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
             return value
@@ -150,7 +156,10 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def reward_section(self) -> RewardConfig:
-        """The section ``reward``. A subclass may declare ``reward`` as a string, which then sets the section's ``fn``."""
+        """The section ``reward``.
+
+        If ``reward`` is a string in a subclass, the returned section has this string as ``fn``.
+        """
         value: Any = self.reward
         if isinstance(value, RewardConfig):
             return value

@@ -259,7 +259,9 @@ class InferenceEngineConfig:
         "`areno replay`. `all` keeps the rows of every step; null or 0 saves no rows.",
     )
     setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
-    workers_ready_timeout: float = start_timeout(30.0, "Seconds that a worker process may take to respond.", above=0)
+    workers_ready_timeout: float = start_timeout(
+        30.0, "Seconds that a worker process may take to respond after its start.", above=0
+    )
     request_timeout: float = setting(3600.0, "Timeout in seconds of each attempt at a generation request.", above=0)
     request_retries: int = setting(3, "Maximum number of retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(

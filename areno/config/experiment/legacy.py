@@ -95,7 +95,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "ppo.recompute_logprob": LegacyKey(
         "actor.recompute_logprob",
-        "Recompute log-probs with the weights before the update.",
+        "Before training on a batch, recompute its log-probs with the current weights.",
         "true if asynchronous or ppo.use_decoupled_loss=true, else false",
     ),
     "ppo.use_decoupled_loss": LegacyKey(
