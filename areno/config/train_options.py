@@ -61,7 +61,8 @@ class UpdateOptions:
     )
     offload_optimizer: bool = _train_free(
         False,
-        help="Keep optimizer states and accumulated gradients in host memory, and update the weights there (GPU only).",
+        help="For training on a GPU: keep optimizer states and accumulated gradients in host memory, and update the weights "
+        "on the CPU.",
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Clip gradients to this global norm.")

@@ -1,4 +1,4 @@
-"""Sections of generation: sampling, the rollout engine and agents."""
+"""Configuration sections for sampling, the rollout engine and agents."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(added)])
 
     def to_openai_args_dict(self, exclude_args: Sequence[str] = (), api_format: str = "completions") -> dict[str, Any]:
-        """Return the values as keyword arguments of an OpenAI client.
+        """Return the sampling parameters as keyword arguments for requests with an OpenAI client.
 
         Settings that OpenAI's API lacks are omitted. A warning names the omitted settings that differ from their defaults.
 

@@ -93,7 +93,7 @@ def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Con
 
 
 def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
-    """Return the class of an experiment according to ``train_dataset.type``.
+    """Return the configuration class that ``train_dataset.type`` selects, such as `SFTConfig` for the type ``sft``.
 
     Raises UsageError: the file cannot be read, or the type is unknown.
     """
@@ -159,7 +159,9 @@ def _set_values(config: Any, explicit: Collection[str], prefix: str = "") -> Tre
 
 
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
-    """Return a copy of the tree in which ``allocation_mode`` sets the backend of each role.
+    """Return a copy of the raw configuration ``tree`` in which each role has the backend that ``allocation_mode`` assigns.
+
+    If ``allocation_mode`` is not set, ``tree`` is returned unchanged.
 
     Raises UsageError: ``allocation_mode`` is malformed, names a role without a section, or contradicts a ``backend``.
     """
@@ -206,7 +208,10 @@ def _file(args: CliArgs) -> Tree:
 
 
 def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
-    """Apply the overrides to the tree. If ``config_cls`` is given, its fields must include the first component of each key."""
+    """Apply the overrides of the command line to ``tree``, and return ``tree``.
+
+    Raises UsageError: an override is malformed, or sets a key whose first part is not a field of ``config_cls`` (if given).
+    """
     problems = Problems()
     for text in args.overrides:
         try:

@@ -27,7 +27,10 @@ CPU_PER_GPU = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine. The caller detects the resources, because this package does not import torch."""
+    """Resources of a machine.
+
+    This package does not import torch, so the code that creates a `Machine` must detect the resources.
+    """
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
     cores: int = 1  # usable CPU cores
@@ -159,7 +162,7 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
 
 
 def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield ``offload_params`` as a problem if the actor's weights are not sharded."""
+    """Yield a problem if ``offload_params`` is true on a machine with GPUs, but the actor's weights are not sharded."""
     actor = engine_of(config, "actor")
     if actor is None or not machine.gpus or shards_weights(config):
         return
@@ -174,7 +177,7 @@ def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[st
 
 
 def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield the path, section, name and value of each setting that depends on the machine."""
+    """Yield the settings to change for the machine, as tuples (section path, section object, setting name, new value)."""
     cluster, needed = config.cluster, max(devices_needed(config), 1)
     if cluster.n_nodes != 1 and not machine.nodes:
         yield "cluster", cluster, "n_nodes", 1

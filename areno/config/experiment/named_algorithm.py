@@ -13,7 +13,7 @@ from areno.config.policy_loss_options import PolicyLossOptions
 from areno.errors import UsageError
 
 _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_loss_type": "kl_loss_type"}
-"""Names of the ``actor`` settings that replace options of an algorithm, by option name."""
+"""Maps an option of an algorithm to the ``actor`` setting that determines the option's value."""
 
 
 def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
@@ -88,5 +88,5 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
 
 
 def is_family(spec: AlgorithmSpec) -> bool:
-    """Whether an algorithm is a variant of the policy loss. The options of a variant are settings of ``actor``."""
+    """Whether an algorithm's loss is a variant of areno's policy loss. The options of a variant are settings of ``actor``."""
     return spec.options is not None and issubclass(spec.options, PolicyLossOptions)

@@ -24,10 +24,10 @@ _SERVER_MODELS = {"vllm": "model", "sglang": "model_path"}
 
 
 def notice(config: BaseExperimentConfig) -> str:
-    """Return the notice; empty if there is nothing to list.
+    """Return a text that lists the settings without effect, grouped by the reason; empty if there is nothing to list.
 
-    The notice is only about settings that differ from their defaults. Settings without effect are grouped by the reason. If
-    the actor's backend is archon or megatron, the notice also lists the settings of this backend that do have an effect.
+    Settings with default values are not listed. If the actor's backend is archon or megatron, the text also lists the
+    settings of this backend that do have an effect.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for path, reason in changes_nothing(config):
@@ -145,7 +145,7 @@ def _servers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
         if name != product:
             yield from [(name, UNUSED_BACKEND)] if section != type(section)() else []
         elif actor is not None and getattr(section, model) not in ("", actor.path):
-            yield f"{name}.{model}", "servers load the actor's model, actor.path"
+            yield f"{name}.{model}", "servers load the actor's model, which actor.path specifies"
 
 
 def _cluster(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -165,7 +165,7 @@ def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     if config.valid_dataset is None:
         return
     if not config.evaluator.eval_before_train and not config.evaluator.has_frequency:
-        yield "valid_dataset", "the section evaluator sets no interval, so nothing is evaluated"
+        yield "valid_dataset", "no interval such as evaluator.freq_steps is set, so nothing is evaluated"
     because = "an evaluation uses all rows in file order"
     yield from _changed("valid_dataset", config.valid_dataset, ("batch_size", "shuffle", "drop_last"), because)
 

@@ -1,4 +1,4 @@
-"""Sections of optimization: the optimizer, microbatches and normalization."""
+"""Configuration sections for the optimizer, microbatches and normalization."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class OptimizerConfig:
     gradient_clipping: float = setting(1.0, "Maximum global norm of the gradients.", above=0)
     offload: bool = setting(
         False,
-        "Keep optimizer states and accumulated gradients in host memory, and update the weights there (GPU only).",
+        "For training on a GPU: keep optimizer states and accumulated gradients in host memory, and update the weights "
+        "on the CPU.",
     )
 
     def problems(self) -> Problems:

@@ -12,7 +12,7 @@ CLUSTERS = ("ray", "slurm")
 
 
 def engine_of(config: BaseExperimentConfig, role: str) -> TrainEngineConfig | None:
-    """Return the section of a role's model; None if the experiment has no such section."""
+    """Return the configuration section of a model, such as ``actor`` or ``ref``; None if the experiment has no such section."""
     engine = getattr(config, role, None)
     return engine if isinstance(engine, TrainEngineConfig) else None
 
@@ -53,7 +53,7 @@ def same_layout(config: PPOConfig) -> bool:
 
 
 def roles(config: BaseExperimentConfig) -> dict[str, str]:
-    """Return the ``backend`` of each section that has this setting, by section path."""
+    """Return a dictionary of section paths and backends, such as ``{"rollout": "areno:d1", "actor": "fsdp:d1"}``."""
     return {
         path.removesuffix(".backend"): value
         for path, _, value in walk(config)

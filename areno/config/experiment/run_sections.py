@@ -1,4 +1,4 @@
-"""Sections for data, saving, evaluation, recovery, statistics, traces, rewards and the workflow."""
+"""Configuration sections for data, saving, evaluation, recovery, statistics, traces, rewards and the workflow."""
 
 from dataclasses import dataclass
 from functools import partial
