@@ -28,10 +28,10 @@ from areno.python_process import python_command, search_path
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A user-defined callable.
+    """A kind of user-defined callable, such as a reward function.
 
-    The command-line ``option`` takes ``file.py:function`` or ``file.py``. The form ``file.py`` means the function
-    ``default_name``.
+    The user specifies the callable with the command-line option named by ``option``, as ``file.py:function`` or ``file.py``.
+    The form ``file.py`` means the function ``default_name`` of this file.
     """
 
     option: str
@@ -222,7 +222,7 @@ def named_object(spec: str, *, option: str) -> Any:
 
 
 def named_function(function: Callable[..., Any] | str, *, option: str) -> Callable[..., Any]:
-    """Return a function, which is given as an object or by its name.
+    """Return a function. If ``function`` is a name such as ``package.module.f`` or ``file.py:f``, import the function.
 
     Raises UsageError if the name cannot be imported, or the object is not callable.
     """

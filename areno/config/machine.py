@@ -110,7 +110,7 @@ def _first_gpu(device: str) -> int:
 
 
 def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
-    """Return the resolved device, dtype and layout of a run, by name."""
+    """Return a dict with the device, dtype and parallel sizes of a run; ``auto`` is replaced by the actual value."""
     device = resolved_device(options.device, gpus)
     default_dtype = "float32" if device == "cpu" else "bfloat16"
     return {

@@ -45,8 +45,8 @@ class OptionInfo:
         path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of
             an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, values of ``inherits`` for its fields, by field name. These values override the values that
-            the section's class declares. A field with the value "" inherits nothing.
+        inner: for a section, a dict from the names of its fields to dotted paths. Each path replaces the ``inherits`` that
+            the section's class declares for the field. With an empty path, the field inherits nothing.
         documented: AReaL's documented default, if areno's default differs. This value is accepted even if ``refused`` is set.
     """
 

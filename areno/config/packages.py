@@ -54,7 +54,7 @@ def _source_folder() -> tuple[Path | None, bool]:
 
 
 def _packages_of(extra: str) -> list[str]:
-    """Return the requirements of an extra from the installed package's metadata."""
+    """Return the packages that an extra of areno requires, as listed in the metadata of the installed areno package."""
     marker = f'extra == "{extra}"'
     requirements = [requirement.replace("'", '"') for requirement in distribution("areno").requires or []]
     return [requirement.split(";")[0].strip() for requirement in requirements if marker in requirement]

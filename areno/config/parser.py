@@ -29,14 +29,15 @@ class CommandText:
     prog: str
     usage: str
     description: str
-    epilog: str = "Every on/off option has a --no- form."
+    epilog: str = "Every on/off option --NAME can be turned off with --no-NAME."
 
 
 TRAIN = CommandText(
     "areno train",
     "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
     "Train a language model with the local areno engine: load data, roll out, score, update and save.",
-    "Every on/off option has a --no- form, and every option except --config can be set in the --config file. "
+    "Every on/off option --NAME can be turned off with --no-NAME. Every option except --config can also be set in the YAML "
+    "file that is passed with --config. "
     "Names in parentheses after an option are the built-in algorithms that read the option; variants such as dapo may also "
     "read the option.",
 )
@@ -46,10 +47,10 @@ PLAN = CommandText(
     "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]\n"
     "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
     "Estimate the memory of each phase of a training run, and report whether the run fits into the free memory of this "
-    "machine. If the run does not fit, the report suggests changes. The command takes the options of areno train, needs "
-    "neither data nor rewards, and reads no weights. FILE.yaml is an experiment file of `areno run`. For such a file, the "
-    "command estimates each engine of the experiment; --tune-params also prints the largest concurrency and microbatch size "
-    "that fit. "
+    "machine. If the run does not fit, the report suggests changes. The command accepts the options of `areno train`, but "
+    "needs neither data nor rewards, and does not load the weights. FILE.yaml is an experiment file of `areno run`. For such "
+    "a file, the command estimates the memory of each engine of the experiment; --tune-params also prints the largest "
+    "concurrency and microbatch size that fit. "
     "--json prints the estimate as JSON, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
@@ -104,7 +105,8 @@ class TypedParser(argparse.ArgumentParser):
             )
         if "explicit argument" in reason:
             raise UsageError(
-                f"{flag} takes no value ({reason.rsplit(' ', 1)[-1]}); write {flag} without a value, or its --no- form"
+                f"{flag} takes no value, but got {reason.rsplit(' ', 1)[-1]}; write {flag} without a value, or write "
+                "--no-NAME to turn off an on/off option"
             )
         raise UsageError(f"{flag} {reason}; see {self.prog} --help".strip())
 
@@ -294,7 +296,7 @@ def _help_text(entry: Option) -> str:
 
 
 def _read(argv: Sequence[str], entries: Sequence[Option], command: CommandText) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of flags by option name, and the words that are not recognized."""
+    """Return a dict from option names to the values of their flags, and the words that are not recognized."""
     takes_value = {entry.flag for entry in entries if entry.kind is not bool}
     words: list[str] = []
     for word in argv:

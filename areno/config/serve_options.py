@@ -28,7 +28,7 @@ CHAT = CommandText(
     "areno chat (--model-path MODEL | --base-url URL) [options]",
     "Chat with a model in the terminal. If input is piped, each line is a question, and only the answers are printed.",
     "While chatting, /reset clears the conversation, /system TEXT sets the system message, and /quit exits. "
-    "Every on/off option has a --no- form.",
+    "Every on/off option --NAME can be turned off with --no-NAME.",
 )
 
 API_KEY_VARIABLE = "ARENO_API_KEY"

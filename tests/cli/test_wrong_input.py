@@ -16,7 +16,10 @@ TRAIN = [
     ([*GSPO, "stray"], "unexpected argument 'stray'"),
     ([*GSPO, "--epochs"], "--epochs needs a value"),
     ([*GSPO, "--greedy=yes"], "--greedy takes no value"),
-    ([*GSPO, "--shuffle=no"], "--shuffle takes no value ('no'); write --shuffle without a value, or its --no- form"),
+    (
+        [*GSPO, "--shuffle=no"],
+        "--shuffle takes no value, but got 'no'; write --shuffle without a value, or write --no-NAME",
+    ),
     ([*GSPO, "--epochs", "ten"], "--epochs 'ten': expected an integer"),
     ([*GSPO, "--epochs", "2.5"], "--epochs '2.5': expected an integer"),
     ([*GSPO, "--lr", "fast"], "--lr 'fast': expected a number"),

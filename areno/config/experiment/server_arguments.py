@@ -48,7 +48,7 @@ def server_arguments(
 
 
 def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | None, gpu: bool) -> list[str]:
-    """Return the arguments of ``vllm serve`` after the model's name.
+    """Return the command-line arguments that follow MODEL in ``vllm serve MODEL``.
 
     Args:
         section: the settings.

@@ -3,7 +3,7 @@
 YAML keys, overrides, checks of types and bounds, help and ``docs/configuration.md`` are derived from these fields. In the same
 way, command-line flags are derived from ``option(...)``. Unlike command-line options, settings can be nested in sections, and
 an unset setting can inherit the value of another setting (``inherits``). Plain dataclass fields of a user's subclass are also
-settings. Their help is ``metadata["help"]``.
+settings; their help texts are taken from ``field(metadata={"help": ...})``.
 """
 
 import copy
@@ -96,14 +96,15 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 def _cached(function: _Listing) -> _Listing:
     """Cache the results of ``function`` with ``functools.cache``.
 
-    Without the cast, type checkers would reject classes of mutable dataclasses as arguments.
+    ``typing.cast`` gives the result the type of ``function``, because type checkers reject the classes of mutable dataclasses
+    as arguments of a function that ``functools.cache`` returns.
     """
     return typing.cast(_Listing, functools.cache(function))
 
 
 @_cached
 def settings_of(declaration: type) -> dict[str, Setting]:
-    """Return the settings of a section's class by name, in the order of their declaration.
+    """Return a dict from the names of a section's settings to their declarations, in the order of declaration.
 
     Raises UsageError: the type of a field is unsupported, or a plain field has no default.
     """
@@ -144,7 +145,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
 
 @_cached
 def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
-    """Return the declaration of each setting of a configuration class, by dotted path. Optional sections are included.
+    """Return a dict from the dotted paths of a configuration's settings to their declarations, including optional sections.
 
     The path of a field in a list of sections contains the index 0, as in ``rollout.scheduling_spec.0.mem``.
     """

@@ -40,7 +40,7 @@ class NameResolveConfig:
         DEFAULT_RECORD_ROOT,
         "Folder for the files with addresses, if type is nfs. All machines must share this folder.",
         documented="/tmp/areal/name_resolve",
-        shown=f"{DEFAULT_RECORD_ROOT} (for ray and slurm: the folder name_resolve in cluster.fileroot)",
+        shown=f"{DEFAULT_RECORD_ROOT}, which means the subfolder `name_resolve` of `cluster.fileroot`",
     )
     etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server that all machines can reach.")
     ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the addresses.")
@@ -57,15 +57,15 @@ class ClusterSpecConfig:
     )
     n_nodes: int = setting(
         1,
-        "Number of machines. On a single machine, AReaL's default of 32 counts as unset.",
+        "Number of machines. Without Ray or Slurm, the value 32 (AReaL's default) means one machine.",
         minimum=1,
         documented=32,
         shown="1",
     )
     n_gpus_per_node: int | None = setting(
         None,
-        "Number of GPUs per machine, 0 for machines without GPUs. On Ray, only the value 0 has an effect. On "
-        "a single machine, AReaL's default of 8 counts as unset.",
+        "Number of GPUs per machine, 0 for machines without GPUs. On Ray, only the value 0 has an effect. "
+        "Without Ray or Slurm, the value 8 (AReaL's default) means all GPUs of the machine.",
         minimum=0,
         documented=8,
         shown="all GPUs of the machine (with slurm, you must set a value)",
@@ -102,13 +102,13 @@ class SchedulingSpec:
         None,
         "Number of CPU cores of a worker (on a cluster: per GPU). A worker uses as many compute threads as cores.",
         minimum=1,
-        shown="an equal share of this machine (on a cluster: 8, or 1 without GPUs)",
+        shown="an equal share of this machine's CPU cores (on a cluster: 8 if the nodes have GPUs, else 1)",
     )
     gpu: int = _cluster(0, "Number of GPUs of a worker. 0 means one GPU if the nodes have GPUs.", minimum=0)
     mem: int = _cluster(
         32,
-        "Requested memory in GB per GPU (without GPUs: per worker). With the default, areno requests no "
-        "specific amount.",
+        "Requested memory in GB per GPU (without GPUs: per worker). With the default value, areno "
+        "does not request a specific amount of memory.",
         minimum=1,
     )
     port_count: int = _worker(2, "Number of ports that the worker may open.", minimum=1)
@@ -146,7 +146,7 @@ class SchedulingStrategy:
 
     type: str = setting(
         "separation",
-        "Whether the role has its own devices (separation) or shares the devices of the target (colocation).",
+        "Whether the role has its own devices (separation) or shares the devices of the role `target` (colocation).",
         choices=("separation", "colocation"),
     )
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
@@ -164,7 +164,7 @@ class SchedulingStrategy:
 
 
 def one_spec() -> list[SchedulingSpec]:
-    """Return the default of ``scheduling_spec``: one entry, for a worker and its engine."""
+    """Return the default of ``scheduling_spec``: a list with one entry whose settings have their default values."""
     return [SchedulingSpec()]
 
 
