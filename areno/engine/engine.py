@@ -249,7 +249,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the log-probs and clip flags that training has recorded since the last call of this method.
+        """Return the log-prob of each trained token, and whether the loss clipped the token, recorded since the last call.
 
         Each :class:`TokenRecord` belongs to one row. The dictionary's keys are the row numbers (``TrainSequence.observed``).
         """

@@ -61,7 +61,7 @@ class EngineConfig:
     def load_options(self, option: str = "--ckpt", path: str | None = None) -> LoadOptions:
         """Return the options for loading the checkpoint ``path``.
 
-        ``option`` says where ``path`` was set, such as ``--ckpt``, and appears in error messages.
+        Error messages contain ``option``, the name of the option that sets ``path`` (such as ``--ckpt``).
         """
         return LoadOptions(
             dtype=self.dtype,

@@ -65,7 +65,7 @@ def vocabulary_size(config: Any) -> int:
 def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> Any:
     """Read the ``transformers`` configuration of a checkpoint, or of an adapter's base model.
 
-    ``option`` says where ``path`` was set, such as ``--ckpt``, and appears in error messages.
+    Error messages contain ``option``, the name of the option that sets ``path`` (such as ``--ckpt``).
 
     Raises UsageError: the configuration is unreadable.
     """
