@@ -249,7 +249,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the log-prob of each trained token, and whether the loss clipped the token, recorded since the last call.
+        """Return what training recorded since the last call of this method: each token's log-prob, and whether it was clipped.
 
         Each :class:`TokenRecord` belongs to one row. The dictionary's keys are the row numbers (``TrainSequence.observed``).
         """
