@@ -10,20 +10,28 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group. In some containers, its ``folder`` does not exist. ``version`` is the version of cgroups, 1 or 2."""
+    """A control group.
+
+    ``folder`` is the group's folder below ``/sys/fs/cgroup``. In some containers, this folder does not exist. ``version`` is
+    the version of cgroups, 1 or 2.
+    """
 
     folder: Path
     version: int
 
     def read(self, name: str) -> str:
-        """Return the content of a file. Raises OSError or UnicodeDecodeError if the file cannot be read."""
+        """Return the content of the file ``name`` in the group's folder.
+
+        Raises OSError or UnicodeDecodeError if the file cannot be read.
+        """
         return (self.folder / name).read_text(encoding="ascii")
 
 
 def groups_of(controller: str, root: Path = GROUPS, membership: Path = MEMBERSHIP) -> Iterator[ControlGroup]:
     """Yield the groups of this process, from its own group up to the root.
 
-    Only groups of ``controller`` (``cpu`` or ``memory``) and groups of cgroup v2 are included.
+    With cgroup v1, only groups of ``controller`` (``cpu`` or ``memory``) are included. With cgroup v2, all groups are included,
+    because each group serves all controllers.
     """
     try:
         lines = membership.read_text(encoding="ascii").splitlines()

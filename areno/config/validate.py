@@ -33,7 +33,7 @@ from areno.storage.run_layout import is_run
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check the options of a run. Raises UsageError with all problems and remedies.
 
-    ``needs_data`` is False for planning, which needs neither data nor rewards.
+    ``needs_data`` is False for ``areno plan`` and ``areno replay``, which need neither a dataset nor a reward function.
     """
     Problems.raise_all(_problems(options, needs_data))
 
@@ -131,7 +131,7 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
 
 
 def value_problems(options: Any) -> Iterator[str]:
-    """Yield the problems with the individual values of a dataclass of options."""
+    """Yield a problem for each option that has an invalid value. Combinations of options are not checked."""
     declaration: type = type(options)
     for entry in options_of(declaration):
         yield entry.value_problem(getattr(options, entry.name), entry.flag)

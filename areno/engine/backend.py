@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ACTOR = "actor"
-"""Name of the role that generates."""
+"""Role name of a run's main model: the policy, or the reward model if the run trains one (``--algo rm``)."""
 
 
 class Generator(Protocol):
@@ -49,7 +49,7 @@ class Generator(Protocol):
         """Abort the request of ``future``. The future's result then contains the tokens sampled before the abort."""
 
     def load(self) -> EngineLoad:
-        """Return the current load and the token counts, summed over all replicas."""
+        """Return the number of queued and running samples, the KV cache use, and token totals, all summed over the replicas."""
 
 
 class Backend(Generator, Protocol):

@@ -56,10 +56,11 @@ class CpuThreads:
         self.adapts = False
 
     def begin(self) -> None:
-        """Start to adapt the thread count to the load, unless the thread count already follows the load.
+        """Start to adapt the thread count to the CPU use of other programs, unless the thread count is fixed.
 
-        Call this method before loading a model, because the CPU load during loading determines the first thread count. The
-        maximum thread count is the calling thread's current count or the number of usable cores, whichever is lower.
+        Call this method before you load a model. While the model is loading, the CPU use of other programs is measured, and
+        the first thread count is chosen accordingly. The maximum thread count is the calling thread's current count or the
+        number of usable cores, whichever is lower.
         """
         if self.adapts:
             return

@@ -205,7 +205,9 @@ class Engine(Backend):
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Merge the adapter if possible, then queue the requests; see :meth:`RolloutLoop.submit`.
+        """Queue the requests; see :meth:`RolloutLoop.submit`.
+
+        If the actor has an adapter that can be merged, the adapter is first merged into the actor's weights.
 
         Raises EngineError: the weights are sharded, and :meth:`begin_rollout` has not gathered them.
         """
@@ -220,7 +222,7 @@ class Engine(Backend):
         self.loop.cancel(future)
 
     def load(self) -> EngineLoad:
-        """Return the current load and the token counts of the rollout loop."""
+        """Return the rollout loop's number of queued and running samples, its KV cache use, and its token totals."""
         return self.loop.load()
 
     def end_rollout(self) -> None:
@@ -247,7 +249,10 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return the token records collected since the last call. The key of a record is its row's ``observed`` attribute."""
+        """Return what training recorded since the last call of this method: each token's log-prob, and whether it was clipped.
+
+        Each :class:`TokenRecord` belongs to one row. The dictionary's keys are the row numbers (``TrainSequence.observed``).
+        """
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:

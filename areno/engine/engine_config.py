@@ -16,9 +16,9 @@ from areno.engine.train.optimizer import OptimizerOptions
 class EngineConfig:
     """Settings for loading models, for generation, and for training.
 
-    ``trains`` is the kind of actor. With ``policy``, the actor is a language model with an optimizer. With ``nothing``, the
-    actor is a language model without an optimizer. With ``reward``, the actor is a sequence classifier with an optimizer, and
-    cannot generate.
+    ``trains`` determines which kind of model the actor is, and whether the actor has an optimizer. With ``policy``, the actor
+    is a language model with an optimizer. With ``nothing``, the actor is a language model without an optimizer. With
+    ``reward``, the actor is a sequence classifier with an optimizer, and cannot generate.
 
     ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads or
     compiles the decode step before the first token is generated. ``eager`` always decodes without compiled code. ``auto`` loads
@@ -59,7 +59,10 @@ class EngineConfig:
         return str(self.dtype).removeprefix("torch.")
 
     def load_options(self, option: str = "--ckpt", path: str | None = None) -> LoadOptions:
-        """Return the options for loading the checkpoint ``path``. Error messages name ``option``, which sets ``path``."""
+        """Return the options for loading the checkpoint ``path``.
+
+        Error messages contain ``option``, the name of the option that sets ``path`` (such as ``--ckpt``).
+        """
         return LoadOptions(
             dtype=self.dtype,
             device=self.device,

@@ -10,7 +10,8 @@ a millisecond.
 training step on 64 rows with a model of 135 M parameters caused 10 million page faults, which raised the time on two cores from
 14.6 s to 22 s. Large tensors therefore come from a caching allocator (:mod:`areno.engine.kernels.cpu_memory`). If the caching
 allocator cannot be compiled, glibc is set to keep all freed memory in one heap. The fragmentation of this heap raises the peak
-memory by 33% to 100%. If the system runs short of memory, retained memory is returned to the system before each training pass.
+memory by 33% to 100%. If little memory is free when training starts on a microbatch, all retained memory is first returned to
+the system.
 """
 
 import ctypes

@@ -65,7 +65,9 @@ def vocabulary_size(config: Any) -> int:
 def read_config(path: str, *, option: str, trust_remote_code: bool = False) -> Any:
     """Read the ``transformers`` configuration of a checkpoint, or of an adapter's base model.
 
-    Error messages name ``option``, which sets ``path``. Raises UsageError: the configuration is unreadable.
+    Error messages contain ``option``, the name of the option that sets ``path`` (such as ``--ckpt``).
+
+    Raises UsageError: the configuration is unreadable.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig

@@ -91,7 +91,7 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the GGUF name and the weight of each tensor. The weights follow the layout conventions of llama.cpp."""
+    """Yield the model's tensors with their GGUF names. The tensors follow the layout conventions of llama.cpp."""
     config, arch = module.config, ARCHITECTURES[module.config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, weight in module.state_dict().items():

@@ -118,7 +118,10 @@ def load_all(kernels: Sequence[KernelLibrary]) -> str:
 
 
 def processor() -> str:
-    """Describe this processor. Names of compiled libraries depend on the processor, so machines can share a cache folder."""
+    """Return the operating system, the processor type and the processor's features as text.
+
+    This text affects the file names of compiled libraries, so machines with different processors can share a cache folder.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""Sampling kernel for decode steps on a CPU, for rows that have neither filters nor logit edits.
+"""Sampling kernel for decode steps on a CPU, for rows that need only temperature sampling or greedy decoding.
 
 For 64 rows of 32,000 logits on two cores, code compiled by PyTorch takes 1.3 ms. This kernel takes a quarter of that time.
 """
