@@ -162,7 +162,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError if log-probs have an unknown temperature and the trainer has sampled at a temperature other than 1.
+    """Raise UsageError if a row with log-probs has no temperature, and the trainer has sampled at another temperature than 1.
 
     ``sampled_at`` contains all temperatures at which the trainer has sampled.
     """

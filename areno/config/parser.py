@@ -104,8 +104,9 @@ class TypedParser(argparse.ArgumentParser):
                 f"{flag} needs a value; write {flag} VALUE, or {flag}=VALUE if the value starts with dashes"
             )
         if "explicit argument" in reason:
+            value = reason.rpartition("explicit argument ")[2]
             raise UsageError(
-                f"{flag} takes no value, but got {reason.rsplit(' ', 1)[-1]}; write {flag} without a value, or write "
+                f"{flag} takes no value, but got {value}; write {flag} without a value, or write "
                 "--no-NAME to turn off an on/off option"
             )
         raise UsageError(f"{flag} {reason}; see {self.prog} --help".strip())

@@ -81,7 +81,9 @@ def _model_folder_problem(path: Path, option: str) -> str:
         )
     try:
         loaded = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return f"{option} {config} cannot be read: {error}; make the file readable"
+    except ValueError as error:
         return f"{option} {config} is not valid JSON: {error}; save the model again"
     return "" if isinstance(loaded, dict) else f"{option} {config} is not a JSON object; save the model again"
 
@@ -100,7 +102,9 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error}; make the file readable") from error
+    except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}; save the adapter again") from error
     if not isinstance(config, dict) or not config.get("base_model_name_or_path"):
         raise UsageError(f"{path} has no base_model_name_or_path; add the base model's folder or repo id")

@@ -185,7 +185,7 @@ class RolloutOptions:
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that scores one completion. Without FUNCTION, areno calls reward_fn(record) in FILE.PY.",
+        help="Python function that scores one completion. Without :FUNCTION, areno calls reward_fn(record) in FILE.PY.",
     )
     reward_weights: str | None = _rollout(
         None,
@@ -222,7 +222,7 @@ class RolloutOptions:
     on_reward_error: str = _rollout_free(
         "stop",
         choices=("stop", "drop"),
-        help="Action if a reward fails: end the run (stop), or discard the sample and count the failure (drop).",
+        help="Action if the reward function fails: end the run (stop), or discard the sample and count the failure (drop).",
     )
 
 

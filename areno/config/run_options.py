@@ -32,7 +32,7 @@ class BasicOptions:
         None,
         path="python",
         metavar="FILE.PY[:FUNCTION]",
-        help="Python function that converts the data to the rows that the algorithm needs. Without FUNCTION, areno calls the "
+        help="Python function that converts the data to the rows that the algorithm needs. Without :FUNCTION, areno calls the "
         "function load_training_dataset in FILE.PY. Required for SFT.",
     )
     algo: str = _basic(

@@ -15,7 +15,7 @@ TRAIN = [
     ([*GSPO, "--epoch", "3"], "--epoch is not an option (did you mean --epochs?)"),
     ([*GSPO, "stray"], "unexpected argument 'stray'"),
     ([*GSPO, "--epochs"], "--epochs needs a value"),
-    ([*GSPO, "--greedy=yes"], "--greedy takes no value"),
+    ([*GSPO, "--greedy=yes and no"], "--greedy takes no value, but got 'yes and no'; write"),
     (
         [*GSPO, "--shuffle=no"],
         "--shuffle takes no value, but got 'no'; write --shuffle without a value, or write --no-NAME",

@@ -32,9 +32,9 @@ class AgentContext:
         return self.get_base_url()
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint's URL. If ``item`` is set, the URL includes the API key of this task.
+        """Return the endpoint's URL. If ``item`` is set, the URL contains the API key of this item.
 
-        The URL of a task is for programs that cannot set an API key.
+        A URL with a key is for programs that cannot set an API key.
         """
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 

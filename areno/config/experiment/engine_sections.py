@@ -57,8 +57,8 @@ class FSDPEngineConfig:
 
     shard_weights: bool | None = setting(
         None,
-        "Shard weights and gradients across the data-parallel and context-parallel ranks (FSDP2). With false, only optimizer "
-        "states are sharded (ZeRO-1). With context or expert parallelism, weights are always sharded.",
+        "Shard weights and gradients across data-parallel and context-parallel ranks (FSDP2). If false, only shard "
+        "optimizer states (ZeRO-1). Context and expert parallelism always shard weights.",
         shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false (with tensor "
         "parallelism: only with transformers 5.23 or later). For the backend megatron: same as megatron.use_torch_fsdp2",
     )

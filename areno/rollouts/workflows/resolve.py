@@ -47,7 +47,11 @@ def resolve_workflow(
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            raise UsageError(f"workflow {name_of(workflow)} does not accept workflow_kwargs: {error}") from error
+            if workflow_kwargs:
+                raise UsageError(f"workflow {name_of(workflow)} does not accept workflow_kwargs: {error}") from error
+            raise UsageError(
+                f"workflow {name_of(workflow)} cannot be created: {error}; give this argument of the class a default value"
+            ) from error
         workflow = workflow(**arguments)
     elif workflow_kwargs:
         names = ", ".join(workflow_kwargs)

@@ -386,7 +386,7 @@ def test_allocation_mode_sets_the_backend_of_each_role():
         ),
         ({"actor.backend": "areno:d1"}, "is only for inference; use a backend such as fsdp:d1"),
         ({"rollout.backend": "fsdp:d1"}, "is only for training; use a backend such as areno:d1"),
-        ({"actor.backend": "d1"}, "write fsdp:d1 to train"),
+        ({"actor.backend": "d1"}, "write fsdp:d1 for training"),
         ({"ref.backend": "fsdp:d2"}, "ref runs on the actor's ranks"),
         ({"actor._version": "v2"}, "_version v2) are not supported"),
         ({"rollout._version": "v2"}, "_version v2) are not supported"),
