@@ -295,6 +295,11 @@ class Plain(RolloutWorkflow):
         return None
 
 
+class Needy(Plain):
+    def __init__(self, word: str) -> None:
+        super().__init__(word)
+
+
 class Agent:
     async def run(self, data: dict[str, Any], **extra: Any) -> float:
         return 1.0

@@ -1,4 +1,4 @@
-"""The current load and the token counts of a rollout loop."""
+"""The current load of a rollout loop, and counts of its tokens and steps since the start."""
 
 from __future__ import annotations
 

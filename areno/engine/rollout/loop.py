@@ -134,7 +134,7 @@ class RolloutLoop:
                 self._wake.notify()
 
     def load(self) -> EngineLoad:
-        """Return the current load and the token counts of the loop."""
+        """Return the current load of the loop, and counts of its tokens and steps."""
         with self._wake:
             scheduler = self.scheduler
             return replace(
