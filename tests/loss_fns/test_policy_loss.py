@@ -293,7 +293,7 @@ def test_a_loss_with_bound_knobs_can_be_pickled():
         ({"use_decoupled_loss": True, "m2_threshold": 0.0}, "m2_threshold must be positive"),
         (
             {"use_decoupled_loss": True, "m2_threshold": 0.04, "prox_logp_method": "loglinear"},
-            "with prox_logp_method recompute or metrics",
+            "prox_logp_method to recompute or metrics",
         ),
     ],
 )
