@@ -51,7 +51,7 @@ class PolicyLossOptions:
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
         help="Source of the proximal log-probs: a forward pass (recompute), interpolation between the log-probs (loglinear) "
         "or probabilities (linear) of behavior policy and current policy, or the log-probs of the rollout (rollout). With "
-        "`metrics`, areno runs the forward pass of recompute, and also reports the errors of loglinear, linear and rollout.",
+        "`metrics`, areno does the same as with recompute, and also reports the errors of loglinear, linear and rollout.",
     )
     m2_threshold: float | None = option(
         None,

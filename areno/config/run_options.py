@@ -151,8 +151,8 @@ class CheckpointOptions:
     )
     save_async: bool = _checkpoint(
         True,
-        help="If one process has the full model, write the models that --model-save-interval requests in the background. "
-        "Background writing needs memory for a second copy of the weights.",
+        help="Save models in the background if one process has the full model. The option --model-save-interval determines "
+        "when models are saved. Background writing needs memory for a second copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,

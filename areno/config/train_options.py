@@ -57,7 +57,7 @@ class UpdateOptions:
     adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, which is added to the denominator.")
     adam_8bit: bool = _train(
         False,
-        help="Store AdamW's two moments in 8 bits each. Both moments of a weight then take about two bytes instead of eight.",
+        help="Store AdamW's two moments in 8 bits each. A weight's moments then take about two bytes instead of eight.",
     )
     offload_optimizer: bool = _train_free(
         False,
