@@ -42,15 +42,16 @@ class PolicyLossOptions:
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Use the decoupled PPO loss. The clipped ratio is relative to the proximal policy (the policy before "
-        "the update). Importance weights correct for the difference between proximal and behavior policy.",
+        help="Use the decoupled PPO loss. The clipped ratio compares the trained policy with the proximal policy, which is "
+        "the policy before the update. In addition, the loss of each token is multiplied by a weight: the token's "
+        "probability under the proximal policy, divided by its probability under the behavior policy, which sampled the token.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
         help="Source of the proximal log-probs: a forward pass (recompute), interpolation between the log-probs (loglinear) "
-        "or probabilities (linear) of behavior policy and current policy, or the log-probs of the rollout (rollout). The "
-        "value metrics means recompute, plus statistics on the errors of loglinear, linear and rollout.",
+        "or probabilities (linear) of behavior policy and current policy, or the log-probs of the rollout (rollout). With "
+        "`metrics`, areno does the same as with recompute, and also reports the errors of loglinear, linear and rollout.",
     )
     m2_threshold: float | None = option(
         None,
@@ -88,11 +89,12 @@ class PolicyLossOptions:
     def _unused(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield options that other options make ineffective, with the reason and the remedy."""
         if self.use_sapo_loss:
-            yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove the option"
+            for name in ("eps_clip_higher", "c_clip"):
+                yield (name,), f"with use_sapo_loss, because SAPO does not clip; remove {name}"
         else:
             yield ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too"
         if self.use_cispo_loss:
-            yield ("c_clip",), "with use_cispo_loss, which keeps every token; remove the option"
+            yield ("c_clip",), "with use_cispo_loss, because CISPO has no dual clip; remove c_clip"
         if not self.use_decoupled_loss:
             yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set use_decoupled_loss too"
 
@@ -124,8 +126,8 @@ class RejectionSamplingConfig:
     agg: str = option(
         "mean",
         choices=("sum", "mean", "max"),
-        help="Aggregation over the tokens of a sequence. Ratios are aggregated in log space, so the mean of ratios "
-        "is the geometric mean.",
+        help="How the values of a sequence's tokens are combined into one value, if `level` is sequence. Ratios are "
+        "aggregated in log space, so the mean of ratios is the geometric mean.",
     )
     upper: float = option(5.0, help="Upper bound of the quantity that `metric` selects.")
     lower: float | None = option(
@@ -158,7 +160,7 @@ class RejectionSamplingConfig:
         elif self.action == "clamp":
             yield (
                 "action",
-                f"clamp requires the metric ratio, but the metric is {self.metric}; set action to mask, or metric to ratio",
+                f"clamp works only if metric is ratio, but metric is {self.metric}; set action to mask, or metric to ratio",
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (

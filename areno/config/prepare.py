@@ -25,7 +25,7 @@ class PreparedRun:
 
 
 def prepare_run(argv: Sequence[str]) -> PreparedRun:
-    """Parse and validate the arguments of ``areno train``, and load the hooks.
+    """Parse and validate the arguments of ``areno train``, and import the user-defined functions.
 
     In a resumed run, options that the arguments do not set come from the old run.
     """

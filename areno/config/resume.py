@@ -98,9 +98,10 @@ class StoredRun:
         return cls(path, replace(build_options(values, spec, explicit), run_dir=str(path)), entries)
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
-        """Return the old and the new value of each option that affects results and differs in ``options``.
+        """Compare this run's options with ``options``, and return both values of each option that differs.
 
-        The keys are option names. If ``names`` is set, only the options in ``names`` are compared.
+        The result maps the option's name to the value in this run and the value in ``options``. Options that do not affect
+        results are ignored. If ``names`` is set, only the options in ``names`` are compared.
         """
         checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))

@@ -112,7 +112,7 @@ class RolloutOptions:
         "areno",
         choices=("areno", *SERVERS),
         help="Inference engine: areno's own engine, vLLM servers or SGLang servers. --rollout-replicas sets the "
-        "number of servers. Servers alternate with training unless --rollout async is set.",
+        "number of servers. Unless --rollout async is set, generation and training take turns.",
     )
     rollout_url: tuple[str, ...] = _rollout_free(
         (),
@@ -222,7 +222,7 @@ class RolloutOptions:
     on_reward_error: str = _rollout_free(
         "stop",
         choices=("stop", "drop"),
-        help="Action if the reward function fails: end the run (stop), or discard the sample and count the failure (drop).",
+        help="Action if a reward cannot be computed: end the run (stop), or discard the sample and count the failure (drop).",
     )
 
 

@@ -67,8 +67,8 @@ class BasicOptions:
     fsdp: bool = _basic_free(
         False,
         help="Shard weights and gradients across the data-parallel ranks (FSDP2), for models that are too large "
-        "for one device. By default, only optimizer states are sharded. --world-size must be at least twice "
-        "--tp-size.",
+        "for one device. By default, only optimizer states are sharded. With --fsdp, --world-size must be at "
+        "least twice --tp-size.",
     )
     stall_timeout: float = _basic_free(
         600.0,
@@ -151,8 +151,8 @@ class CheckpointOptions:
     )
     save_async: bool = _checkpoint(
         True,
-        help="Write the models of --model-save-interval in the background if one process has the full model. "
-        "Background writing needs memory for a second copy of the weights.",
+        help="Save models in the background if one process has the full model. The option --model-save-interval determines "
+        "when models are saved. Background writing needs memory for a second copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,
@@ -207,7 +207,7 @@ class EvaluationOptions:
         None,
         above=0,
         rollout_only=True,
-        unset="--temperature, or greedy decoding for a single sample",
+        unset="greedy decoding if --greedy is set or --eval-n-samples is 1, otherwise --temperature",
         help="Sampling temperature of the evaluation.",
     )
 
@@ -223,13 +223,14 @@ class ObservabilityOptions:
         (),
         metavar="SERVICE",
         help="Also log all metrics to a service: wandb, swanlab, trackio or mlflow. Repeatable. The environment "
-        "variables WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode, and MLFLOW_TRACKING_URI sets the "
-        "address.",
+        "variables WANDB_MODE, SWANLAB_MODE and TRACKIO_MODE set the mode of a service (such as offline for wandb), and "
+        "MLFLOW_TRACKING_URI sets the address of the MLflow server.",
     )
     track_project: str = _observability(
         "areno",
         metavar="NAME",
-        help="Project of the run in the services of --track. The run directory determines the name of the run.",
+        help="Name of the project to which the run belongs in the tracking services (--track). The run itself has the name "
+        "of its run directory.",
     )
     save_rollouts: str | None = _observability(
         None,

@@ -9,7 +9,10 @@ ALL = "all"
 
 
 def kept_rollouts(text: str | None) -> float:
-    """Return the number of newest steps whose rows are kept; infinity for ``all``. Raises UsageError if ``text`` is invalid."""
+    """Convert the value of ``--save-rollouts`` to a number N: the rows of the newest N steps are kept.
+
+    N is 0 for None, and infinity for ``all``. Raises UsageError if ``text`` is invalid.
+    """
     if text is None:
         return 0
     if text == ALL:

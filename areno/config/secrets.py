@@ -1,4 +1,4 @@
-"""Removes secrets from plain data.
+"""Removes secrets from settings before they are logged or written to files.
 
 Settings for API keys are omitted. Other values that look like secrets, by their name or their format, are replaced by
 ``${oc.env:NAME}``. Environment variables of workers are always replaced. When a file with a replaced value is loaded, the
@@ -21,8 +21,9 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain data with secrets omitted or replaced by ``${oc.env:NAME}``. ``name`` is the setting that contains the
-    data.
+    """Return ``value`` without secrets, which are omitted or replaced by ``${oc.env:NAME}``.
+
+    ``value`` is the value of the setting ``name``, or a dict that maps names of settings to values.
     """
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}

@@ -106,12 +106,13 @@ class ServeOptions(CommandOptions):
     attn_backend: str = option_from(RolloutOptions, "attn_backend")
     disable_thinking: bool = option_from(RolloutOptions, "disable_thinking")
     tool_call_parser: str = _rollout(
-        "auto", help="Format of the model's tool calls; auto detects the format from the chat template."
+        "auto",
+        help="Format of the model's tool calls. With the value auto, areno detects the format from the chat template.",
     )
     reasoning_parser: str = _rollout(
         "auto",
-        help="Format of the model's reasoning. The value auto detects the format from the chat template. With the value "
-        "none, the reasoning is not separated from the text of the response.",
+        help="Format of the model's reasoning. With the value auto, areno detects the format from the chat template. With the "
+        "value none, the reasoning is not separated from the text of the response.",
     )
 
     decode_progress_interval_s: float = option(

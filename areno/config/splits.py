@@ -30,7 +30,8 @@ def split_files(folder: Path, split: str, option: str) -> list[Path]:
         members = unnamed
     if not members:
         splits = sorted({_split_named_by(file) or TRAIN for file in files})
-        has = f"it has files of {', '.join(splits)}" if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
+        present = f"it has files of the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
+        has = present if splits else f"it has no data files ({', '.join(DATA_SUFFIXES)})"
         raise UsageError(f"{option} {folder} has no files of the split {split}; {has}; pass a single file instead")
     formats = sorted({file.suffix.lower() for file in members})
     if len(formats) > 1:
@@ -88,9 +89,9 @@ def explicit_split(reference: str) -> str | None:
 
 
 def row_sources(reference: str, split: str) -> frozenset[str]:
-    """Return identifiers of the files or splits that a reference reads.
+    """Return the sources of a dataset's rows: the paths of its files, or one string with the dataset's name and split.
 
-    Two references with a common identifier share rows.
+    ``reference`` is a path or a hub reference. Two datasets with a common source share rows.
     """
     path = Path(reference).expanduser()
     if not path.exists():

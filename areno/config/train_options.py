@@ -10,7 +10,7 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of the KL term in the loss."""
 
 ALL_LINEAR = "all-linear"
-"""Value of ``--lora-target-modules`` for every linear layer except the output head."""
+"""Value of ``--lora-target-modules`` that selects all linear layers except the output head."""
 
 _train = partial(option, group="Train")
 _train_free = partial(_train, changes_results=False)
@@ -33,7 +33,7 @@ class UpdateOptions:
     )
     activation_checkpointing: bool = _train(
         True,
-        documented_default="on if memory is short or its use cannot be estimated, else off",
+        documented_default="on if memory is short or the memory use cannot be estimated, else off",
         help="Recompute activations in the backward pass. Recomputation saves memory but takes time.",
     )
     tree_training: bool = _train(
@@ -57,7 +57,7 @@ class UpdateOptions:
     adam_eps: float = _train(1e-8, above=0, help="AdamW epsilon, which is added to the denominator.")
     adam_8bit: bool = _train(
         False,
-        help="Store AdamW's moments in 8 bits, which takes about two bytes per weight instead of eight.",
+        help="Store AdamW's two moments in 8 bits each. A weight's moments then take about two bytes instead of eight.",
     )
     offload_optimizer: bool = _train_free(
         False,
@@ -136,7 +136,8 @@ class UpdateOptions:
     kl_coef: float = _groups(
         0.0,
         minimum=0,
-        help="Weight of the KL term against the reference in the loss. With 0, there is no KL term.",
+        help="Weight of the KL term in the loss. The KL term measures the divergence from the reference model. With 0, "
+        "there is no KL term.",
     )
     dpo_beta: float = _dpo(0.1, above=0, help="Beta of DPO. A larger value keeps the policy closer to the reference.")
     dpo_loss_type: str = _dpo(
@@ -150,7 +151,7 @@ class UpdateOptions:
     dpo_length_normalized: bool = _dpo(
         False, help="Compare answers by their mean log-prob per token instead of the sum."
     )
-    use_kl_loss: bool = _ppo(True, help="Add a KL term against the reference to the loss.")
+    use_kl_loss: bool = _ppo(True, help="Add a KL term to the loss: the divergence from the reference model.")
     kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term in the loss.")
     kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term in the loss.")
     kl_reward_coef: float = _policy(
@@ -170,7 +171,8 @@ class UpdateOptions:
     value_clip_eps: float = _ppo(
         0.5,
         above=0,
-        help="Clip range for the change of a predicted value in the value loss, in units of reward.",
+        help="In the value loss, clip each predicted value to at most this distance from the value predicted before the "
+        "update. The distance has the unit of rewards.",
     )
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
     bootstrap_truncated: bool = _ppo(

@@ -182,7 +182,9 @@ def test_folder_never_mixes_held_out_files_into_training(tmp_path):
     assert load_rows(str(tmp_path))["n"][:] == [1, 2]
     for file in tmp_path.glob("train*"):
         file.unlink()
-    with pytest.raises(UsageError, match="no files of the split train; it has files of test; pass a single file"):
+    with pytest.raises(
+        UsageError, match="no files of the split train; it has files of the split test; pass a single file"
+    ):
         load_rows(str(tmp_path))
 
 
@@ -197,7 +199,9 @@ def test_folder_gives_the_requested_split(tmp_path):
     assert rows("test") == [3, 5]
     assert rows("validation") == rows("dev") == [4]
     assert rows("test_prefs") == [5]
-    with pytest.raises(UsageError, match="no files of the split extra2; it has files of test, train, validation"):
+    with pytest.raises(
+        UsageError, match="no files of the split extra2; it has files of the splits test, train, validation"
+    ):
         rows("extra2")
     (tmp_path / "val.part.jsonl").unlink()
     with pytest.raises(UsageError, match="no files of the split validation"):

@@ -299,7 +299,7 @@ def test_held_out_rows_come_from_a_test_split(workspace):
     validate(parse_train(argv))
     (workspace / "data" / "test.jsonl").unlink()
     with pytest.raises(
-        UsageError, match="--eval-dataset-path data has no files of the split test; it has files of train"
+        UsageError, match="--eval-dataset-path data has no files of the split test; it has files of the split train"
     ):
         validate(parse_train(argv))
     with pytest.raises(UsageError, match="--dataset-path data has no files of the split test"):

@@ -79,7 +79,7 @@ def test_without_the_split_no_model_is_loaded(no_model, tmp_path, tiny_checkpoin
     next(data.glob("test*")).unlink()
     message = refused(configured(kind, tiny_checkpoint, tmp_path, data, data))
     assert "valid_dataset.path" in message
-    assert "no files of the split test; it has files of train" in message
+    assert "no files of the split test; it has files of the split train" in message
 
 
 def test_a_named_split_is_used_and_a_missing_one_refused(no_model, tmp_path, tiny_checkpoint):

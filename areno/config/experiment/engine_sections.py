@@ -379,7 +379,8 @@ class PPOCriticConfig(TrainEngineConfig):
     )
     eps_clip: float = setting(
         0.5,
-        "Clip range for the change of a predicted value in the value loss, in units of reward.",
+        "In the value loss, clip each predicted value to at most this distance from the value predicted before the update. The "
+        "distance has the unit of rewards.",
         above=0,
     )
     mask_no_eos_with_zero: bool = setting(
