@@ -147,7 +147,7 @@ class PackedPlan:
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
         """Packed positions of all contexts' tokens, starts of the contexts (int32 [N + 1]), and length of the longest context.
 
-        The context of a sequence consists of its prefix and its tokens.
+        The context of a sequence is the sequence itself, preceded by the prefix that it shares with other sequences.
         """
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
