@@ -45,7 +45,10 @@ class AttentionPlan(Protocol):
     routing: Routing | None  # recording or replay of expert choices, see :mod:`areno.engine.model.routing`
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention outputs [T, H, Dv] of queries [T, H, D] for keys [T, K, D], values [T, K, Dv] and cached tokens."""
+        """Return attention outputs [T, H, Dv], given queries [T, H, D], keys [T, K, D] and values [T, K, Dv].
+
+        If the plan has a KV cache, the queries also attend to the cached tokens.
+        """
         ...
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ class AttentionPlan(Protocol):
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Return the attention outputs [B, H, Lq, Dv] of queries [B, H, Lq, D] for keys [B, K, Lk, D] and values [B, K, Lk, Dv].
+    """Return attention outputs [B, H, Lq, Dv], given queries [B, H, Lq, D], keys [B, K, Lk, D] and values [B, K, Lk, Dv].
 
     ``mask`` is added to the scores: its entries are 0 or -inf, and its shape is broadcastable to [B, 1, Lq, Lk]. ``causal``
     applies a causal mask and requires Lq == Lk.

@@ -75,8 +75,8 @@ class CausalLM(PackedModel):
         """Return the log-probs [N] of the tokens ``targets`` [N], given hidden states [N, C].
 
         The logits are computed in chunks of rows. If there are several chunks, the backward pass recomputes the logits of each
-        chunk. The memory for logits therefore does not grow with N. However, on a CPU with ``keeps_logits``, all logits are
-        kept for the backward pass instead of being recomputed.
+        chunk. The memory for logits therefore does not grow with N. However, if the model runs on a CPU and ``keeps_logits`` is
+        set, all logits are kept for the backward pass instead of being recomputed.
         """
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 

@@ -104,7 +104,7 @@ class FastLinear(nn.Linear):
         return out.view(*input.shape[:-1], self.out_features)
 
     def _in_decode_step(self, rows: Tensor) -> Tensor:
-        """Compute the product in a traced decode step, which has few rows and no gradient."""
+        """Compute the output while ``torch.export`` traces a decode step, which has few rows and no gradient."""
         if row_product.KERNEL.loaded:
             return self._row_product(rows)
         if _wide() and self.weight.numel() >= _LEAST_WEIGHT:

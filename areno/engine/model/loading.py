@@ -203,8 +203,9 @@ def prepare_as(
     validate(model, ours, probe, expected, choices, name, unsupported)
     if window is not None:
         unsupported = (
-            f"a layer ignores its attention window of {window} tokens (only the masks of transformers apply this window); "
-            f"use another model, or set max_position_embeddings in the model's config.json to {window}"
+            f"a layer ignores its attention window of {window} tokens (transformers applies this window only in its attention "
+            "masks, which areno does not use); use another model, or set max_position_embeddings in the model's config.json "
+            f"to {window}"
         )
         with narrow_windows(module):
             validate(model, ours, probe, *in_window, name, unsupported)

@@ -18,7 +18,7 @@ from areno.engine.model.stages import StageLayers, model_body
 
 
 class Weights:
-    """Storage of a model's weights between passes. This class stores unsharded weights; a subclass shards the weights."""
+    """How a model's weights are stored. In this base class, the weights are unsharded; a subclass shards the weights."""
 
     dtype: torch.dtype | None = None  # compute dtype; None: the storage dtype
     whole: bool = True  # whether all weights are gathered on this rank

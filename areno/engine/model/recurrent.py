@@ -53,7 +53,7 @@ class SlotStates:
         return _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True, because zeros are a valid empty state."""
+        """Return True, even before the first token, because each state is initialized to zeros, a valid empty state."""
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:

@@ -96,7 +96,7 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(ChoiceRecorder):
-    """Records the ``topk`` calls in a pass of an MoE layer, and the indices that the layer passes to its experts."""
+    """Records the ``topk`` calls in a pass of an MoE layer, and the expert indices that the layer passes to its experts."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Probe(ChoiceRecorder):
         self._indices: Tensor | None = None
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the indices that are passed to the experts. This method is a forward pre-hook of the experts' module."""
+        """Record the expert indices that the experts' module receives. This method is a forward pre-hook of the module."""
         indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
         self._indices = indices[0] if indices else self._indices  # shared experts get no indices
 

@@ -82,7 +82,7 @@ class Routed(AbstractContextManager[None]):
 
 
 def current_routing() -> Routing | None:
-    """Return the routing of the current pass; None if no choices are recorded or replaced."""
+    """Return the routing of the current forward pass; None if expert choices are neither recorded nor replaced."""
     return _CURRENT.get()
 
 
@@ -160,8 +160,8 @@ class ChoiceReplay(_TopkMode):
     Args:
         recorded: the recordings to repeat. Their tokens are concatenated in the given order. If the ``topk``
             calls of the recordings differ in their shapes, no choice is repeated.
-        first: index of the recorded token that is the first token of the pass. Tokens after the last recorded token keep the
-            router's choices.
+        first: index of the recorded token that corresponds to the first token of the forward pass. Tokens after the last
+            recorded token keep the router's choices.
         tolerance: maximum difference between the scores of the recorded experts and of the router's own experts, relative to
             the largest score. If the difference is larger, the router's own choice is used.
     """
@@ -250,7 +250,7 @@ class Replay:
         return torch.where(replayed, recorded, chosen)
 
     def again(self) -> Routing:
-        """Return a replay of the same choices, but without a counter, so that a recomputed pass counts no choice twice."""
+        """Return the replay for recomputing the forward pass. It does not count the choices, which are already counted."""
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:

@@ -27,7 +27,7 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class ShardedAdapter(Adapter):
-    """The LoRA adapter of a tensor-parallel module. All ranks must make the same calls.
+    """The LoRA adapter of a tensor-parallel module. All ranks must call the same methods in the same order.
 
     Raises UsageError: a layer has an unsupported tensor-parallel style.
     """

@@ -74,8 +74,8 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     """Computes the log-softmax at one index per row, from this rank's slice of each row.
 
-    All ranks make the same calls and get the same results. With ``entropy``, the probabilities of the slice are saved for the
-    backward pass. Without ``entropy``, the scaled logits are saved.
+    Every rank must call this function with its own slice, and all ranks get the same results. With ``entropy``, the
+    probabilities of the slice are saved for the backward pass. Without ``entropy``, the scaled logits are saved.
     """
 
     @staticmethod

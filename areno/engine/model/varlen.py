@@ -47,7 +47,7 @@ class VarlenKernel:
         longest: tuple[int, int],
         layer: LayerAttention,
     ) -> Tensor:
-        """Compute causal attention of packed queries [Tq, H, D] for packed keys [Tk, K, D] and values.
+        """Compute causal attention from packed queries [Tq, H, D] to packed keys [Tk, K, D] and values.
 
         The last query of each sequence is at the position of the sequence's last key. ``starts`` and ``longest`` are pairs: the
         first element is for queries, and the second is for keys. An element of ``starts`` holds the start of each sequence and

@@ -293,7 +293,10 @@ class SharedMemory:
         return torch.frombuffer(self._memory, dtype=self._dtype, count=count, offset=offset)
 
     def barrier(self) -> None:
-        """Wait until all ranks call this method. Afterwards, each rank sees everything that the other ranks wrote before."""
+        """Wait until all ranks call this method.
+
+        Afterwards, each rank can read what the other ranks wrote to the shared memory before they called this method.
+        """
         self._group.barrier()
 
 

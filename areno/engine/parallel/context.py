@@ -30,9 +30,9 @@ from areno.engine.parallel.channels import Channel
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange this rank's tokens of all heads [n, size * h, D] for all tokens of this rank's heads [size * n, h, D].
+    """Exchange values among the ranks, so that each rank gets all tokens of some heads instead of some tokens of all heads.
 
-    If ``to_heads`` is False, the exchange is reversed.
+    The shape changes from [n, size * h, D] to [size * n, h, D]. If ``to_heads`` is False, the exchange is reversed.
     """
 
     @staticmethod

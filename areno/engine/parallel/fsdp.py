@@ -106,8 +106,9 @@ class FullyShardedWeights(Weights):
     def gather(self) -> None:
         """Gather all weights, which stay gathered until :meth:`release` is called. Every rank must call this method.
 
-        While the weights are gathered, FSDP's hooks are removed. The hooks would record the order in which layers run, and
-        ranks with different orders would gather different layers in the next backward pass.
+        While the weights are gathered, FSDP's hooks are removed. The hooks would record which layers run, and the next backward
+        pass would gather layers according to this record. In rollouts, ranks may run different numbers of passes, so their
+        records would differ, and the ranks would gather different layers.
         """
         if self.whole:
             return

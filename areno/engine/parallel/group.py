@@ -174,7 +174,7 @@ class EngineGroup(Backend):
         return asked
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
-        """Number the requests, and assign each to the least loaded replica."""
+        """Give each request a number, and assign each request to the least loaded replica."""
         opened: dict[int, _Pending] = {}
         with self._lock:
             tokens = [0] * self.layout.dp_size

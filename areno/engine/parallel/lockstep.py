@@ -1,8 +1,9 @@
 """Rollout loops that run in lockstep on the ranks of a sharded replica.
 
-Each iteration (turn) of a rollout loop depends only on the requests, cancellations and limits. Before each turn, the first rank
-(the leader) broadcasts all new requests, cancellations and limits. Therefore, all ranks schedule, compute and sample
-identically. Each message contains the sum of all token ids sampled so far. A rank raises an error if its own sum differs.
+Each iteration (turn) of a rollout loop depends only on the requests, the cancellations, and the limits (the size of the prefix
+cache and the maximum number of running sequences). Before each turn, the first rank (the leader) broadcasts all new requests,
+cancellations and limits. Therefore, all ranks schedule, compute and sample identically. Each message contains the sum of all
+token ids sampled so far. A rank raises an error if its own sum differs.
 """
 
 import dataclasses

@@ -33,7 +33,8 @@ class Start:
 class Call:
     """A call of ``method``, the dotted name of a method of the worker's object.
 
-    With ``now``, the thread that reads messages runs the call.
+    If ``now`` is set, the thread that reads messages runs the call at once. Otherwise, the call waits until earlier calls have
+    ended.
     """
 
     number: int
@@ -61,7 +62,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat. ``progress`` increases while the worker makes progress. ``doing`` is the name of the running method."""
+    """A heartbeat.
+
+    ``progress`` is a counter that increases as long as the worker makes progress. ``doing`` is the name of the running method.
+    """
 
     progress: float
     doing: str = ""

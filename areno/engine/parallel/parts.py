@@ -56,7 +56,7 @@ def unsharded(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _split(placement: Placement, indices: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Split the indices of dimension ``dim`` into the indices of each of ``count`` shards."""
+    """Divide ``indices`` of dimension ``dim`` among ``count`` shards, and return the indices that each shard holds."""
     row = indices.view([1] * dim + [-1])
     shards, _ = placement._split_tensor(row, count, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
     return [shard.flatten() for shard in shards]

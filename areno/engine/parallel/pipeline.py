@@ -186,10 +186,10 @@ class _Traffic:
         return inbox.arrived.pop(source)
 
     def _forget(self, stage: int, number: int) -> None:
-        """Discard completed sends.
+        """Discard completed sends to stage ``stage``.
 
-        Stage ``stage`` has run the pass with index ``number`` in its schedule, so it has received the inputs of all earlier
-        passes.
+        ``number`` is the index of a pass that the stage has run. The stage has therefore received the inputs of all earlier
+        passes in its schedule, so the sends of these inputs are complete.
         """
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:

@@ -42,8 +42,9 @@ def distributed_config(
     """Return the ``transformers`` configuration for sharding a model.
 
     The tensor-parallel plan of a model may add hooks that sum the gradients of some unsharded parameters. The returned
-    configuration has no such hooks: :func:`partial_names` lists the parameters, and the optimizer sums their gradients once. A
-    plan may also gather the logits. In the returned configuration, the logits stay sharded; see :func:`vocabulary_share`.
+    configuration has no such hooks. Instead, the optimizer sums these gradients once per step; :func:`partial_names` lists the
+    parameters. A plan may also gather the logits. In the returned configuration, the logits stay sharded; see
+    :func:`vocabulary_share`.
 
     Args:
         config: model configuration.
