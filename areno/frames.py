@@ -164,7 +164,7 @@ class Frames:
         return messages
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message. ``timeout_s`` limits the time without received bytes. None means no limit.
+        """Wait for the next message. ``timeout_s`` is the maximum time without new bytes; None means no limit.
 
         Raises the errors of :meth:`arrived`, and TimeoutError.
         """

@@ -101,9 +101,10 @@ def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Call ``run``, and return the program's exit code: 0, or the code of :func:`areno.errors.exit_code` after an exception.
+    """Call ``run``, and return the program's exit code, which is 0 if ``run`` raises no exception.
 
-    An `ArenoError` is printed to stderr.
+    For an `ArenoError`, SystemExit or KeyboardInterrupt, :func:`areno.errors.exit_code` determines the exit code. An
+    `ArenoError` is printed to stderr.
     """
     try:
         run()

@@ -189,7 +189,10 @@ class SlotCache(KVCache):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """The part of a context to prefill: ``length`` tokens after ``offset`` cached tokens, for all slots with this context."""
+    """Tokens to prefill: ``length`` tokens of a context (a prompt and its output so far), after ``offset`` cached tokens.
+
+    Several samples may share one context. ``slots`` are the slots of these samples.
+    """
 
     slots: Seq[int]
     length: int
@@ -197,9 +200,9 @@ class PrefillSpan:
 
 
 class PrefillPlan(PackedPlan):
-    """Attention plan of a prefill. The input is a concatenation of spans, each of which is a part of one context.
+    """Attention plan of a prefill. The input is a concatenation of spans (:class:`PrefillSpan`).
 
-    The keys and values of a span are written to the slots of all samples with this context.
+    The keys and values of a span are written to the slots of all samples that share the span's context.
 
     Args:
         cache: KV cache with enough slots and columns, which already contains the tokens before each span.
@@ -246,7 +249,10 @@ class PrefillPlan(PackedPlan):
         return self._attend_pieces(layer, q, contexts)
 
     def _attend_pieces(self, layer: LayerAttention, q: Tensor, contexts: Seq[tuple[Tensor, Tensor]]) -> Tensor:
-        """Compute attention span by span. ``contexts`` holds keys and values [1, heads, tokens, size] up to each span's end."""
+        """Compute the attention of each :class:`PrefillSpan` separately.
+
+        ``contexts`` has, for each span, the keys and values [1, heads, tokens, size] of all tokens up to the span's end.
+        """
         outputs = []
         for span, queries, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
             mask = self._causal_mask(span.offset, span.length, layer.window, q)

@@ -23,7 +23,10 @@ CALL_TOKENS = 64
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
-    """Return a draft of at most ``most`` tokens for each sequence, within the reserved cache columns. A draft may be empty."""
+    """Return a draft of at most ``most`` tokens for each sequence. A draft may be empty.
+
+    A sequence together with its draft has at most ``columns`` tokens, the number that fits into the reserved cache.
+    """
     most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
     drafts: list[list[int]] = []
     for sequence in sequences:

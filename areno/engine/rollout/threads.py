@@ -1,8 +1,8 @@
 """Choose the thread count of each forward pass of a rollout.
 
 A decode step of a small model consists of hundreds of small operations, which are slower on two threads than on one thread. A
-pass therefore runs on one thread if the work of its average matrix product is below a threshold. Otherwise, the pass runs on
-all threads of the process (:mod:`areno.engine.cpu_threads`).
+forward pass therefore runs on one thread if its average matrix product has fewer than ``PARALLEL_FLOP`` operations. Otherwise,
+the forward pass runs on all threads of the process (:mod:`areno.engine.cpu_threads`).
 """
 
 import torch

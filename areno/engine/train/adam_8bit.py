@@ -1,6 +1,6 @@
 """AdamW with 8-bit moments, stored with block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-Each block of 256 numbers has one fp32 scale, which is the number of largest magnitude in the block. A table maps the
+Each block of 256 numbers has one fp32 scale: the number with the largest absolute value in the block. A table maps the
 256 codes to factors between -1 and 1, or between 0 and 1 for the second moment. Each number is divided by the scale of
 its block, and stored as the code of the nearest factor. The relative spacing of the factors is finest near 1, and the
 smallest positive factor is below 1e-6. Three features distinguish this module from other implementations.
@@ -11,8 +11,8 @@ moment. AdamW's denominator for a weight is therefore accurate enough even if th
 the largest gradients in the block.
 
 *A table lookup finds the code of a number.* The upper half of an fp32 number (sign, exponent and seven bits of the
-mantissa) is the index into a second table. The lookup is several times faster than a binary search. Adjacent
-upper halves are closer together than adjacent factors.
+mantissa) is the index into a second table. The lookup is several times faster than a binary search. The lower half can
+be ignored, because it changes a number by less than the distance between two adjacent factors.
 
 *Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
 Rounding uses no random numbers. A run that resumes in the same layout is therefore bitwise identical to an
@@ -73,8 +73,8 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 class Quantised:
     """Quantized numbers, stored as codes (uint8 [blocks, 256]) and scales (fp32 [blocks]).
 
-    A scale is the number of largest magnitude in its block. The scale is signed, because there is a code for the factor
-    1 but none for -1. :func:`dynamic_values` returns the factors of the codes.
+    The scale of a block is the number with the largest absolute value in the block. The scale is signed, because there is
+    a code for the factor 1 but none for -1. :func:`dynamic_values` returns the factors of the codes.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -92,7 +92,7 @@ class Quantised:
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
         """Quantize ``numbers``, fp32 [N].
 
-        If :meth:`numbers` decodes the result, and this method quantizes the decoded numbers again, the codes do not change.
+        If the result is decoded and then quantized again, the codes do not change.
         """
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):

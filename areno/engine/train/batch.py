@@ -33,7 +33,7 @@ class PackedBatch:
     data: DataPack  # what the loss receives
 
     def on_action_axis(self, values: Tensor) -> Tensor:
-        """Scatter the values of the scored actions to the whole action axis. Actions that are not scored get 0."""
+        """Expand ``values``, which has one entry per scored action, to all actions [A]. The added entries are 0."""
         mask = self.data["packed_response_mask"]
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
 
@@ -99,9 +99,9 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Concatenate the per-token lists in the attribute ``name`` of the rows, and return the values at ``actions``.
+    """Concatenate a per-token list, such as the advantages, of all rows, and return its entries at ``actions``.
 
-    Return None if no row has this list.
+    ``name`` is the attribute of the rows that holds the list. Return None if no row has this list.
     """
     lists = [getattr(row, name) for row in rows]
     if not any(lists):

@@ -86,9 +86,10 @@ class FullyShardedAdamW(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
-        """Sum the gradients of the ``partial`` and ``tied`` parameters over the ranks, and return the gradient's statistics.
+        """Complete the sum of the gradients over the ranks, and return the gradient's statistics.
 
-        The backward pass has already summed the gradients of all other parameters.
+        FSDP has already reduced the gradients during the backward pass. This method then sums the gradients of parameters in
+        ``partial`` over the tensor-parallel ranks, and of parameters in ``tied`` over the first and the last pipeline stage.
         """
         # In double: counts beyond 2^24 must stay exact.
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
@@ -166,7 +167,7 @@ class FullyShardedAdamW(Optimizer):
     def state_parts(self) -> Iterator[StatePart]:
         """Yield this rank's shards of the moments. If the model does not compute in fp32, also yield the master weights.
 
-        A shard that a rank with a lower number also holds is skipped.
+        If several ranks hold the same shard, only the first of these ranks yields the shard.
         """
         kinds = zip(self._tied, self._rounded, strict=True)
         for name, parameter, share, (tied, rounded) in zip(
@@ -186,7 +187,7 @@ class FullyShardedAdamW(Optimizer):
         return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
 
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the moments of a shard by their names in a saved state.
+        """Return the moments of a shard in a dict whose keys are the names of the moments in a saved state.
 
         Moments in 8 bits are decoded, because the boundaries of their quantization blocks depend on the sharding.
         """

@@ -100,7 +100,7 @@ class MicroBatching:
         return bins
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Divide blocks into bins by differencing.
+        """Divide blocks into bins with nearly equal numbers of tokens, by the differencing method of Karmarkar and Karp.
 
         While a bin of several blocks exceeds the token budget, retry with ``n_mbs_divisor`` more bins.
         """

@@ -112,7 +112,7 @@ class GradientStats:
     total: int  # entries of the parameters that received a gradient
 
     def metrics(self) -> dict[str, float]:
-        """Return the statistics by their metric names."""
+        """Return the statistics in a dict whose keys are the metric names."""
         share = self.nonzero / self.total if self.total else 0.0
         return {
             "grad_norm": self.norm,
@@ -231,7 +231,7 @@ class Optimizer(ABC):
     def state_parts(self) -> Iterator[StatePart]:
         """Yield this rank's shards of the tensors that an exact resume needs in addition to the model's weights.
 
-        A shard that a rank with a lower number also holds is skipped.
+        If several ranks hold the same shard, only the first of these ranks yields the shard.
         """
 
     @abstractmethod

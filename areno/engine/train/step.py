@@ -311,9 +311,9 @@ class TrainStep:
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Run ``passes`` with weight 0 while other ranks still have rows.
+        """Run a forward pass and, with ``backward``, a backward pass with a gradient of 0 for each microbatch in ``passes``.
 
-        Each pass gathers every layer from all ranks, so a rank without rows must take part.
+        With FSDP, all ranks must run the same number of passes, because each pass gathers every layer from all ranks.
         """
         for rows in passes:
             HEARTBEAT.tick()
@@ -473,7 +473,7 @@ def _chunks(
     """Divide rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
 
     Blocks of ``together`` adjacent rows are never split. A single block may exceed ``most_tokens``. With ``tree``,
-    common prefixes of a chunk count once.
+    the tokens of a prefix that several rows of a chunk share are counted only once.
     """
     start, tokens, prefixes = 0, 0, TokenTree()
 

@@ -13,7 +13,7 @@ from areno.types import TokenRecord, TrainSequence
 
 
 class TokenRecords:
-    """Records of this rank's observed rows since the last call of :meth:`take`."""
+    """Stores the records that this rank has made for observed rows since the last call of :meth:`take`."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}

@@ -1,4 +1,4 @@
-"""Creates engines from configuration sections, and the options of engines, optimizers, microbatches and inference servers."""
+"""Converts configuration sections to engines and to options of engines, optimizers, microbatches and inference servers."""
 
 import importlib.util
 import math
@@ -46,7 +46,10 @@ _ROWS_PER_PASS = 8
 
 
 def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield problems with the ``model_type`` of models on the Hugging Face Hub. Download only their configurations."""
+    """Yield an error message for each model on the Hugging Face Hub that does not have the configured ``model_type``.
+
+    For each model that has the configured ``model_type``, yield an empty string. Only configurations are downloaded.
+    """
     for path, _, section in walk(config):
         if (
             isinstance(section, TrainEngineConfig)

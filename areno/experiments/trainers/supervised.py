@@ -159,7 +159,8 @@ def preference_loss(actor: DPOEngineConfig) -> LossFn:
     """Return the preference loss that the ``actor`` section configures.
 
     IPO compares log-probs averaged per token, so its target 1 / (2 beta) does not depend on the length. If the loss of
-    ``actor.algorithm`` is made by :func:`areno.loss_fns.units.mean_loss`, its statistics have the names that DPO uses.
+    ``actor.algorithm`` was created with :func:`areno.loss_fns.units.mean_loss`, this loss reports its statistics under the
+    same names as the DPO loss.
     """
     if actor.algorithm:
         spec, options = named_algorithm(actor)
