@@ -50,12 +50,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """Number and resources of the workers of a role. `SchedulingSpec` documents the fields that have no comment."""
+    """Number and resources of the workers of a role. Fields without a comment mean the same as in `SchedulingSpec`."""
 
     workers: int = 1
     together: int = 1  # number of consecutive workers that must be on one machine
     cpu: int = 1  # cores of a worker
-    gpu: int = 0
+    gpu: int = 0  # GPUs of a worker
     mem: int | None = None  # memory in GB per GPU, or per worker without GPUs; None requests none
     env_vars: Mapping[str, str] = field(default_factory=dict)
     cmd: str | None = None  # command that starts Python, instead of the default interpreter
@@ -93,7 +93,10 @@ class RoleNeed:
         return words
 
     def _python(self, default: str) -> list[str]:
-        """Return the command that starts Python. If ``cmd`` runs a module, the module is removed from the command."""
+        """Return the command that starts Python: the words of ``cmd`` before the option ``-m``.
+
+        If these words are only ``python`` or ``python3``, or if there are none, the command starts the interpreter ``default``.
+        """
         words = shlex.split(self.cmd or "")
         if "-m" in words:
             words = words[: words.index("-m")]

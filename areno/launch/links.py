@@ -22,10 +22,10 @@ from areno.errors import EngineError
 from areno.frames import Frames, SignedFormat
 
 LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
-"""Environment variables of a worker.
+"""Environment variables that tell a worker how to connect to the process that started the worker (the starter).
 
-On a Ray or Slurm cluster, ``LINK`` is ``HOST:PORT/NAME``, and ``KEY`` is the run's key in hex. Otherwise, ``LINK`` is the file
-descriptor of an inherited socket, and ``KEY`` is not set.
+On a Ray or Slurm cluster, ``LINK`` is ``HOST:PORT/NAME`` (address of the starter, and name of the worker), and ``KEY`` is the
+run's key in hex. Otherwise, ``LINK`` is the file descriptor of an inherited socket, and ``KEY`` is not set.
 """
 
 NODE_ADDRESS = "ARENO_NODE_ADDRESS"
@@ -43,8 +43,8 @@ _STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
 class Connection:
     """A socket between a worker and the process that started the worker (the starter).
 
-    ``key`` signs the messages; it is None if the worker inherited the socket. ``dials`` is whether this process is the worker,
-    which opens the connection.
+    ``key`` signs the messages; it is None if the worker inherited the socket. ``dials`` is True in the worker, which opens
+    the connection, and False in the starter.
     """
 
     socket: socket.socket
@@ -141,10 +141,12 @@ class Listener:
 
 
 def dial() -> Connection:
-    """Connect this worker to its starter. Remove the variables :data:`LINK` and :data:`KEY` from the environment.
+    """Connect this worker to the process that started the worker.
+
+    This function removes the variables :data:`LINK` and :data:`KEY` from the environment.
 
     Raises:
-        EngineError: the starter is unreachable, or does not know the key.
+        EngineError: the process that started the worker is unreachable, or does not know the run's key.
     """
     link, digits = os.environ.pop(LINK), os.environ.pop(KEY, "")
     if not digits:

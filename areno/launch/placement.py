@@ -31,7 +31,7 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
         if gpus_needed > gpus_per_node:
             raise UsageError(
                 f"an engine of {role} needs {gpus_needed} GPUs on a single node, but a node has {gpus_per_node}; use smaller "
-                f"sizes in {role}.backend, or correct cluster.n_gpus_per_node"
+                f"parallel sizes in {role}.backend, or correct cluster.n_gpus_per_node"
             )
         for _ in range(0, need.workers, need.together):
             fitting = (
@@ -40,8 +40,8 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
             if not fitting:
                 raise UsageError(
                     f"{need.workers} workers of {role} need {need.gpu} GPUs each, but too few GPUs are free on "
-                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each; raise cluster.n_nodes, or use smaller sizes in "
-                    f"{role}.backend"
+                    f"{len(nodes)} nodes with {gpus_per_node} GPUs each; raise cluster.n_nodes, or use smaller parallel "
+                    f"sizes in {role}.backend"
                 )
             node = fitting[0] if gpus_needed else min(fitting, key=lambda name: cores[name])
             gpus[node] += gpus_needed

@@ -249,7 +249,7 @@ class RayLauncher(RemoteLauncher):
         return groups[number // need.together], number % need.together
 
     def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
-        """Create placement groups for the workers from number ``first`` on.
+        """Create placement groups for worker number ``first`` and all workers after it.
 
         With ``ray_placement_strategy=shared``, engines with a single worker share one group. In all other cases, each engine
         gets its own group.
@@ -305,7 +305,8 @@ def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping
         if needed > available:
             raise UsageError(
                 f"scheduler.type=ray: the roles together need {needed} {name}s, but the cluster has {available:g} "
-                f"({_listing(nodes)}); use smaller sizes in backend or scheduling_spec, or add nodes"
+                f"({_listing(nodes)}); use smaller parallel sizes in backend, request less in scheduling_spec, or "
+                "add nodes"
             )
 
 

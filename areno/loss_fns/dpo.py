@@ -56,8 +56,8 @@ def dpo_loss_fn(
     Returns:
         Loss and statistics: dpo_loss, total_loss, dpo_accuracy (fraction of pairs with D > 0), dpo_margin (beta D),
         dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (the difference of these
-        rewards), and dpo_response_len. The undecorated function (``dpo_loss_fn.units``) returns response_len per
-        sequence, and all other quantities per pair.
+        rewards), and dpo_response_len. ``dpo_loss_fn.units`` returns the quantities before averaging:
+        response_len per sequence, and all other quantities per pair.
 
     Raises:
         ValueError: an argument is out of range, the pack has no reference log-probs, or a sequence is unpaired.

@@ -24,7 +24,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``. A is the length of the action axis. A key is missing if the rows lack the corresponding list."""
+    """Keys of ``data_pack``. A key such as ``packed_advantages`` is missing if the rows have no ``advantages``.
+
+    A tensor of shape [A] has one entry for each token of the microbatch, except for the first token of each sequence.
+    """
 
     packed_response_mask: Tensor  # bool [A], tokens that count
     packed_logprobs: Tensor  # rollout log-probs [A]

@@ -57,8 +57,8 @@ class Norm:
             mask: True for the entries to normalize [N]; None means all entries.
 
         Returns:
-            Normalized values, float64 [N]. Entries outside the mask are 0. If the mask excludes all entries, the values
-            are returned unchanged.
+            Normalized values, float64 [N], with 0 for each entry outside the mask. However, if the mask excludes all
+            entries, the values are returned unchanged.
 
         Raises:
             ValueError: lengths differ, or an entry to normalize is not finite.

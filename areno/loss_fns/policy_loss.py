@@ -79,8 +79,8 @@ class PolicyLossConfig(PolicyLossOptions):
 class _Terms:
     """Per-token inputs [A] of the loss and of its statistics. Log-probs and advantages are 0 outside the response mask.
 
-    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens that ``weights``
-    keeps. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
+    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens of the sequence that are
+    not masked (see ``weights.keep``). ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
     """
 
     mask: Tensor
@@ -115,8 +115,8 @@ def policy_loss_fn(
     - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
 
     By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
-    proximal policy and w = pi_p / pi_behavior, even without ``rejection_sampling``. The tokens that rejection sampling
-    or M2PO masks have w = 0, but count in N.
+    proximal policy and w = pi_p / pi_behavior. Optional ``rejection_sampling`` masks tokens or clamps w. The tokens
+    that rejection sampling or M2PO masks have w = 0, but count in N.
 
     Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
     response tokens. The gradient of this score-function term is an unbiased estimate of the gradient of the per-token

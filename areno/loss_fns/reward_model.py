@@ -17,8 +17,8 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quant
 
     Returns:
         Loss and statistics: rm_loss, rm_accuracy (fraction of pairs whose chosen answer scores higher), rm_margin,
-        rm_chosen_score and rm_rejected_score. The undecorated function (``reward_model_loss_fn.units``) returns the
-        same statistics per pair, under names without ``rm_``.
+        rm_chosen_score and rm_rejected_score. ``reward_model_loss_fn.units`` returns these quantities before averaging:
+        one number per pair, under names without ``rm_``.
 
     Raises:
         ValueError: the number of scores differs from the number of sequences, or a sequence is unpaired.

@@ -25,9 +25,9 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
         data_pack: needs ``packed_response_mask``, ``packed_seq_ids`` and ``packed_num_sequences``.
 
     Returns:
-        Loss and statistics: sft_loss, sft_logprob_mean and sft_target_tokens. The undecorated function
-        (``sft_loss_fn.units``) returns loss and logprob per token, and ppl, the perplexity of each sequence that has
-        response tokens.
+        Loss and statistics: sft_loss, sft_logprob_mean and sft_target_tokens. ``sft_loss_fn.units`` returns
+        the quantities before averaging: loss and logprob per token, and ppl, the perplexity of each
+        sequence that has response tokens.
     """
     mask = data_pack["packed_response_mask"]
     logprobs = torch.where(mask, in_float(logprobs), 0.0)

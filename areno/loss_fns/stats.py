@@ -1,8 +1,8 @@
 """Statistics that are aggregated exactly over microbatches.
 
-A loss reports objects of this module. The engine merges the parts of these objects (sums, counts, minima and maxima) over
-the optimizer step and all ranks, and converts the result to scalars. A plain number in the metrics is averaged over the
-microbatches with the same weights as the loss.
+A loss reports statistics as objects of the classes in this module, such as :class:`Mean`. The engine merges the parts of
+these objects (sums, counts, minima and maxima) over the optimizer step and all ranks, and converts the result to scalars. A
+plain number in the metrics is averaged over the microbatches with the same weights as the loss.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
     """Bind options to a loss made by :func:`mean_loss`, and report the loss's statistics under other names.
 
-    Quantities that the loss does not return are omitted.
+    An entry of ``names`` is ignored if the loss does not return the entry's quantity.
     """
     return functools.partial(_renamed, loss_fn=loss_fn, names=names, **options)
 
@@ -81,7 +81,7 @@ def _summary(quantity: Quantity, kind: Summary) -> Statistic:
 
 
 def means(prefix: str, *quantities: str) -> Names:
-    """Create a table that names the mean of each quantity.
+    """Return a :data:`Names` mapping that reports the mean of each quantity under ``prefix`` plus the quantity's name.
 
     For example, with the prefix ``rm_``, the mean of the quantity ``loss`` is reported as ``rm_loss``.
     """

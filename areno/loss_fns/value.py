@@ -43,13 +43,13 @@ def value_loss_fn(
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
         values: current value before each action [A].
-        cliprange_value: eta, the maximum change of a value that is not clipped, in units of reward.
+        cliprange_value: eta, the maximum difference between V_clip and V_old, in units of reward.
         value_loss_coef: weight of the loss.
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean and value_abs_error_mean. The undecorated function (``value_loss_fn.units``) returns the loss
-        and all of these statistics except value_loss, each per token.
+        old_value_mean and value_abs_error_mean. ``value_loss_fn.units`` returns the quantities before
+        averaging: the loss and all of these statistics except value_loss, each per token.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.

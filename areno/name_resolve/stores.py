@@ -26,8 +26,9 @@ class NameStore(Protocol):
     """
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set the value of a name. Without ``replace``, set nothing and return False if the name already has a value.
+        """Set the value of a name, and return True.
 
+        If the name already has a value and ``replace`` is False, keep the existing value and return False.
         If several processes write concurrently without ``replace``, only one write succeeds.
         """
 
@@ -58,7 +59,7 @@ def is_under(name: str, root: str) -> bool:
 class MemoryStore:
     """Stores names in the memory of a process or of a Ray actor.
 
-    In a Ray actor, ``owner`` identifies the process that calls the method.
+    In a Ray actor, the argument ``owner`` of a method identifies the process that calls this method.
     """
 
     def __init__(self) -> None:

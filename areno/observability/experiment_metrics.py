@@ -109,7 +109,7 @@ _UPDATE: _Rows = (
     (
         "old_logp",
         "log-prob of each trained token, recorded during sampling. With recompute_logprob and without a decoupled loss, "
-        "log-prob under the proximal policy",
+        "the value is the log-prob under the proximal policy",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
@@ -217,17 +217,17 @@ _TIMES: _Rows = (
     ("step", "time of the whole step, excluding saving and evaluation"),
     ("rollout", "time spent waiting for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
-    ("recompute_logp", "computation of proximal log-probs"),
-    ("ref_logp", "computation of the reference's log-probs"),
-    ("teacher_logp", "computation of the teacher's log-probs"),
-    ("critic_values", "computation of the critic's values"),
-    ("compute_advantage", "computation of advantages"),
-    ("train_step", "actor update"),
-    ("critic_train_step", "critic update"),
-    ("update_weights", "transfer of new weights to the rollout"),
-    ("save", "saving of models (with asynchronous saving: only the copying)"),
-    ("checkpoint_for_recover", "writing of a recovery checkpoint"),
-    ("eval", "evaluation"),
+    ("recompute_logp", "time to compute the proximal log-probs"),
+    ("ref_logp", "time to compute the reference's log-probs"),
+    ("teacher_logp", "time to compute the teacher's log-probs"),
+    ("critic_values", "time to compute the critic's values"),
+    ("compute_advantage", "time to compute the advantages"),
+    ("train_step", "time of the actor update"),
+    ("critic_train_step", "time of the critic update"),
+    ("update_weights", "time to transfer new weights to the rollout"),
+    ("save", "time to save the models; with asynchronous saving, only the time to copy the models"),
+    ("checkpoint_for_recover", "time to write a recovery checkpoint"),
+    ("eval", "time of the evaluation"),
 )
 _MEMORY: _Rows = (
     ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
@@ -268,7 +268,10 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),
 )
-"""Sections of the list of statistics, each with title, scope, kind of exported numbers, and rows of names and meanings."""
+"""Sections of the list of statistics.
+
+Each section has a title, a prefix of the names, the kind of exported numbers, and pairs of name and meaning.
+"""
 
 
 def documented() -> Iterator[tuple[str, Statistic]]:

@@ -302,7 +302,7 @@ class HealthMonitor:
             )
         return (
             f"{seen}, so most rewards are unreliable. Raise {remedy}. If the model never ends its answers, check its EOS token "
-            "and chat template, or first teach the model to stop with SFT"
+            "and chat template, or run SFT first, so that the model learns to stop"
         )
 
 

@@ -100,7 +100,7 @@ def test_three_warnings_are_shown_with_their_remedies():
 def test_a_tall_terminal_shows_complete_warnings():
     text = " ".join(" ".join(lines_of(warned(display(100, 45)), 100, 45)).split())
     assert "Use --dtype float32; for a mixture-of-experts model, also use --return-routed-experts" in text
-    assert "or first teach the model to stop with SFT" in text
+    assert "or run SFT first, so that the model learns to stop" in text
 
 
 def test_only_the_last_three_warnings_stay_but_all_are_counted():
