@@ -110,9 +110,9 @@ def setup_logging(
 ) -> LoggingSetup:
     """Install the command line's handlers on the logger ``areno``, and remove the handlers of an earlier setup.
 
-    With a run directory, the log file gets every record, and a live display shows only warnings and errors. If ``level`` or
-    ``ARENO_LOG_LEVEL`` is set, the display shows records of this level and above instead. Raises UsageError if the level is
-    unknown, or if the run directory or its log file cannot be created.
+    With a run directory, the log file gets every record, and a live display shows only warnings and errors. To choose
+    a different minimum level for the display, set ``level`` or the environment variable ``ARENO_LOG_LEVEL``. Raises UsageError
+    if the level is unknown, or if the run directory or its log file cannot be created.
     """
     console_level = log_level(level)
     explicit = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))

@@ -81,7 +81,7 @@ ADVICE: dict[str, Advice] = {
         low=ABOVE_ZERO,
     ),
     "rollout/reward_parts/NAME": Advice(
-        "all parts rise, or some stay constant",
+        "all reward parts rise, or some stay constant",
         "If one part falls while another part rises, the policy may exploit the rising part. Read samples from late "
         "in the run. Then fix the loophole, or change --reward-weights",
     ),
@@ -208,7 +208,7 @@ ADVICE: dict[str, Advice] = {
     "train/agent_failed": Advice("", "To find the cause, read the agent's errors in the log", 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
-        "a row is added if a request does not extend the conversation",
+        "each request that does not extend the conversation adds a training row",
         "docs/agentic.md explains when a conversation forks",
         0,
         0,

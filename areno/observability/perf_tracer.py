@@ -1,7 +1,10 @@
-"""Records performance traces as Chrome trace events, in one file per role and rank. Perfetto opens the converted files.
+"""Records performance traces as Chrome trace events, in one file per role and rank.
 
     {logs}/perf_tracer/{role}/traces-r{rank}.jsonl     one event per line
-    python -m areno.tools.perf_trace_converter ... out.json
+
+To view the traces in Perfetto, merge these files into one file that Perfetto can open:
+
+    python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json
 
 All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards. Scopes of
 different asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task gets its own track
@@ -217,7 +220,10 @@ def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int
 
 
 def _realigned(profile: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
-    """Convert profiler events to areno's clock and tracks. Each track starts with a metadata event that names it."""
+    """Yield the profiler's events with times on areno's clock.
+
+    The events of each thread or GPU stream become a separate track, which starts with a metadata event that names the track.
+    """
     begin = next((event["ts"] for event in profile if event.get("name") == _MARKER), None)
     if begin is None:
         return

@@ -83,7 +83,10 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
 
 
 def summary_statistics(name: str, values: ArrayLike) -> dict[str, float]:
-    """Return ``<name>_mean``, ``<name>_std`` (population), ``<name>_max`` and ``<name>_min`` of at least one value."""
+    """Return ``<name>_mean``, ``<name>_std`` (population), ``<name>_max`` and ``<name>_min`` of the values.
+
+    ``values`` must not be empty.
+    """
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "max", "min")}
 

@@ -263,7 +263,7 @@ class _Layout:
 
     def _speed(self, speed: float) -> Line:
         best = self.state.best_speed
-        share = [(f"{100 * speed / best:.0f} % of the best step", "dim")] if best > 0 else []
+        share = [(f"{100 * speed / best:.0f} % of the fastest step", "dim")] if best > 0 else []
         return self._line("speed", (f"{speed:,.0f} tokens/s", ""), *share)
 
     def _memory(self, memory: MemoryUse) -> Line:
@@ -313,7 +313,10 @@ class _Layout:
         return set_cell_size(text, max(width - len(self.more), 0)).rstrip() + self.more[: max(width, 0)]
 
     def _end(self, text: str, width: int) -> str:
-        """Return the end of a text as one line of at most ``width`` cells. A mark shows that the beginning is omitted."""
+        """Return the end of a text as one line of at most ``width`` cells.
+
+        If the beginning is omitted, the line starts with an ellipsis.
+        """
         tail = self._clean(text.rstrip()[-max(width, 1) :])
         if len(text.rstrip()) <= width and cell_len(tail) <= width:
             return tail
@@ -322,7 +325,7 @@ class _Layout:
         return self.more[: max(width, 0)] + tail
 
     def _limited(self, lines: list[str], limit: int) -> list[str]:
-        """Return at most ``limit`` lines. If lines are omitted, the last line ends with a mark."""
+        """Return at most ``limit`` lines. If lines are omitted, the last line ends with an ellipsis."""
         room = self.width - _LABEL_WIDTH
         if len(lines) <= limit:
             return lines

@@ -2,8 +2,8 @@
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after the session ends
 
-A task (a prompt group) may have several sessions. A context variable holds the current session, so code in the session and in
-its child tasks can access the session without a parameter.
+A task (a prompt group) may have several sessions. A context variable holds the current session. So code that runs in the
+session can access the session without a parameter, and so can asyncio tasks that this code starts.
 """
 
 import itertools
@@ -133,7 +133,7 @@ class SessionTracer:
                 session.counters[name] = session.counters.get(name, 0) + count
 
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
-        """Set the outcome of the sessions of a task, and write finished sessions if a batch is full.
+        """Set the outcome of the sessions of a task, and call :meth:`flush`.
 
         If the block of :meth:`session_context` raised an exception, the session keeps the status ``failed``. Unknown tasks are
         ignored. Raises ValueError if the status is unknown, and ArenoError if the file cannot be written.

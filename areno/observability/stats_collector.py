@@ -1,9 +1,9 @@
 """Collects the statistics of a step, and merges the statistics of several processes.
 
-Each recorded tensor is reduced to sum, count, minimum and maximum in float64, so a step may record a statistic any number of
-times. When the statistics of several processes are merged, every value has equal weight. A scope is a ``with`` block that adds
-a prefix to the names of statistics (:meth:`StatsTracker.scope`). The prefix applies only in the thread or asyncio task that
-entered the block, and in tasks started inside the block. Importing this module does not import torch.
+A step may record values of a statistic any number of times. Only the sum, count, minimum and maximum of these values are kept,
+in float64. When the statistics of several processes are merged, every value has equal weight. A scope is a ``with`` block that
+adds a prefix to the names of statistics (:meth:`StatsTracker.scope`). The prefix applies only in the thread or asyncio task
+that entered the block, and in tasks started inside the block. Importing this module does not import torch.
 """
 
 import math
@@ -38,7 +38,7 @@ class ReduceType(StrEnum):
 Part = tuple[str, float, float, float, float]
 """The contribution of a process to a statistic: reduce type, sum, count, minimum and maximum."""
 Parts = dict[str, Part]
-"""Maps the name of each statistic of a process to the contribution of the process. The values can be sent as JSON."""
+"""Contributions of a process to statistics, by the name of the statistic. The values can be sent as JSON."""
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 
 
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
-    """Compute the exported numbers from merged ``parts``. Return a dictionary that maps the name of each number to the number.
+    """Compute the numbers to export, such as means, from ``parts``. Return a dictionary of names and values.
 
     A statistic without values is exported only if it is a sum or a timing.
     """

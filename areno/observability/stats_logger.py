@@ -44,9 +44,9 @@ class StatsLogger:
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
         """Report statistics that were measured before a step, usually before the first step.
 
-        The statistics become a line of this step in ``metrics.jsonl``. Services receive them together with the statistics of
-        the step. If no step follows, services receive them when the logger is closed. Raises ArenoError if the file cannot be
-        written.
+        The statistics are written to ``metrics.jsonl`` as a separate line with the step number ``step``. Services receive them
+        together with the statistics of the next finished step. If no step follows, services receive them when the logger is
+        closed. Raises ArenoError if the file cannot be written.
         """
         self._unsent = without_counts(stats)
         _log.info("statistics before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))

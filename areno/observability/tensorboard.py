@@ -139,7 +139,7 @@ class EventWriter:
     def _next(self) -> tuple[int, dict[str, float], float] | None:
         """Wait for the next queued step, and return the step.
 
-        None after ``close``, or if the queue is empty after the main thread has ended.
+        Return None if no step will follow: after ``close``, or if the queue is empty and the main thread has ended.
         """
         while True:
             try:

@@ -41,7 +41,7 @@ class TrackingService(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send numbers of a step. Consecutive calls may send further numbers of the same step.
 
-        If the service already has later steps, the numbers may be appended after these steps.
+        A service that has already received later steps may record ``numbers`` under a larger step number than ``step``.
         """
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def _package(section: str, package: str, pip_name: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"stats_logger.{section}.mode requires the package {package}, which cannot be imported ({error}); "
-            f"run pip install {pip_name!r}, or set stats_logger.{section}.mode=disabled (areno train: change --track)"
+            f"run `pip install {pip_name!r}`, or set stats_logger.{section}.mode=disabled (areno train: change --track)"
         ) from error
 
 

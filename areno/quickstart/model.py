@@ -70,8 +70,8 @@ def save_random_model(
 ) -> int:
     """Save a randomly initialized Llama model with its tokenizer. Return the number of parameters.
 
-    ``width`` must be a multiple of 24. With large initial weights, many small heads and a small RoPE base, the model learns
-    the quickstart's task three times faster.
+    ``width`` must be a multiple of 24. The initial weights are large, the heads are many and small, and the RoPE base is
+    small. With usual values, the model needs three times as long to learn the quickstart's task.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

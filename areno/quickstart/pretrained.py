@@ -141,9 +141,9 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _example() -> Path:
-    """Return the folder of the example.
+    """Return the folder of the example ``structured``, which has the files of the task.
 
-    In an installed package, this is the folder ``structured`` next to this file. In a checkout, it is ``examples/structured``.
+    In an installed package, the folder is next to this file. In a checkout, the folder is ``examples/structured``.
     """
     packaged = Path(__file__).with_name("structured")
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "examples" / "structured"

@@ -11,7 +11,7 @@ _METRICS = 6  # metrics of a step that are listed
 _ROUNDING = "a rounding difference, for example due to another processor, has grown since the last equal step"
 _NO_CAUSE = {
     "prompts": "the data may have changed, or the batches of an asynchronous rollout depended on timing",
-    "sampled tokens": "the number of threads, other numerics, or the timing of an asynchronous rollout may differ",
+    "sampled tokens": "the number of threads, the rounding of operations, or the timing of an asynchronous rollout may differ",
     "log-probs": "the model's files may have changed, or an earlier update differed within the tolerance",
     "rewards": "the reward function may have changed, or may be random",
     "advantages": "samples that are not recorded may have different rewards",
@@ -101,7 +101,7 @@ def _value(value: Any) -> str:
 def _curves(curves: Sequence[CurveDifference]) -> Iterator[str]:
     if not curves:
         return
-    yield f"Curves over the steps that both runs recorded ({max(curve.steps for curve in curves)}):"
+    yield f"Curves over the steps that both runs recorded (number of steps: {max(curve.steps for curve in curves)}):"
     rows = [
         [
             f"  {curve.key}",

@@ -132,7 +132,7 @@ def test_the_live_display_shows_steps_numbers_sample_and_warnings(tmp_path):
     assert re.search(r"^reward +0\.500   ▁█   0\.25 to 0\.5 *$", shown, re.MULTILINE)
     assert re.search(r"^  right +0\.500   ▁█ ", shown, re.MULTILINE)
     assert re.search(r"^log-probs gap 1\.5e-06   ok   warns above 0\.001 *$", shown, re.MULTILINE)
-    assert re.search(r"^speed +1,23[45] tokens/s   100 % of the best step *$", shown, re.MULTILINE)
+    assert re.search(r"^speed +1,23[45] tokens/s   100 % of the fastest step *$", shown, re.MULTILINE)
     assert re.search(r"^memory +\d+\.\d GiB used by this run   \d+\.\d of \d+\.\d GiB free *$", shown, re.MULTILINE)
     assert re.search(r"^warning +step 3: rewards look odd\. *\n +→ Test the reward function *$", shown, re.MULTILINE)
     assert re.search(r"^sample +reward 0\.5   3 \+ 4 = *\n +\[bold\]seven\[/bold\]↵�\[2J *$", shown, re.MULTILINE)

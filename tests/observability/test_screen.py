@@ -75,7 +75,7 @@ def test_everything_fits_on_a_terminal_of_80_by_24():
         "update    loss 0.25   entropy 1.5   gradient 0.125   120 tokens per answer",
         "log-probs gap 4.0e-03   ok   warns above 0.05",
         "staleness 0.75 updates   at most 2",
-        "speed     1,000 tokens/s   50 % of the best step",
+        "speed     1,000 tokens/s   50 % of the fastest step",
         "eval      rewards_mean 0.612 after 20 steps, best 0.612 after 20",
         "sample    reward 1   … helpful. You are helpful. You are helpful. What is 7 + 5?",
         "          7 + 5 = 12",
