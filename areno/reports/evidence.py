@@ -97,7 +97,10 @@ class Evidence:
 
     @property
     def solved(self) -> bool:
-        """Whether the last rewards are close to the highest reward of the run, and no reward part is low (see :attr:`neglected`)."""
+        """Whether the last rewards are close to the highest reward of the run, and no reward part is low.
+
+        The attribute ``neglected`` determines which part is low.
+        """
         return self.at_highest and not self.neglected
 
     @cached_property

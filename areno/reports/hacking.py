@@ -57,8 +57,8 @@ class _Sign:
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
     """Return the signs of an exploited reward as one problem; [] if there are no signs.
 
-    The key, remedy and samples of the problem come from the first sign in this order: opposed reward parts, repetitive answers,
-    equal answers.
+    The key, remedy and samples of the problem come from one sign. If there are several signs, opposed reward parts have
+    priority over repetitive answers, and repetitive answers over equal answers.
     """
     repetitive = _repetitive(evidence)
     candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
