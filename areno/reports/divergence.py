@@ -1,8 +1,8 @@
 """Finds the first step at which two runs differ, and the first phase of this step that differs (see ``PHASES``).
 
-The metrics and the sample index show which step differs first. The recorded samples of this step show the phase. The samples
-are compared in this order: prompts, log-probs of common tokens, tokens, rewards, advantages. If the samples agree, the metrics
-show the phase. Differences in later phases follow from the first difference.
+The metrics and the entries of ``samples.index`` show which step differs first. The recorded samples of this step show the
+phase. The samples are compared in this order: prompts, log-probs of common tokens, tokens, rewards, advantages. If the samples
+agree, the metrics show the phase. Differences in later phases follow from the first difference.
 """
 
 import re
@@ -158,7 +158,10 @@ def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
 
 
 def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> StepDifference:
-    """Describe a step by the metrics in which the test finds a difference. The metrics are sorted by phase."""
+    """Describe how two runs differ in a step.
+
+    The result lists the metrics for which ``test`` finds a difference, sorted by phase.
+    """
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (
@@ -185,9 +188,9 @@ def phase_of(metric: str) -> str:
 
 
 def _first_sample_step(a: Entries, b: Entries) -> int | None:
-    """Return the first step whose samples differ in the sample index; None if all samples agree.
+    """Return the first step whose samples differ between the ``samples.index`` files of two runs; None if all samples agree.
 
-    The index has the number of tokens, the reward and the advantage of each sample, but no tokens.
+    These files have the number of tokens, the reward and the advantage of each sample, but no tokens.
     """
     size = min(len(a), len(b))
     if not size:
@@ -229,7 +232,10 @@ def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) ->
 
 
 class _Flat(NamedTuple):
-    """The tokens of all rows of a sample, with their log-probs. ``sampled`` marks the tokens that the model sampled."""
+    """The tokens of a sample, with their log-probs. If the sample has several training rows, these are concatenated.
+
+    ``sampled`` marks the tokens that the model sampled.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -308,9 +314,10 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """Return the prompts of a step. The key of a prompt is its number.
+    """Return the prompts of a step, by their numbers.
 
-    A prompt is the token list of its first sample in ``with_tokens``. Without such a sample, the prompt is a text.
+    ``with_tokens`` has the keys of the samples whose tokens both runs recorded. A prompt with such a sample is a list of
+    tokens. Other prompts are texts.
     """
     prompts: dict[int, Any] = {}
     for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):

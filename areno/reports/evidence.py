@@ -50,13 +50,13 @@ class Evidence:
         self._trends: dict[str, SeriesTrend | None] = {}
 
     def trend(self, key: str) -> SeriesTrend | None:
-        """Return the trend of one of ``areno.reports.run_data.KEYS``; None with fewer than two finite values."""
+        """Return the trend of ``key``, a quantity in ``run_data.KEYS``; None if fewer than two values are finite."""
         if key not in self._trends:
             self._trends[key] = trend_of(self.run.series(key))
         return self._trends[key]
 
     def late(self, key: str) -> float:
-        """Return the mean of one of ``areno.reports.run_data.KEYS`` over the last steps; NaN if it was not recorded."""
+        """Return the mean of ``key``, a quantity in ``run_data.KEYS``, over the last steps; NaN if it was not recorded."""
         return late_mean(self.run.series(key))
 
     @cached_property
@@ -97,7 +97,10 @@ class Evidence:
 
     @property
     def solved(self) -> bool:
-        """Whether the last rewards are close to the highest reward of the run, and no reward part is neglected."""
+        """Whether the last rewards are close to the highest reward of the run, and no reward part is low.
+
+        The attribute ``neglected`` determines which part is low.
+        """
         return self.at_highest and not self.neglected
 
     @cached_property
@@ -154,5 +157,5 @@ def late_mean(series: Series) -> float:
 
 
 def number(value: object) -> float:
-    """Return the value as a float. A value that is not a number counts as 0.0."""
+    """Convert an int or a float to a float. For a value of another type, return 0.0."""
     return float(value) if isinstance(value, int | float) else 0.0

@@ -113,5 +113,5 @@ def _without_number(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Convert a text of a table from Markdown to plain text."""
+    """Convert the Markdown text of a table cell to plain text."""
     return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text).replace("`", "")

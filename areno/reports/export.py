@@ -55,7 +55,7 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
 
 
 def write_samples(runs: Mapping[str, RunData], path: Path) -> int:
-    """Write the recorded samples without tokens, one row per sample. Return the number of samples.
+    """Write a table with one row per recorded sample. Return the number of samples. The table does not contain tokens.
 
     The columns ``reward_part.NAME`` have the reward parts. The column ``messages`` has JSON. Raises UsageError if the file
     cannot be written.

@@ -57,7 +57,8 @@ class _Sign:
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
     """Return the signs of an exploited reward as one problem; [] if there are no signs.
 
-    The problem has the key and the remedy of the most specific sign.
+    The key, remedy and samples of the problem come from one sign. If there are several signs, opposed reward parts have
+    priority over repetitive answers, and repetitive answers over equal answers.
     """
     repetitive = _repetitive(evidence)
     candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
@@ -83,9 +84,9 @@ class _Part:
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:
-    """Return a sign if a part of the reward falls while another part and the total reward rise.
+    """Return a sign of reward hacking if a part of the reward falls while another part and the total reward rise.
 
-    A falling part counts as a sign only if its initial value is above 0.
+    A falling part is ignored if its initial value is not above 0.
     """
     parts = [
         _Part(name, trend, evidence.advice.weight(name), trend.falls or falls_at_start(series))
@@ -167,7 +168,7 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
 
 
 def _identical(evidence: Evidence) -> _Sign | None:
-    """Return a sign if different prompts get the same answer."""
+    """Return a sign of reward hacking if different prompts get the same answer."""
     samples = evidence.samples
     indices, late = _best_answers(evidence, late=True)
     if len({samples.texts(index).get("prompt") for index in indices}) < 4:

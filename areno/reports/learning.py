@@ -27,7 +27,7 @@ For example, a rise of the training reward by 0.4 is confirmed if the held-out r
 noise.
 """
 LOSS_NOISE = 0.002
-"""Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same rows."""
+"""Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same examples."""
 
 State = Literal["yes", "exploited", "memorized", "partly", "no", "worse", "lost", "unknown"]
 HEADLINES: dict[State, str] = {

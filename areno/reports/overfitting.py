@@ -13,7 +13,10 @@ from areno.reports.trends import trend_of
 RISE = 1.02
 """The held-out loss has risen if it exceeds this multiple of its minimum. The margin is ten times the noise of the loss."""
 LOST = 0.2
-"""A model has memorized its data if it later loses more than this fraction of its gain on held-out data."""
+"""A model has memorized its data if the held-out loss rises from its minimum by more than this fraction of its previous fall.
+
+The previous fall is the difference between the first held-out loss and the minimum.
+"""
 OVERLAP = 0.1
 """The overlap is reported if at least this fraction of the recorded held-out prompts are training prompts."""
 PASSES = 3.0

@@ -189,10 +189,11 @@ def times(run: RunData) -> Times:
 
 
 def span(run: RunData) -> tuple[int, float]:
-    """Return the first step that the last process of a run recorded, and the run time of this process in seconds.
+    """Return the first step after a run was last resumed, and the run time of the resumed process in seconds.
 
-    If the run was not resumed, the step is 0. The run time lasts until the end of the process or, if the end is unknown, until
-    its last record. If the start of the process is unknown, the step and the run time are 0.
+    If the run was never resumed, the step is 0, and the run time is that of its only process. The run time lasts until the end
+    of the process or, if the end is unknown, until its last record. If the start of the process is unknown, the step and the
+    run time are 0.
     """
     status, (steps, recorded) = run.status, run.metrics.times.arrays()
     started, ended = (as_float(status.get(name, math.nan)) for name in ("started", "ended"))
@@ -232,7 +233,7 @@ def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison
         note = f"Answers to held-out prompts, from the evaluations at steps {min(answers)} and {max(answers)}."
     else:
         pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
-        note = "Answers to training prompts that recur, from the first and the last recorded step of each prompt."
+        note = "The first and the last recorded answers to training prompts that were sampled in several steps."
     return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
 
 
@@ -282,13 +283,13 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
         yield (
             "Best",
             "The samples with the highest recorded rewards. If rewards are equal, samples with recorded tokens come before "
-            "samples without, and newer samples before older ones.",
+            "samples without recorded tokens, and newer samples before older samples.",
             best,
         )
         yield (
             "Worst",
             "The samples with the lowest recorded rewards. If rewards are equal, samples with recorded tokens come before "
-            "samples without, and newer samples before older ones.",
+            "samples without recorded tokens, and newer samples before older samples.",
             worst,
         )
 
@@ -297,7 +298,7 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
 class Settings:
     """The settings of a run that have a value: changed settings (``chosen``) and settings with their default.
 
-    ``left_out`` is the number of omitted settings.
+    A report lists at most ``MAX_LINES`` settings, and omits ``left_out`` further settings.
     """
 
     chosen: list[tuple[str, str]]

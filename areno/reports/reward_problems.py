@@ -159,8 +159,9 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 def _costs_reward(evidence: Evidence) -> bool:
     """Return whether truncated answers get clearly lower rewards than complete answers.
 
-    Return False if the rewards in the last steps are close to the highest reward of the run. Otherwise, if there are fewer
-    than two truncated or fewer than two complete answers, return True unless the training reward rises.
+    Return False if the rewards in the last steps are close to the highest reward of the run. The comparison requires at
+    least two truncated and two complete answers. With fewer answers, return True if the training reward does not rise, and
+    False if it rises.
     """
     if evidence.at_highest:
         return False

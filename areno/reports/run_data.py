@@ -113,7 +113,7 @@ class RunData:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The environment of the run; {} if unknown."""
+        """The content of ``environment.json``: versions, hardware and data sizes; {} if the file is missing or unreadable."""
         return self.files.read_json(self.files.environment_path)
 
     @property

@@ -1,4 +1,7 @@
-"""Selects samples of a run to show or to check. The sample index makes it unnecessary to read the other samples."""
+"""Selects samples of a run to show or to check.
+
+The selection uses ``samples.index``, so that only the selected samples are read from ``samples.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,8 @@ class RunSamples:
     def extremes(self, count: int, *, highest: bool, among: Indices | None = None) -> list[int]:
         """Return the samples with the highest or the lowest reward.
 
-        If rewards are equal, samples with recorded tokens come before samples without, and newer samples before older ones.
+        If rewards are equal, samples with recorded tokens come before samples without recorded tokens, and newer samples before
+        older samples.
         """
         among = np.arange(len(self)) if among is None else among
         among = among[np.isfinite(self.rewards[among])]
@@ -92,7 +96,7 @@ class RunSamples:
         )
 
     def texts(self, index: int) -> dict[str, Any]:
-        """Return the record of a sample, possibly without its tokens."""
+        """Return the record of a sample. Its tokens (``rows``) may be missing; to read them, call :meth:`record`."""
         if index not in self._texts:
             self._texts[index] = self._run.sample(self.entries[index], tokens=False)
         return self._texts[index]
@@ -161,7 +165,10 @@ class RunSamples:
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
-        """Return the pairs of :attr:`recurring` whose rewards differ most."""
+        """From the answer pairs in :attr:`recurring`, return the ``count`` pairs whose rewards differ most.
+
+        Pairs with equal rewards are omitted.
+        """
         sizes = {(a, b): abs(self.rewards[b] - self.rewards[a]) for a, b in self.recurring}
         return sorted((pair for pair, size in sizes.items() if size > 0), key=lambda pair: -sizes[pair])[:count]
 

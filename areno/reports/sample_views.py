@@ -15,11 +15,11 @@ from areno.storage.json_lines import as_float
 MAX_TOKENS = 6000
 """Maximum number of tokens that a report shows individually, over all samples."""
 SAMPLE_TOKENS = 400
-"""Maximum number of tokens of a row that are shown one by one. Half are from its start, and half from its end."""
+"""Maximum number of tokens of a training row that are shown one by one. Half are from its start, and half from its end."""
 CONTEXT_CHARS = 600
-"""Maximum number of characters of a segment shown as text, such as a prompt. Its tokens are not shown one by one."""
+"""Maximum number of characters of a prompt, and of a segment whose tokens are not shown one by one."""
 MAX_SEGMENTS = 60
-"""Maximum number of segments of a row that are shown."""
+"""Maximum number of segments of a training row that are shown."""
 TEXT_CHARS = 2000
 """If the tokens of an answer were not recorded, a report shows at most this many characters of the answer."""
 NAME_CHARS = 200
@@ -95,7 +95,7 @@ class SampleViews:
         )
 
     def _row(self, row: Sequence[Mapping[str, Any]]) -> list[SegmentView]:
-        """Return the segments of a row.
+        """Return the segments of a training row.
 
         If the model sampled a segment or is trained on it, its tokens are shown one by one. Other segments are shown as text.
         """

@@ -14,9 +14,9 @@ CLEAR = 3.0
 SHARE = 10
 """The first and the last 1 / SHARE of the steps of a long run are compared."""
 AT_LEAST = 5
-"""At least this many of the first steps are compared with as many of the last steps, unless the run is too short.
+"""Minimum number of first steps, and of last steps, that are compared. A mean of fewer steps depends on single batches.
 
-A mean of fewer steps depends on single batches.
+If a run has fewer than twice this number of steps, its first half is compared with its second half.
 """
 
 

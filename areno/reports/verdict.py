@@ -98,7 +98,10 @@ def _decided(state: State, keys: set[str]) -> State:
 
 
 def _unexplained(evidence: Evidence, result: Learned, problems: list[RunProblem]) -> RunProblem | None:
-    """Return the problem to report for a result if no other problem was found; None if the result needs no explanation."""
+    """Return a problem if the model did not learn, learned only partly, or became worse.
+
+    Return None for other results. Also return None if ``problems`` is not empty, because these problems explain the result.
+    """
     if problems:
         return None
     if result.state in ("lost", "worse"):

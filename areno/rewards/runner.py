@@ -290,7 +290,7 @@ def describe_record(record: RewardRecord) -> str:
 
 
 class _RewardBatch:
-    """The records of one call, their queues, and their outcomes."""
+    """The records of one call of :meth:`RewardRunner.run`, their queues, and their outcomes."""
 
     def __init__(self, records: list[RewardRecord]) -> None:
         self.records = records

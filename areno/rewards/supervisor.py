@@ -110,8 +110,9 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap all descendants. All descendants are stopped first, because a running process could fork before it is
-    killed.
+    """Kill and reap all descendants.
+
+    All descendants are first suspended with SIGSTOP, because a running process could fork before it is killed.
     """
     if not os.path.isdir("/proc/self"):
         os.killpg(0, signal.SIGKILL)

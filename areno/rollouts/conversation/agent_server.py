@@ -1,4 +1,4 @@
-"""The HTTP server for agents: the server of ``areno serve`` runs in a thread, and uses the rollout engine."""
+"""The HTTP server for agents. It is the same server as in ``areno serve``, but runs in a thread and uses the rollout engine."""
 
 import secrets
 from dataclasses import dataclass
@@ -81,8 +81,10 @@ class AgentServer:
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:
-        """Create an API key with an empty recorder. If a request with this key sets no seed, its seed is derived from
-        ``seed``."""
+        """Create an API key, and a recorder for the requests that use this key.
+
+        If such a request sets no seed, its seed is derived from ``seed``.
+        """
         key = f"areno-agentic-{secrets.token_hex(12)}"
         self._tapes[key] = ConversationRecorder(self._engine.tokenizer, seed)
         return AgentSession(key, self._tapes[key], self.url)
