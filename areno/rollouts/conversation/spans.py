@@ -142,7 +142,7 @@ def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list
 def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> Role:
     """Return the role of the message whose content contains the text from ``start`` to ``stop``.
 
-    Return ``template`` if this text contains markup of the chat template.
+    If there is no such message, as for markup of the chat template, return ``template``.
     """
     for begin, end, role in spans:
         if begin <= start and stop <= end and start < stop:
