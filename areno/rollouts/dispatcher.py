@@ -65,7 +65,7 @@ class BatchDispatcher:
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
-        on_wait: called repeatedly while a method waits. If ``on_wait`` fails, the method raises its error; episodes continue.
+        on_wait: called repeatedly while a method waits. An error in ``on_wait`` ends the wait and is raised; episodes continue.
 
     Raises:
         UsageError: a value is invalid, or options contradict each other.
@@ -138,13 +138,13 @@ class BatchDispatcher:
             self._paused = True
 
     def resume(self) -> None:
-        """End the pause (see :meth:`pause`), and start waiting episodes."""
+        """End the pause (see :meth:`pause`), and let waiting episodes start."""
         with self._changed:
             self._paused = False
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return counts: the fields of :class:`RolloutStat` except ``claimed``, rejections per reason, and restarted rows."""
+        """Return the counts of :class:`RolloutStat` (without ``claimed``), rejections by reason, and restarted rows."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -203,7 +203,7 @@ class BatchDispatcher:
                 return None
             return Batch.of(tasks, self._version)
 
-        return self._wait(f"{len(tasks)} rows of one rollout", results, lambda: False)
+        return self._wait(f"the episodes of {len(tasks)} rows", results, lambda: False)
 
     def close(self) -> None:
         """Cancel running episodes, and close the workflows and the event loop. Further calls do nothing."""
@@ -329,7 +329,7 @@ class BatchDispatcher:
     # -- episodes --------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start waiting tasks as long as there is capacity. The caller must hold the lock."""
+        """Start the tasks that are waiting, as long as there is capacity. The caller must hold the lock."""
         while self._may_begin():
             task = self._pending.popleft()
             task.began_s = time.monotonic()

@@ -102,7 +102,7 @@ class ModelResponse:
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """The sampled tokens without a stop token at the end."""
+        """The sampled tokens. If the last token is a stop token, it is omitted."""
         tokens = self.output_tokens
         return tokens[:-1] if self.stop_reason == "stop" and tokens and tokens[-1] in self.stop_ids else tokens
 

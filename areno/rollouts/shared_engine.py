@@ -78,7 +78,7 @@ class SharedEngine:
             self.engine.cancel(inner)
 
     def _start(self) -> None:
-        """Start waiting requests that were not cancelled. The caller must hold the lock."""
+        """Submit all waiting requests to the engine, except cancelled requests. The caller must hold the lock."""
         waiting, self._waiting = self._waiting, {}
         for future, request in waiting.items():
             if not future.set_running_or_notify_cancel():
@@ -100,7 +100,7 @@ class SharedEngine:
             future.set_result(inner.result())
 
     def update_weights(self, engine: Backend, version: int) -> UpdateReport:
-        """Set the weight version that later tokens are recorded with. The engine already has the weights."""
+        """Set the weight version of the tokens that are sampled from now on. The engine already has the new weights."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)
 

@@ -110,7 +110,7 @@ class StalenessManager:
 
         Args:
             stale: count the episode as stale.
-            claimed: do not let another episode start instead, because a dynamic batch counts it towards the batch size.
+            claimed: allow no replacement, because a dynamic batch counts the discarded episode towards the batch size.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 

@@ -131,26 +131,29 @@ def check_trajectory(trajectory: Any) -> None:
         )
     for name in _NEEDED:
         if not isinstance(trajectory[name], Tensor):
-            raise UsageError(f"a trajectory's entry {name} is a {type(trajectory[name]).__name__}; make it a tensor")
+            raise UsageError(f"a trajectory's entry `{name}` is a {type(trajectory[name]).__name__}; make it a tensor")
     shape = trajectory["input_ids"].shape
     if len(shape) != 2 or not shape[1]:
-        raise UsageError(f"a trajectory's entry input_ids has the shape {list(shape)}; make it [samples, tokens]")
+        raise UsageError(f"a trajectory's entry `input_ids` has the shape {list(shape)}; make it [samples, tokens]")
     for name in _PER_TOKEN:
         if trajectory[name].shape != shape:
             raise UsageError(
-                f"a trajectory's entry {name} has the shape {list(trajectory[name].shape)}, but input_ids has {list(shape)}; "
-                "give both the same shape"
+                f"a trajectory's entry `{name}` has the shape {list(trajectory[name].shape)}, but `input_ids` has "
+                f"{list(shape)}; give both the same shape"
             )
     if trajectory["rewards"].shape != shape[:1]:
         raise UsageError(
-            f"a trajectory's entry rewards has the shape {list(trajectory['rewards'].shape)}; make it [{shape[0]}]"
+            f"a trajectory's entry `rewards` has the shape {list(trajectory['rewards'].shape)}; make it [{shape[0]}]"
         )
     for name in ("logprobs", "rewards"):
         if not bool(torch.isfinite(trajectory[name]).all()):
-            raise UsageError(f"a trajectory's entry {name} contains a number that is not finite; return finite numbers")
+            raise UsageError(
+                f"a trajectory's entry `{name}` contains a number that is not finite; return finite numbers"
+            )
     if bool((trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)).any()):
         raise UsageError(
-            "a trajectory's entry loss_mask marks tokens that were not sampled (version below 0); set it to 0 for these tokens"
+            "a trajectory's entry `loss_mask` marks tokens that were not sampled (version below 0); set the mask to 0 for "
+            "these tokens"
         )
 
 
@@ -173,7 +176,7 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
     """Return the training rows of a batch. Each trajectory is one group, even if some samples of the group were rejected.
 
-    If a trajectory has log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``), they are copied.
+    If a trajectory has log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``), its rows get them too.
     """
     sequences = []
     for group, trajectory in enumerate(trajectories):

@@ -193,7 +193,7 @@ def test_trajectories_are_checked_when_asked_for(rl):
         return rl({"rollout.check_trajectory_format": check}, watch=own)
 
     assert run(False).steps == 1
-    with pytest.raises(RolloutStoppedError, match="a trajectory's entry loss_mask"):
+    with pytest.raises(RolloutStoppedError, match="a trajectory's entry `loss_mask`"):
         run(True)
 
 

@@ -246,17 +246,17 @@ def test_rows_survive_padding_and_keep_their_group(groups):
         (lambda t: t.pop("versions"), "lacks the keys versions"),
         (
             lambda t: t.update(rewards=torch.zeros(3)),
-            r"a trajectory's entry rewards has the shape \[3\]; make it \[1\]",
+            r"a trajectory's entry `rewards` has the shape \[3\]; make it \[1\]",
         ),
-        (lambda t: t.update(logprobs=t["logprobs"][:, 1:]), r"a trajectory's entry logprobs has the shape \[1, 2\]"),
+        (lambda t: t.update(logprobs=t["logprobs"][:, 1:]), r"a trajectory's entry `logprobs` has the shape \[1, 2\]"),
         (
             lambda t: t.update(rewards=torch.tensor([float("nan")])),
-            "a trajectory's entry rewards contains a number that is not finite",
+            "a trajectory's entry `rewards` contains a number that is not finite",
         ),
         (lambda t: t.update(loss_mask=torch.ones(1, 3)), "marks tokens that were not sampled"),
-        (lambda t: t.update(input_ids=[[1, 2, 3]]), "a trajectory's entry input_ids is a list; make it a tensor"),
-        (lambda t: t.update(rewards=1.0), "a trajectory's entry rewards is a float; make it a tensor"),
-        (lambda t: t.update(input_ids=torch.ones(3)), r"a trajectory's entry input_ids has the shape \[3\]"),
+        (lambda t: t.update(input_ids=[[1, 2, 3]]), "a trajectory's entry `input_ids` is a list; make it a tensor"),
+        (lambda t: t.update(rewards=1.0), "a trajectory's entry `rewards` is a float; make it a tensor"),
+        (lambda t: t.update(input_ids=torch.ones(3)), r"a trajectory's entry `input_ids` has the shape \[3\]"),
     ],
 )
 def test_the_error_for_an_invalid_trajectory_names_the_key(change, message):

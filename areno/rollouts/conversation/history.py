@@ -23,7 +23,7 @@ def prefix_keys(messages: Sequence[Message]) -> list[int]:
 
 
 def next_key(before: int, message: Message) -> int:
-    """Return the hash key of a conversation that ends with ``message``. ``before`` is the key without this message."""
+    """Return the hash key of a conversation that ends with ``message``. ``before`` is the key of the earlier messages."""
     return hash((before, _canonical(message)))
 
 

@@ -1,8 +1,9 @@
-"""Records the turns of agents' requests, with the exact tokens that the engine received and sampled.
+"""Records the conversations of agents, with the exact tokens that the engine received and sampled.
 
-A recorder belongs to one API key. Its turns form trees. A request that extends an answered turn becomes a child of this turn,
-and adds only new tokens. Any other request starts a new tree. Each path from a root to a leaf becomes training rows (see
-:mod:`areno.rollouts.conversation.trajectory_rows`). Several server threads use a recorder, so a lock guards its changes.
+A recorder belongs to one API key. It stores each request with its answer as a turn, and these turns form trees. A request that
+extends an answered turn becomes a child of this turn, and adds only new tokens. Any other request starts a new tree. Each path
+from a root to a leaf becomes training rows (see :mod:`areno.rollouts.conversation.trajectory_rows`). Several server threads use
+a recorder, so a lock guards its changes.
 """
 
 from __future__ import annotations

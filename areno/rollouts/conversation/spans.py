@@ -41,7 +41,10 @@ _RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
-    """Return, for each sampled token of a turn, whether it is trained on. ``final`` marks the last turn of a conversation."""
+    """Return a mask of a turn's sampled tokens: True for the tokens that count in the loss.
+
+    ``final`` is True for the last turn of a conversation.
+    """
     text = policy.final_assistant_text if final else policy.assistant_text
     if text == policy.assistant_tool_calls:
         mask = [text] * len(turn.tokens)
@@ -99,9 +102,9 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 
 
 def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Container[int] = ()) -> list[bool]:
-    """Return, for each new prompt token of a turn, whether it is trained on. Repeated messages are not trained on.
+    """Return a mask of a turn's new prompt tokens: True for the tokens that count in the loss.
 
-    For ``seen``, see :func:`context_roles`.
+    The mask is False for the tokens of repeated messages. For ``seen``, see :func:`context_roles`.
 
     Raises the UsageError of :func:`context_roles`.
     """
@@ -137,7 +140,10 @@ def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list
 
 
 def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> Role:
-    """Return the role of the message content that contains a token; ``template`` if the token contains markup."""
+    """Return the role of the message whose content contains the text from ``start`` to ``stop``.
+
+    If there is no such message, as for markup of the chat template, return ``template``.
+    """
     for begin, end, role in spans:
         if begin <= start and stop <= end and start < stop:
             return role

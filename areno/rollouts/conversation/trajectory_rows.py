@@ -103,8 +103,8 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to ``turn``. A turn of another sample is replaced by an identical turn of this sample, if
-    possible."""
+    """Return the turns from the root to ``turn``. A turn on this path that is missing from ``turns`` is replaced by an
+    identical turn of ``turns``, if there is one."""
     own_turns = set(turns)
     path: list[Turn] = []
     for step in turn.path:

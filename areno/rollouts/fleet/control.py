@@ -131,8 +131,9 @@ def request(
 
     Raises:
         UsageError: the run has ended, has no replicas, or belongs to another user.
-        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the time is
-            up before the run has begun to resize, the request is withdrawn; otherwise, the run continues to resize.
+        EngineError: the run does not respond, cannot be resized, or needs more than ``timeout_s`` seconds. If the time
+            runs out before the run has begun to resize, the request is withdrawn. If the time runs out later, the run
+            continues to resize.
     """
     before = replicas_of(folder)
     if (owner := (folder / _STATE).stat().st_uid) != os.getuid():

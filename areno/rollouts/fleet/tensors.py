@@ -1,8 +1,8 @@
 """The weights of an engine as named full tensors, independent of the parallel layout.
 
-The receiver specifies names, dtypes and shapes. A tied weight has one name. If the receiver has an adapter, only the adapter
-is transferred. If only the sender has an adapter, the merged weights are transferred. Values are rounded to the receiver's
-dtype.
+The receiver of the weights specifies the names, dtypes and shapes of the tensors. A tied weight has one name. If the receiver
+has an adapter, only the adapter is transferred. If only the sender has an adapter, the merged weights are transferred. Values
+are rounded to the receiver's dtype.
 """
 
 import hashlib
@@ -124,7 +124,8 @@ def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _base_name(name: str) -> str:
-    """Return the name of a layer's tensor after an adapter has wrapped the layer."""
+    """Return the name that a layer's tensor ``name`` gets when an adapter wraps the layer, such as ``q.base_layer.weight`` for
+    ``q.weight``."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 

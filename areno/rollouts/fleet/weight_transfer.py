@@ -104,8 +104,9 @@ def send_kept(engine: Backend, update: Update, where: Rendezvous, size: int) -> 
 class WeightTransfer:
     """Transfers weights to the replicas, one update at a time.
 
-    With ``keeps``, the newest weights are kept for replicas that start later. The trainer and the replicas form process groups
-    through the :class:`Rendezvous` in ``where``. If ``where`` is None, they use a temporary folder and must be on one machine.
+    With ``keeps``, the newest weights are kept for replicas that start later. ``where`` is the :class:`Rendezvous`
+    through which the trainer and the replicas form process groups. If ``where`` is None, the trainer and the replicas find each
+    other through a temporary folder, and must be on one machine.
     """
 
     def __init__(
@@ -231,8 +232,8 @@ class WeightTransfer:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """Broadcast an update to all replicas. Replicas that the broadcast did not reach get a copy of the weights, if the
-        trainer keeps one."""
+        """Broadcast an update to all replicas. If the trainer keeps a copy of the weights, any replica that the broadcast did
+        not reach gets this copy."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""

@@ -113,7 +113,7 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors on the ranks of data-parallel replica 0; with FSDP, on all ranks. Other ranks yield nothing."""
+    """Yield the full tensors if this rank belongs to data-parallel replica 0 or uses FSDP. Otherwise, yield nothing."""
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
@@ -166,7 +166,7 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
                 _send_bucket(engine, update.channel, bucket, islice(tensors, len(bucket)))
             _settle(engine.config.device)
         except BrokenChannelError as error:  # the replica reports a failure too
-            logger.warning("sending the kept weights to a replica failed: %s", error)
+            logger.warning("the trainer could not send its copy of the weights to a replica: %s", error)
         finally:
             leave(engine, update.channel)
 

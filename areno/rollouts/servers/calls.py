@@ -17,7 +17,7 @@ SERVED_NAME = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A request for one answer. An abort identifies the request by ``rid``."""
+    """A request for one answer. ``rid`` identifies the request when it is aborted."""
 
     rid: str
     prompt: list[int]

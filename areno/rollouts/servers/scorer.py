@@ -15,7 +15,7 @@ _AT_ONCE = 32
 
 
 class ServerScorer:
-    """Gets the log-prob of every token in rows of token ids from an inference server.
+    """Asks an inference server for the log-prob of every token in rows of token ids.
 
     Args:
         url: base URL including the version, such as ``http://HOST:8000/v1``.

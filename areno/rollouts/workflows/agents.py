@@ -180,8 +180,9 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
       common prefix is trained on once.
 
     The reward of a row is the discounted return of the row's last answer. The return of an answer is its reward plus
-    ``turn_discount`` times the return of the session's next answer. An answer without a reward has the reward 0. An answer for
-    which the context had no room has no tokens and no row, but its reward counts in the returns of earlier answers.
+    ``turn_discount`` times the return of the session's next answer. An answer without a reward has the reward 0. If the
+    context had no room for an answer, the answer has no tokens and no row, but its reward counts in the returns of earlier
+    answers.
     """
     answered = [turn for turn in turns if turn.tokens]
     counted = [turn for turn in turns if turn.tokens or turn.reward]

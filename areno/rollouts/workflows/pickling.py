@@ -22,8 +22,8 @@ def name_of(thing: Any) -> str:
 def pickled(thing: Any, option: str) -> bytes:
     """Pickle an object for another process. Error messages mention ``option``.
 
-    Objects of installed packages are pickled by reference. Objects that are defined in a user's file are pickled by value.
-    Otherwise, the other process would import this file, which may fail or load a whole trainer.
+    Objects of installed packages are pickled by reference. Objects that are defined in a user's file are pickled by value, so
+    that the other process need not import this file. The import may fail or load a whole trainer.
     """
     function = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -33,9 +33,10 @@ def pickled(thing: Any, option: str) -> bytes:
             cloudpickle.register_pickle_by_value(module)
         return bytes(cloudpickle.dumps(thing))
     except Exception as error:
+        by_name = ", or set reward_fn to a string such as 'package.module.function'" if option == "reward_fn" else ""
         raise UsageError(
             f"{option} {name_of(thing)} cannot be pickled for a worker process: {type(error).__name__}: {error}; create "
-            f"resources only inside the called function, or give the name of {option} as a string"
+            f"resources (such as clients and locks) only inside the called function{by_name}"
         ) from error
     finally:
         if by_value:

@@ -72,7 +72,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
         self._group = gloo(store, rank, init_info.size, options)
 
     def start_weight_update(self) -> None:
-        """Start an update. The model cannot compute until :meth:`finish_weight_update` is called."""
+        """Start an update. The model cannot run until :meth:`finish_weight_update` is called."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
             )
 
     def finish_weight_update(self) -> None:
-        """Finish the update. The model can compute again, with the new weights."""
+        """Finish the update. After this call, the model can run forward passes with the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
