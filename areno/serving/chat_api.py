@@ -224,7 +224,10 @@ class ChatResponse(SampledResponse):
         )
 
     def _record(self, message: _PartialMessage) -> None:
-        """Record a finished message. This must happen before the client can send the next request of the conversation."""
+        """Record a finished message.
+
+        Must be called before the client receives the end of the message, because the client may then continue the conversation.
+        """
         finish, tokens = message.sample.finish, message.sample.tokens
         if self._turn is None or finish is None:
             return

@@ -43,7 +43,7 @@ class Formats:
         return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintFactory | None:
-        """Return a factory of the response's grammar. None if the response has no grammar.
+        """Return a function that creates the grammar constraint of one sample. None if the response is not constrained.
 
         Raises UsageError if a schema is invalid or unsupported.
         """

@@ -140,7 +140,7 @@ class _TokenQueue:
         self._woken = False
 
     def put(self, item: _Item, wakes: bool) -> None:
-        """Append an item and, with ``wakes``, wake the reader. Thread-safe."""
+        """Append an item, and wake the reader if ``wakes`` is true. Thread-safe."""
         self._items.append(item)
         if wakes:
             self.wake()

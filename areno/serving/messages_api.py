@@ -53,7 +53,8 @@ class MessagesRequest(RequestBody):
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert one message to chat messages. Tool results become separate messages before the text of the message."""
+    """Convert one message to a list of chat messages. Each tool result becomes a chat message of its own. The remaining
+    content becomes the last chat message."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content}]

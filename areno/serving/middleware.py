@@ -62,8 +62,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether the key is valid, or no key is needed. With a recorder, stores the session recorder in
-        ``scope[SESSION_RECORDER]``."""
+        """Whether the key is valid, or no key is needed. If the server records conversations, the :class:`SessionRecorder` of
+        the key is stored in ``scope[SESSION_RECORDER]``."""
         recorder, key = self._service.recorder, self._service.config.api_key
         client_key = _key_in_path(scope) if recorder is not None else b""
         client_key = client_key or key_in_headers(headers)
@@ -102,7 +102,8 @@ def host_name(header: bytes) -> str:
 
 
 def key_in_headers(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key in the header of OpenAI's or Anthropic's API. Empty if neither header contains a key."""
+    """Return the API key from the header ``Authorization`` (used by OpenAI clients) or ``x-api-key`` (used by Anthropic
+    clients). Empty if neither header contains a key."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 

@@ -21,7 +21,8 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from converted fields. A field that is None is unset. Raises ApiError 400 if a field is invalid."""
+    """Build a chat request from converted fields, leaving out fields that are None. Raises ApiError 400 if a field is
+    invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -33,9 +34,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
     """Return the value of a field that must be a list of objects. Raises ApiError 400 for other values."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise bad_field(
-            param, f"{str(value)[:80]!r} is not a list of blocks; send text, or a list of objects", where=where
-        )
+        raise bad_field(param, f"{str(value)[:80]!r} is not valid content; send a list of objects", where=where)
     return value
 
 
@@ -72,7 +71,7 @@ class ProtocolAdapter(ABC):
         return [*self._begin(), *self._read(self._chat_response.without_tokens())]
 
     def closing(self) -> list[Event]:
-        """Return no events, because the last token has already ended the response."""
+        """Return an empty list, because :meth:`push` and :meth:`without_tokens` already return the final events."""
         return []
 
     def complete(self) -> dict[str, Any]:
@@ -148,5 +147,5 @@ class ProtocolAdapter(ABC):
 
 
 def record_of(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field ``areno`` of a chat response as a dictionary; empty if the server has no recorder."""
+    """Return the field ``areno`` of a chat response as ``{"areno": value}``; {} if the response has no such field."""
     return {"areno": chat["areno"]} if "areno" in chat else {}

@@ -84,7 +84,7 @@ class SampledResponse:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        """Return token counts. A prompt with several samples counts once."""
+        """Return token counts. The tokens of a prompt are counted once, even if the prompt has several samples."""
         completion = sum(len(sample.tokens) for sample in self._samples)
         prompt = self.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -68,7 +68,7 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model: the engine, the output formats and the texts of tokens."""
+    """A loaded model: its engine, its reasoning and tool-call formats, and the text of each token id."""
 
     engine: Backend
     formats: Formats
@@ -142,8 +142,8 @@ class Service:
     def check_characters(self, characters: int) -> None:
         """Raise ApiError 400 if a request has too much text. Called before tokenizing.
 
-        With a recorder, the length is not checked: the clients are agents, which receive an empty response if the context
-        is full.
+        If the server records conversations for training, the length is not checked: the clients are agents, and an agent
+        receives an empty response if the context is full.
         """
         if self.recorder is not None:
             return
@@ -158,16 +158,16 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     def deadline(self) -> float:
-        """Return the deadline of a request that begins now, on the event loop's clock. Infinite without a configured
-        timeout."""
+        """Return the time, on the event loop's clock, at which a request that begins now times out. Infinite if no timeout
+        is configured."""
         return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
 
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
         """Run ``work`` in a thread, and return its result. Until then, the request occupies ``samples`` places in the queue.
 
         Raises ApiError 429 if the queue is full. Raises ApiError 504 at ``deadline``, or after ``PREPARE_TIMEOUT_S``.
-        ``PREPARE_TIMEOUT_S`` does not apply if there is a recorder, because a single thread then prepares the requests of all
-        agents, and a request may have to wait for this thread.
+        ``PREPARE_TIMEOUT_S`` does not apply if the server records conversations: a single thread then prepares all requests
+        one after another, so a request may have to wait for many others.
         """
         self.check_capacity(samples)
         self._preparing_samples += samples
@@ -209,7 +209,10 @@ class Service:
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
-        """Start generating. With ``streams``, tokens are delivered as they are sampled. Raises ApiError 400, 429 or 503."""
+        """Start generating. If ``streams`` is true, tokens are delivered as they are sampled.
+
+        Raises ApiError 400, 429 or 503.
+        """
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.check_capacity(samples)
@@ -245,7 +248,7 @@ class Service:
         return cancelled
 
     def close(self) -> None:
-        """Stop the helper threads. The caller closes the engine."""
+        """Stop the helper threads. The engine keeps running, and must be closed by the caller."""
         self._while_serving.close()
         self._prepare_pool.shutdown(wait=False, cancel_futures=True)
 

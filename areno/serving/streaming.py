@@ -29,7 +29,7 @@ _CLIENT_CLOSED_REQUEST = 499
 async def respond(
     service: Service, request: Request, job: GenerationJob, builder: ResponseBuilder, deadline: float
 ) -> Response:
-    """Generate, and return a streamed or a complete response. ``deadline`` is a result of :meth:`Service.deadline`.
+    """Generate a response, and return it as a stream or as a whole. ``deadline`` is a result of :meth:`Service.deadline`.
 
     Raises ApiError if the queue is full, the server shuts down, the request times out, or the engine fails. If a stream has
     already started, the error becomes its last event.

@@ -151,7 +151,8 @@ class CheckpointFolder:
     def _newest_first(self) -> list[tuple[int, Path]]:
         """Return steps and folders of all checkpoints, also of incomplete checkpoints, newest first.
 
-        At equal steps, ``best`` comes last. If there are other checkpoints, a damaged ``best`` is renamed.
+        If ``best`` and another checkpoint have the same step, ``best`` comes last. If there are other checkpoints, a
+        damaged ``best`` is renamed.
         """
         if not self.root.is_dir():
             return []

@@ -88,7 +88,7 @@ def check_files(folder: Path, *, required: bool = False) -> None:
         digests = _digests(folder, list(listed))
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or folder} cannot be read ({error}), and no file was changed; fix the cause and try again"
+            f"{error.filename or folder} cannot be read ({error}); the checkpoint was not modified; fix the cause and try again"
         ) from error
     for name, (_, digest) in listed.items():
         if digests[name] != digest:
@@ -142,7 +142,7 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}), and no file was changed; fix the cause and try again"
+            f"{path} cannot be read ({error}); the checkpoint was not modified; fix the cause and try again"
         ) from error
 
 

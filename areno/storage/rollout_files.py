@@ -34,7 +34,7 @@ class RolloutFiles:
         return self.folder / f"step_{step:06d}.safetensors"
 
     def steps(self) -> list[int]:
-        """Return the saved steps in ascending order."""
+        """Return the steps whose rollouts are saved, in ascending order."""
         names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 

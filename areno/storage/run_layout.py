@@ -58,7 +58,10 @@ def is_experiment(run: Path, option: str) -> bool:
 
 
 def checkpoints_of(run: Path, option: str) -> Path:
-    """Return the folder of the checkpoints from which a run resumes. Raises UsageError like :func:`is_experiment`."""
+    """Return the folder of the checkpoints from which a run resumes.
+
+    Raises UsageError if ``config.yaml`` is unreadable. The message starts with ``option``.
+    """
     config = _config(run, option)
     if "experiment_name" in config:
         return _root(run, config, "recover") / EXPERIMENT.checkpoints

@@ -140,8 +140,8 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
     """Convert the transcripts of an hh-rlhf preference pair to conversations.
 
     Each turn of a transcript starts with ``\\n\\nHuman:`` or ``\\n\\nAssistant:``. A transcript that does not end with
-    a response becomes an empty list, and the pair is dropped later. All other rows, and rows with a ``prompt``, are
-    returned unchanged.
+    a response becomes an empty list, and the pair is dropped later. Rows that are not such pairs, and pairs that
+    already have a ``prompt``, are returned unchanged.
 
     Set ``with_template`` to False if the tokenizer has no chat template. The pair then remains text, and the prompt is
     the common prefix of both transcripts, up to the last ``Assistant:`` in this prefix.

@@ -80,7 +80,7 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """Constrain responses to JSON that matches a schema, with properties in the order of the schema.
 
-    Returns a function that creates the state of one sample.
+    Returns a function that creates the :class:`TokenConstraint` of one sample.
 
     Raises:
         UsageError: the schema is invalid or unsupported, ``llguidance`` is not installed, or the tokenizer has no EOS
@@ -202,7 +202,7 @@ class _GrammarState:
         return mask
 
     def forces(self, token: int) -> bool:
-        """Return whether the response must continue with the text of ``token``, which is an allowed token."""
+        """Return whether the response must continue with the text of ``token``. ``token`` must be an allowed token."""
         if self._choices == 1:
             return True
         text = self._matcher.compute_ff_bytes()
@@ -310,7 +310,10 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """Return the start rule. If ``after`` is set, free text that ends with the marker ``after`` precedes the response."""
+        """Return the start rule of the grammar, which refers to the rule ``body``.
+
+        If ``after`` is set, the start rule first matches any text up to and including the marker ``after``.
+        """
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"
