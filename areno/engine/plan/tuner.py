@@ -199,7 +199,8 @@ class _Tuner:
     def _absent(self, plan: MemoryPlan) -> int:
         """Return the planned bytes that no trial allocates.
 
-        These are the other models, their optimizer states, and the KV cache if it stays allocated during training.
+        These bytes are for the models other than the actor, and for the optimizer states of these models. If the KV cache stays
+        allocated during training, its bytes are included.
         """
         phase = plan.phase("forward")
         assert phase is not None
