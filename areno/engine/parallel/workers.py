@@ -78,7 +78,7 @@ class Processes:
 
     @property
     def names(self) -> Names | None:
-        """The name service, from which processes get each other's addresses; None if all processes are on this machine."""
+        """The name registry, from which processes get each other's addresses; None if all processes are on this machine."""
         return None if self.launcher is None else self.launcher.names
 
 
