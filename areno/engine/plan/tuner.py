@@ -199,8 +199,8 @@ class _Tuner:
     def _absent(self, plan: MemoryPlan) -> int:
         """Return the planned bytes that no trial allocates.
 
-        These bytes are for the models other than the actor, and for the optimizer states of these models. If the KV cache stays
-        allocated during training, its bytes are included.
+        The bytes include the models other than the actor that stay loaded during training, and the optimizer states of these
+        models. If the KV cache stays allocated during training, its size is also included.
         """
         phase = plan.phase("forward")
         assert phase is not None
