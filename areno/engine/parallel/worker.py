@@ -147,7 +147,10 @@ class _Forward(logging.Handler):
 
 
 def _io_bytes() -> int:
-    """Return a number of bytes that grows with this process's I/O, including reads of mapped files; 0 if unknown."""
+    """Return the approximate number of bytes that this process has read and written; 0 if the number is unknown.
+
+    Reads of memory-mapped files are included.
+    """
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)

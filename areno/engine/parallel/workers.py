@@ -60,8 +60,8 @@ class Processes:
     """Settings for starting the processes of a group.
 
     Attributes:
-        name: prefix of the processes' log lines, such as ``rollout 1``. With a name, the starting process logs only the
-            warnings and errors of the started processes.
+        name: prefix of the worker processes' log lines, such as ``rollout 1``. If a name is set, the parent process logs only
+            the workers' warnings and errors.
         launcher: starts the processes as workers of ``role``, numbered from ``first``. If None, the processes run on this
             machine.
     """
@@ -78,7 +78,7 @@ class Processes:
 
     @property
     def names(self) -> Names | None:
-        """The name registry; None if all processes are on this machine."""
+        """The name registry, from which processes get each other's addresses; None if all processes are on this machine."""
         return None if self.launcher is None else self.launcher.names
 
 
@@ -86,8 +86,8 @@ class WorkerGroup:
     """Worker processes. Each worker holds one object and calls the object's methods.
 
     Args:
-        makers: one function per rank, serialized with ``cloudpickle``. The function creates the rank's object. The argument of
-        the function is a function that sends events.
+        makers: one function per rank, which creates the rank's object. The functions are serialized with ``cloudpickle``. The
+            only argument of each function is a callback that sends events to the group.
         on_event: receives the rank and the payload of each event, in the group's thread.
         on_failure: called once when the group fails.
         busy: returns whether a rank has work other than calls, such as a generation request.
@@ -126,8 +126,8 @@ class WorkerGroup:
         self._thread.start()
         limit = self._processes.startup_s
         late = (
-            f"the worker processes have not started within {limit} s; their log may say why. If they are only slow, raise "
-            "actor.setup_timeout or rollout.setup_timeout (areno run)"
+            f"the worker processes have not started within {limit} s; their log may say why. If they only need more time, "
+            "raise the setting actor.setup_timeout or rollout.setup_timeout of `areno run`"
         )
         timer = threading.Timer(limit or 0.0, self.abandon, [late])
         if limit is not None:

@@ -1,4 +1,4 @@
-"""List up to eight layouts in which a model fits on a number of devices, sorted by estimated speed."""
+"""List up to eight parallel layouts in which a model fits into the memory of the devices, sorted by estimated speed."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Total memory in bytes, summed over all purposes."""
+        """The rank's total memory in bytes, which is the sum of all fields."""
         return self.weights + self.moments + self.gradients + self.gathered + self.activations
 
 
@@ -239,10 +239,10 @@ def idle_share(layout: Layout, microbatches: int) -> float:
 
 
 def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
-    """Yield the layouts for a number of devices.
+    """Yield the parallel layouts to consider for training on ``devices`` devices.
 
-    The first layout has one full replica per device. The others combine FSDP with tensor, pipeline, context and
-    expert parallelism in all ways that the model allows.
+    The first layout has one full replica per device. The other layouts combine FSDP with tensor, pipeline, context and expert
+    parallelism in all ways that the model allows.
     """
     yield Layout(devices)
     for tensor in _divisors(model.keys // model.width, min(devices, per_node)):

@@ -1,7 +1,8 @@
 """Give a model the shapes of one rank's tensor-parallel shard, according to the tensor-parallel plan of ``transformers``.
 
 The model's code runs unchanged on the shard, because the code derives the numbers of heads and the MLP width from the weights.
-Collective operations that gather or split tensors are emulated. Other collective operations do not change sizes.
+Collective operations that gather or split tensors are emulated. All other collective operations are left out, because they do
+not change the shapes of tensors.
 """
 
 from typing import Any

@@ -212,7 +212,10 @@ class _Planner:
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _training(self, kv_cache: int) -> list[Phase]:
-        """Plan forward pass, backward pass and optimizer step, each for the role that needs the most memory in this phase."""
+        """Return the planned memory of the forward pass, the backward pass and the optimizer step.
+
+        Each of these three phases is planned for the trained role that needs the most memory in the phase.
+        """
         phases: list[list[Phase]] = []
         for update in self.updates:
             gradients = update.gradients

@@ -83,6 +83,6 @@ def peak_since(device: torch.device) -> int:
 
 
 def _max_resident() -> int:
-    """Return the peak resident set of the process in bytes. macOS reports bytes, and other systems report KiB."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Return the peak resident set of the process in bytes."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in KiB on other systems
     return used if sys.platform == "darwin" else used * 1024

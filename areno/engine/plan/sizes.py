@@ -102,7 +102,10 @@ class Sizes(ABC):
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
-        """Return the row lengths of a role's largest scoring pass."""
+        """Return the number of tokens of each row in the largest batch that the model of ``role`` scores at once.
+
+        ``longest`` is the number of tokens of the longest row.
+        """
 
 
 class RunSizes(Sizes):

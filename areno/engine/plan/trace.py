@@ -314,7 +314,10 @@ class ShapeOf:
             return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
-        """Prefill the last ``rows`` of ``held`` sequences. Return the peak memory in bytes, without the size of the cache."""
+        """Trace a prefill of ``rows`` sequences, after which the cache holds ``held`` sequences.
+
+        Return the peak memory in bytes, without the size of the cache.
+        """
         cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
         before = live.peak
         live.restart()

@@ -199,7 +199,8 @@ class _Tuner:
     def _absent(self, plan: MemoryPlan) -> int:
         """Return the planned bytes that no trial allocates.
 
-        These are the other models, their optimizer states, and the KV cache if it stays allocated during training.
+        The bytes include the models other than the actor that stay loaded during training, and the optimizer states of these
+        models. If the KV cache stays allocated during training, its size is also included.
         """
         phase = plan.phase("forward")
         assert phase is not None

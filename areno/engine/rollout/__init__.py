@@ -11,6 +11,6 @@
   sampling.
 - ``speculation`` and ``drafts``: speculative decoding by prompt lookup.
 - ``routed``: reads the recorded expert choices, for routing replay.
-- ``pause``: pauses the loop while the weights change; ``load``: the loop's current load and totals.
+- ``pause``: pauses the loop while the weights change; ``load``: the loop's current load, and counts of its tokens and steps.
 - ``probe``: checks, when a model is loaded, that decoding with a KV cache gives the same results as one forward pass.
 """

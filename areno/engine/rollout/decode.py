@@ -31,7 +31,10 @@ class SharedPrefixes:
         self._padded: tuple[Tensor, Tensor] | None = None
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return leaders and prefix lengths, int64 [rows], padded with rows that have no shared prefix."""
+        """Return, for each row, the index of the first row with the same prefix, and the length of the shared prefix.
+
+        Both results are int64 [rows]. Rows that were added as padding share no prefix.
+        """
         if self._padded is None or len(self._padded[0]) != rows:
             more = range(len(self.leaders), rows)
             self._padded = torch.tensor([*self.leaders, *more]), torch.tensor([*self.lengths, *(0 for _ in more)])

@@ -63,8 +63,9 @@ def take_block(table: Tensor, block: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Return ``target``, the cumulative sum to search for, but at most the largest float below ``total``.
+    """Return the smaller of ``target`` and the largest float below ``total``.
 
-    Without this limit, rounding could select a token after the last positive weight.
+    ``target`` is the cumulative sum to search for. Without the limit, rounding could select a token after the last positive
+    weight.
     """
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

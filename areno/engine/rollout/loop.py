@@ -1,8 +1,8 @@
 """The rollout loop: one thread that serves all requests of an engine.
 
-Requests can arrive at any time, and futures return the results. Each iteration (turn) of the loop admits and prefills waiting
-sequences, and runs one decode step. While sequences are running, a turn prefills only a limited number of tokens, so a long
-prompt does not delay the running sequences. If an error ends the loop, every pending request fails, with this error as the
+Requests can arrive at any time, and futures return the results. Each iteration of the loop admits and prefills waiting
+sequences, and runs one decode step. While sequences are running, an iteration prefills only a limited number of tokens, so a
+long prompt does not delay the running sequences. If an error ends the loop, every pending request fails, with this error as the
 cause.
 """
 
@@ -126,7 +126,7 @@ class RolloutLoop:
         return [group.future for group in groups]
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort the request of ``future`` before the loop's next turn. Unfinished samples get the ``finish_reason`` "abort"."""
+        """Abort the request of ``future`` before the next iteration. Unfinished samples get the ``finish_reason`` "abort"."""
         with self._wake:
             group = self._open.get(future)
             if group is not None:
@@ -189,7 +189,7 @@ class RolloutLoop:
                 self.decode.refresh()
 
     def drop_cache(self) -> None:
-        """Free the KV cache and the prefix cache. No request may be pending."""
+        """Free the KV cache and the prefix cache. Call this method only if no request is pending."""
         self.prefixes.clear()
         self.cache.release()
 
@@ -204,11 +204,11 @@ class RolloutLoop:
                 self._apply(self._take_commands())
 
     def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
-        """Change the sizes of the KV cache and the prefix cache. No request may be pending."""
+        """Change the sizes of the KV cache and the prefix cache. Call this method only if no request is pending."""
         self.scheduler.budget_tokens, self.prefixes.budget_tokens = budget_tokens, prefix_tokens
 
     def weights_changed(self, version: int) -> None:
-        """Set the version of the weights. If the version has changed, clear the prefix cache. No request may be pending."""
+        """Set the weights' version. If the version changes, clear the prefix cache. Call this only if no request is pending."""
         if version != self.version:
             self.prefixes.clear()
         self.version = version

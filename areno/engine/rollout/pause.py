@@ -1,4 +1,4 @@
-"""Pause a rollout loop between two turns, while another thread changes the weights."""
+"""Pause a rollout loop between two iterations, while another thread changes the weights."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,11 +6,12 @@ from contextlib import contextmanager
 
 
 class Pause:
-    """Lets other threads pause the loop before its next turn. Only one thread at a time can pause the loop.
+    """Lets other threads pause the loop before its next iteration. Only one thread at a time can pause the loop.
 
-    A pause has three states: ``wanted`` (a thread has requested the pause), ``agreed`` (the loop pauses before its next turn),
-    and ``resting`` (the loop is paused). All ranks of a sharded replica must pause before the same turn, so their pauses are
-    ``agreed`` only after the leading rank has announced the turn. The loop's condition variable ``wake`` protects the states.
+    A pause has three states: ``wanted`` (a thread has requested the pause), ``agreed`` (the loop pauses before its next
+    iteration), and ``resting`` (the loop is paused). All ranks of a sharded replica must pause before the same iteration, so
+    their pauses are ``agreed`` only after the leading rank has announced this iteration. The loop's condition variable ``wake``
+    protects the states.
     """
 
     def __init__(self, wake: threading.Condition) -> None:
@@ -36,7 +37,7 @@ class Pause:
                     self._wake.notify_all()
 
     def rest(self) -> None:
-        """If ``agreed`` is set, wait until the pause ends. The loop's thread calls this method before each turn."""
+        """If ``agreed`` is set, wait until the pause ends. The loop's thread calls this method before each iteration."""
         with self._wake:
             if self.agreed:
                 self.resting = True

@@ -149,9 +149,10 @@ class Sequence:
 
 @dataclass(slots=True)
 class LoopCommands:
-    """The commands that the loop has received since its last turn. ``pause`` pauses the loop until the weights have changed.
+    """Commands that the loop applies at the start of its next iteration.
 
-    ``prefix_tokens`` and ``max_running`` are new limits (see :meth:`RolloutLoop.set_limits`); None keeps a limit.
+    If ``pause`` is true, the loop pauses until the weights have changed. ``prefix_tokens`` and ``max_running`` are new limits
+    (see :meth:`RolloutLoop.set_limits`); None keeps a limit.
     """
 
     arrived: list[SampleGroup] = field(default_factory=list)

@@ -1,6 +1,8 @@
-"""Compile decode steps. A separate process compiles a step and caches it on disk. Loading a compiled step takes milliseconds.
+"""Compile decode steps. A separate process compiles a model's decode step and caches the compiled step on disk.
 
-``traced`` is the function to compile, and ``spec`` is the cache key of a compiled step. ``build`` compiles the step (``python
--m areno.engine.rollout.compiled.build``), ``package`` runs the compiled step, and ``switch`` decides when to use the compiled
-step.
+Loading a compiled step takes milliseconds.
+
+- ``traced``: the function to compile; ``spec``: cache key of a compiled step.
+- ``build``: compiles a step (``python -m areno.engine.rollout.compiled.build``); ``package``: runs a compiled step.
+- ``switch``: decides when decoding uses a compiled step.
 """

@@ -91,7 +91,11 @@ class StepPackage:
 
     @torch.inference_mode()
     def _validate(self) -> None:
-        """Run a step on random inputs, compiled and uncompiled, on separate copies of the cache. Compare logits and caches."""
+        """Check that the compiled step computes the same results as the uncompiled step.
+
+        Both steps run with the same random inputs, each with its own copy of the cache. If the logits or the caches differ by
+        more than rounding, raise EngineError.
+        """
         model = self._step.model
         arguments: Any = example_inputs(self._layers, model.dtype, model.vocab_size, 16, _COLUMNS, cached=65)
         *inputs, keys, values = arguments

@@ -92,7 +92,7 @@ class DecodeSwitch:
         return isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage)
 
     def prepare(self) -> None:
-        """In mode ``compiled``, compile the step if it is not on disk, and load the compiled step.
+        """In mode ``compiled``, load the compiled decode step from disk. If the file does not exist, compile the step first.
 
         Raises:
             EngineError: the step cannot be compiled or loaded.

@@ -89,7 +89,7 @@ class PagedRolloutLoop(RolloutLoop):
             self.resize(self.scheduler.budget_tokens, self.prefixes.budget_tokens)
 
     def drop_cache(self) -> None:
-        """Free the pages, the CUDA graphs and the prefix cache. No request may be pending."""
+        """Free the pages, the CUDA graphs and the prefix cache. Call this method only if no request is pending."""
         self.prefixes.clear()
         self.device_decode.release()
         self.cache.release()

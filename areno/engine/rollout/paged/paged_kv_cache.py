@@ -70,7 +70,10 @@ class PagedCache(KVCache):
     # -- room ------------------------------------------------------------------------------------------------------
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the block table to at least ``rows`` sequences of ``columns`` tokens. No pages are allocated."""
+        """Grow the block table if necessary, so that it has space for ``rows`` sequences of ``columns`` tokens each.
+
+        No pages are allocated.
+        """
         if not self.slots:
             rows, columns = max(rows, self._initial[0]), max(columns, self._initial[1])
         slots = max(self.slots, round_up(rows, ROW_STEP))
@@ -218,9 +221,10 @@ class PagedCache(KVCache):
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the cells [N] of the tokens at ``positions`` [N] in ``rows`` [N]. Position -1 means the spare page.
+        """Return the cell [N] of each token, which is the token's index in the concatenated pages.
 
-        A cell is the index of a token in the concatenated pages.
+        ``rows`` [N] are the tokens' rows in the block table, and ``positions`` [N] are the tokens' positions in the context. A
+        position of -1 means padding, whose cell is the first cell of the spare page.
         """
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()
@@ -238,7 +242,10 @@ class PagedCache(KVCache):
         return self.keys[layer].flatten(0, 1)[self.cells(torch.full_like(positions, slot), positions), 0]
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [pages, page_size, heads, size] of a layer. The layer must have been written to."""
+        """Return the keys and values [pages, page_size, heads, size] of a layer.
+
+        Call this method only after :meth:`write` has stored keys and values of the layer.
+        """
         return self.keys[layer], self.values[layer]
 
     def _pool(self, pools: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:

@@ -53,7 +53,11 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """The cache cells of each span's context, from the first token to the end of the span, concatenated over the spans."""
+        """The cache cells of all tokens to attend to, concatenated over the spans.
+
+        A span is the part of a context that is prefilled now. The tokens to attend to are the context's tokens from the first
+        token to the end of the span.
+        """
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
@@ -90,7 +94,7 @@ class PagedDecodePlan:
 
     @classmethod
     def of(cls, cache: PagedCache, positions: Seq[int], columns: int) -> PagedDecodePlan:
-        """Allocate a cell for the token at ``positions[i]`` of row i, for each i, and return the plan of the step.
+        """Allocate cache space for the token at ``positions[i]`` of row i, for each i, and return the plan of the step.
 
         The plan is padded to a multiple of :data:`ROW_STEP` rows.
         """
@@ -113,7 +117,10 @@ class PagedDecodePlan:
 
 
 def open_cells(cache: PagedCache, positions: Seq[int]) -> None:
-    """Allocate an unshared cell for the token at ``positions[i]`` of row i, for each i. A position of -1 skips the row."""
+    """Allocate cache space for the token at ``positions[i]`` of row i, for each i. A position of -1 skips the row.
+
+    If the token's page is shared with other rows, the row first gets its own copy of the page.
+    """
     for row, position in enumerate(positions):
         if position >= 0:
             cache.extend(row, position, position + 1)
