@@ -219,7 +219,11 @@ class _HarmonyStream:
 
 
 ReasoningStream = _MarkerStream | _HarmonyStream
-"""An incremental parser. ``push`` returns the deltas that became final; ``finish`` returns the remaining deltas."""
+"""An incremental parser.
+
+``push`` appends a piece of the message, and returns all text that is already known to be reasoning or content, as deltas.
+``finish`` ends the message, and returns the remaining deltas.
+"""
 
 _PARSERS = {
     parser.name: parser
