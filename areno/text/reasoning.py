@@ -221,8 +221,8 @@ class _HarmonyStream:
 ReasoningStream = _MarkerStream | _HarmonyStream
 """An incremental parser.
 
-``push`` appends a piece of the message, and returns all text that is already known to be reasoning or content, as deltas.
-``finish`` ends the message, and returns the remaining deltas.
+``push`` appends a piece of the message, and returns the new deltas. Text that may belong to an incomplete marker is not
+returned yet. ``finish`` ends the message, and returns the remaining deltas.
 """
 
 _PARSERS = {

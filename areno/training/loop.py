@@ -93,8 +93,8 @@ class TrainingLoop(ABC):
     def run_step(self, batch: Any) -> StepOutcome:
         """Run one step.
 
-        A step runs generation, and other work that a resumed run can repeat, inside ``with self.stop.interruptible()``. There,
-        a signal interrupts the step at once.
+        Generation, and other work that a resumed run can repeat, must run inside ``with self.stop.interruptible()``. A signal
+        interrupts this block at once.
         """
 
     @abstractmethod
