@@ -219,7 +219,11 @@ class _HarmonyStream:
 
 
 ReasoningStream = _MarkerStream | _HarmonyStream
-"""An incremental parser. ``push`` returns the deltas that became final; ``finish`` returns the remaining deltas."""
+"""An incremental parser.
+
+``push`` appends a piece of the message, and returns the new deltas. Text that may belong to an incomplete marker is not
+returned yet. ``finish`` ends the message, and returns the remaining deltas.
+"""
 
 _PARSERS = {
     parser.name: parser

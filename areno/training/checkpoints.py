@@ -36,7 +36,7 @@ class Checkpoints:
 
     Each checkpoint is written inside the context manager ``writing(path)``. The training loop sets ``writing``, to show on the
     progress display that a checkpoint is being saved. ``saved_step`` is the step of the newest ``step_...`` checkpoint that
-    this process wrote or resumed from; 0 if there is none. The checkpoint ``best`` is ignored.
+    this process wrote or resumed from; 0 if there is none. The checkpoint ``best`` does not change ``saved_step``.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -109,7 +109,7 @@ class Checkpoints:
             self._fill(folder, state, backend, same, rollout_state)
 
     def update(self, state: RunState) -> None:
-        """Write the state after an evaluation to the checkpoint of the last completed step, if this checkpoint exists."""
+        """After an evaluation, write ``state`` to the checkpoint of the last completed step, if this checkpoint exists."""
         if state.step and state.step == self.saved_step:
             write_state(self.folder.path(state.step), asdict(state))
 
@@ -155,7 +155,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 def _refuse_foreign(root: Path) -> None:
     """Raise CheckpointError if another user owns a path below ``root``, or if all users can write to a path.
 
-    Paths that root owns are accepted.
+    Files and folders owned by the superuser (user id 0) are accepted.
     """
     if not root.exists():
         return

@@ -91,7 +91,11 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
-        """Run one step. Work that a resumed run can repeat belongs inside ``self.stop.interruptible()``."""
+        """Run one step.
+
+        Generation, and other work that a resumed run can repeat, must run inside ``with self.stop.interruptible()``. A signal
+        interrupts this block at once.
+        """
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
@@ -175,7 +179,7 @@ class TrainingLoop(ABC):
     def token_records(self) -> dict[int, TokenRecord]:
         """Return the token records of the last update, and clear them. Returns {} if there are no records.
 
-        The key of a record is the number in the attribute ``observed`` of its row.
+        Each key is the number of a row, which the attribute ``observed`` of the row contains.
         """
         return getattr(self.backend, "take_token_records", dict)()
 
@@ -280,9 +284,10 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model, unless it was already measured after the last step.
+        """Measure the model, unless it was already measured after the same number of steps.
 
-        If ``apart``, write the metrics as a separate record, and return {}; otherwise, return the metrics.
+        If ``apart`` is true, write the metrics as a separate record, and return {}. Otherwise, return the metrics; {} if the
+        model was not measured.
         """
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):

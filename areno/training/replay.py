@@ -23,7 +23,7 @@ _MEASURED = ("_time_s", "/tokens_per_second")
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A recorded step whose rows a replay trains on again.
+    """A recorded step that is to be replayed: its rows, and the checkpoint from which the replay starts.
 
     Attributes:
         complete: whether ``saved`` has all rows of the step.

@@ -72,7 +72,10 @@ class Reporter(ABC):
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:
-        """Delete the records of steps that ``state`` has not completed. If no step is completed, delete all records."""
+        """Keep the records of the first ``state.step`` steps, which are completed, and delete the records of later steps.
+
+        If ``state.step`` is 0, all records are deleted.
+        """
 
     def begin(self, total_steps: int, done_steps: int, data: Mapping[str, int]) -> None:
         """Write ``environment.json``, and show the start of the run.

@@ -100,7 +100,7 @@ class Saver:
             self._wait(role)
 
     def close(self) -> None:
-        """Call :meth:`wait`, then stop the thread."""
+        """Call :meth:`wait`, then stop the thread that writes models."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""The state of a run. To resume exactly, a run needs this state, the weights and the optimizer state."""
+"""The progress of a run, with random states and counters. An exact resume also needs the weights and the optimizer state."""
 
 from __future__ import annotations
 

@@ -61,7 +61,10 @@ class RewardParts:
         self._lock = threading.Lock()
 
     def weigh(self, value: PartValues) -> float:
-        """Return the reward for the result of a reward function: a number, or the weighted sum of parts."""
+        """Convert ``value``, the result of a reward function, to a reward.
+
+        If ``value`` is a number, the number is the reward. If ``value`` has parts, the reward is their weighted sum.
+        """
         if not isinstance(value, dict):
             return value
         with self._lock:

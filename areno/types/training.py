@@ -32,14 +32,16 @@ class TrainSequence:
         reward: scalar reward of the sequence.
         eos_token_id: EOS id of the model.
         loss_mask: True for tokens that count in the loss. None: all tokens for which ``prompt_mask`` is False.
-        temperature: sampling temperature of the response, which training uses too. By default, the temperature is taken from
-            the ``logprobs`` of a :class:`~areno.types.RolloutSequence`. For other ``logprobs``, the default is 1.
+        temperature: sampling temperature of the response. Training computes log-probs at the same temperature. By default,
+            the temperature is taken from the ``logprobs`` of a :class:`~areno.types.RolloutSequence`. For other ``logprobs``,
+            the default is 1.
         group: index of the row's prompt in the batch.
         truncated: whether the response ended at the token limit instead of at EOS.
         prox_logprobs: log-probs of the proximal policy (the policy before the update), for the decoupled loss.
         teacher_logprobs: log-probs of a teacher, for distillation.
         versions: version of the weights that sampled each token, with -1 for prompt tokens.
-        keep: False for tokens that M2PO masks. The policy loss of a masked token is 0, but the mean still counts the token.
+        keep: False for tokens that M2PO excludes. The policy loss of an excluded token is set to 0, and this 0 is included in
+            the mean over the tokens.
         routed_experts: experts that the rollout's routers chose for each token (see :mod:`areno.types.routing`). Training
             uses the same experts.
         observed: number by which the engine identifies the row's :class:`TokenRecord`. -1 if no record is kept.
@@ -112,7 +114,10 @@ class TrainSequence:
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
-        """Return whether each token counts in the loss. The first token never counts, because no token predicts it."""
+        """Return a list with one entry per token: True if the token counts in the loss.
+
+        The first token never counts, because no token predicts it.
+        """
         allowed = self.loss_mask if self.loss_mask is not None else [True] * len(self.tokens)
         mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
         mask[0] = False

@@ -33,8 +33,9 @@ A browser sends ``none`` for a typed address, and ``same-origin`` for a request 
 class AccessMiddleware:
     """ASGI middleware that rejects unauthorized requests for data, and adds security headers to responses.
 
-    If the server has no API key, requests with a foreign host name are rejected. A browser sends the API key only
-    once, to ``LOGIN``. The browser receives a cookie, which is valid until the server stops.
+    If the server has no API key, a request is rejected unless its Host header contains a loopback address or ``localhost``. A
+    browser sends the API key only once, in a POST request to ``/api/login``, and receives a cookie, which is valid until the
+    server stops.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -114,7 +115,10 @@ class AccessMiddleware:
         return response
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """If the server has no API key, reject foreign host names. A foreign host name indicates a DNS rebinding attack."""
+        """If the server has no API key, reject a Host header that is neither a loopback address nor ``localhost``.
+
+        Any other host name may come from a DNS rebinding attack.
+        """
         host = host_name(header)
         if self._key is not None or is_loopback(host) or host.endswith(".localhost"):
             return

@@ -176,7 +176,10 @@ def _is_evaluated(name: str) -> bool:
 
 
 def _content(files: RunDirectory) -> dict[str, Any]:
-    """Return the part of a run's row that can be cached: values from the files that :func:`_signature` checks."""
+    """Return the values that the list of runs shows for a run, except for values that cannot be cached, such as the state.
+
+    The returned values remain valid until the result of :func:`_signature` changes.
+    """
     warnings = sum(1 for _ in files.read_warnings())
     return {"warnings": warnings, **describe(read_config(files)), **_last_values(_last_records(files))}
 

@@ -72,8 +72,8 @@ def _cursor(times: Series, count: int, records: int) -> str:
     """Return a cursor: a string that marks the position after the first ``count`` values of a series.
 
     The cursor also contains ``records``, the number of records read so far, and the time of the last of them. If this time
-    changes, the file was rewritten. The cursor does not depend on the process. Therefore, a client's points remain valid if the
-    server closes the run or restarts.
+    changes, the file was rewritten. The server stores nothing about a cursor. Therefore, a client's cursor and points remain
+    valid if the server closes the run or restarts.
     """
     return f"{count}/{records}/{times.values[records - 1] if records else 0}"
 

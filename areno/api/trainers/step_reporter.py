@@ -59,7 +59,7 @@ class StepReporter(Reporter):
         self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
-        """Delete the records of steps that ``state`` has not completed."""
+        """Keep the records of the first ``state.step`` steps, which are completed, and delete the records of later steps."""
         self.run_dir.truncate_after(state.step - 1)
 
     @contextmanager

@@ -25,7 +25,10 @@ _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
 
 
 class ValueSpan(Protocol):
-    """Scans streamed text for the end of a value. ``at`` is the current position, or the end of a closed value."""
+    """Scans streamed text for the end of a value.
+
+    ``at`` is the position up to which the text was scanned. Once the value is closed, this position is the end of the value.
+    """
 
     at: int
 

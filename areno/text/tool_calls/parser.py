@@ -90,8 +90,9 @@ class PlainText:
 class ScanResult:
     """The result of a scanner. The text from the opening marker up to ``end`` consists of ``items``.
 
-    If ``items`` is empty, the text is only a wrapper around calls. A wrapper directly before a call is dropped. If nothing
-    but wrappers follows a call, these wrappers are dropped. Any other wrapper is emitted as text.
+    If ``items`` is empty, the text is a wrapper: a tag that only encloses calls of another format, such as the ``<tool_call>``
+    of Qwen3-Coder. A wrapper directly before a call is dropped. If nothing but wrappers follows a call, these wrappers are
+    dropped. Any other wrapper is emitted as text.
     """
 
     end: int
@@ -105,9 +106,9 @@ The arguments are the message so far, and whether the message is final. A scanne
 For a final message, a scanner always returns a result. The result must not depend on how the text was split into
 pieces.
 
-A message may have any number of opening markers without a call, so a scanner must run in linear time. A scanner
-therefore resumes where the previous scan stopped, finds markers with :meth:`GrowingText.find`, and does not read far
-beyond the end of its result.
+A message may contain many opening markers that start no call. To parse such a message in linear time, a scanner resumes at
+the position where it last stopped, finds markers with :meth:`GrowingText.find`, and stops reading soon after the end of
+its result.
 """
 
 
@@ -236,7 +237,10 @@ class StreamingParser:
     _out: list[Delta] = field(default_factory=list)
 
     def push(self, text_piece: str) -> list[Delta]:
-        """Add text, and return the deltas that became final."""
+        """Append ``text_piece`` to the message, and return the new deltas.
+
+        Text that may belong to an incomplete call is not returned yet.
+        """
         if not self.functions:
             return [ContentDelta(text_piece)] if text_piece else []
         self._source.append(text_piece)

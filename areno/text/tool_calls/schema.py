@@ -30,7 +30,11 @@ def types_of(schema: Any, root: Any) -> list[str]:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Replace the reference ``#/...`` of a schema by the definition in ``root``. All other schemas are returned unchanged."""
+    """Return the definition in ``root`` to which ``schema`` refers, together with the other keys of ``schema``.
+
+    A reference has the form ``{"$ref": "#/..."}``. If ``schema`` is not a reference, or if ``root`` lacks the definition,
+    ``schema`` is returned unchanged.
+    """
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema

@@ -58,9 +58,9 @@ class Prepared:
     """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: values by metric name, to report as mean, minimum and maximum. By default, these metrics are the result
-            of :func:`~areno.loss_fns.shaping.shape_advantages`, from which ``gae_advantages`` is removed. With ``credits``,
-            these metrics are the result of :func:`~areno.loss_fns.shaping.credit_advantages`.
+        populations: values by metric name, to report as mean, minimum and maximum. By default, these are all metrics that
+            :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``. If ``credits`` were passed to
+            :meth:`PolicyObjective.prepare`, :func:`~areno.loss_fns.shaping.credit_advantages` returns the metrics.
         divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
             over the trained tokens.
     """
@@ -107,7 +107,7 @@ class PolicyObjective:
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
         """Add the loss inputs to the rows: advantages, returns, and log-probs of models such as the reference.
 
-        With a critic, also add the critic's values. Do not prepare a row twice.
+        With a critic, also add the critic's values. This method must not be called twice for the same row.
 
         Args:
             rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``, which are changed in place.

@@ -15,9 +15,9 @@ def build_sft_rows(
 ) -> tuple[list[TrainSequence], int]:
     """Tokenize rows for SFT. Also return the number of dropped rows.
 
-    A row has ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``. Its sequence is the encoded prompt and
-    the response. An EOS token is appended to a response that does not end with EOS. Rows with an empty response, and rows that
-    are too long, are dropped.
+    A row has either ``prompt`` and ``response``, or ``question`` and ``answer``, or ``messages``. Its sequence is the encoded
+    prompt and the response. An EOS token is appended to a response that does not end with EOS. Rows with an empty response, and
+    rows that are too long, are dropped.
 
     Raises:
         DataError: a row is malformed, or all rows were dropped.
