@@ -1,6 +1,6 @@
 """``areno plan``: estimates the memory of each phase of a run and suggests changes.
 
-With ``--fit``, the command lists the parallel layouts in which a model fits into the memory of a number of devices.
+With ``--fit``, the command lists the parallel layouts in which a model fits into the memory of the given number of devices.
 """
 
 import json

@@ -71,7 +71,7 @@ def save_random_model(
     """Save a randomly initialized Llama model with its tokenizer. Return the number of parameters.
 
     ``width`` must be a multiple of 24. The initial weights are large, the heads are many and small, and the RoPE base is
-    small. With usual values, the model needs three times as long to learn the quickstart's task.
+    small. With usual values, the model learns the task more slowly.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

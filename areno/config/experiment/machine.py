@@ -143,8 +143,9 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of {place}"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
-            f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller sizes, or "
-            f"let rollout and training alternate by using the same sizes for both, such as d{requested or machine.gpus}"
+            f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller parallel "
+            "sizes, or let rollout and training alternate by using the same sizes for both, such as "
+            f"d{requested or machine.gpus}"
         )
 
 

@@ -107,7 +107,7 @@ class SlotCache(KVCache):
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache to at least ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep their contents."""
+        """Grow the cache to hold ``rows`` sequences of ``columns`` tokens. The first ``rows`` slots keep their contents."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
             # Drop unused slots first: they would grow as well, and exceed the budget.
