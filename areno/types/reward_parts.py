@@ -76,9 +76,8 @@ class RewardParts:
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (
-                f"returned {', '.join(parts) or 'one number'}, but not {', '.join(missing)}; for every record, return all "
-                "parts that --reward-weights (reward.weights) names or that other records have, with 0 for a part that does "
-                "not apply"
+                f"returned {', '.join(parts) or 'one number'}, but not {', '.join(missing)}; return the same parts for every "
+                "record, including all parts in --reward-weights (reward.weights); use 0 for a part that does not apply"
             )
         return (
             None

@@ -53,9 +53,9 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (
             ["{'a': 1}"],
             "aa=2",
-            ["but not aa; for every record, return all parts that --reward-weights (reward.weights) names"],
+            ["but not aa; return the same parts for every record, including all parts in --reward-weights"],
         ),
-        (["2.0"], "a=2", ["returned one number, but not a; for every record, return all parts"]),
+        (["2.0"], "a=2", ["returned one number, but not a; return the same parts for every record"]),
         (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
