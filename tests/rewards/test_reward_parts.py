@@ -47,7 +47,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (
             ["{'a': 1, 'b': 2}", "{'a': 1}"],
             "",
-            [None, "returned a, but not b; for every record"],
+            [None, "returned a, but not b; return the same parts"],
         ),
         (["{'a': 1}", "2.0"], "", [None, "returned one number, but not a"]),
         (
@@ -88,7 +88,7 @@ def test_a_missing_part_stops_the_run_and_names_the_record(reward_file, records)
 def test_shared_reward_parts_expect_the_same_names_in_every_reward():
     parts = RewardParts()
     assert parts.weigh({"a": 1.0, "b": 2.0}) == 3.0
-    assert "returned a, but not b; for every record" in parts.problem(parts.weigh({"a": 1.0}))
+    assert "returned a, but not b; return the same parts" in parts.problem(parts.weigh({"a": 1.0}))
     assert "returned one number, but not a, b; for every record" in parts.problem(parts.weigh(0.5))
     assert parts.problem(parts.weigh({"b": 1.0, "a": 2.0})) is None
     assert RewardParts().weigh(0.5) == 0.5
