@@ -163,7 +163,7 @@ def test_a_reward_part_that_some_answers_lack_is_an_error_as_in_training(trainer
         last = record.metadata["prompt_index"] == len(PROMPTS) - 1
         return {"length": 1.0} if last == last_lacks else {"length": 1.0, "first": 0.0}
 
-    with pytest.raises(RewardError, match="reward_fn returned length, but not first; for every record"):
+    with pytest.raises(RewardError, match="reward_fn returned length, but not first; return the same parts"):
         trainer.evaluate(PROMPTS, in_parts, sampling_params=SAMPLING, max_running_prompts=1)
 
 

@@ -89,7 +89,7 @@ def test_shared_reward_parts_expect_the_same_names_in_every_reward():
     parts = RewardParts()
     assert parts.weigh({"a": 1.0, "b": 2.0}) == 3.0
     assert "returned a, but not b; return the same parts" in parts.problem(parts.weigh({"a": 1.0}))
-    assert "returned one number, but not a, b; for every record" in parts.problem(parts.weigh(0.5))
+    assert "returned one number, but not a, b; return the same parts" in parts.problem(parts.weigh(0.5))
     assert parts.problem(parts.weigh({"b": 1.0, "a": 2.0})) is None
     assert RewardParts().weigh(0.5) == 0.5
     with pytest.raises(UsageError, match=r"'a=-1\.0' is not a valid weight"):
