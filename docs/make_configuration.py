@@ -109,8 +109,9 @@ option `--help` prints every key.
   `+key=value` has the same effect as `key=value`. `~key` removes a key of the file. Values are YAML, such as `[a, b]`,
   `{k: 1}`, `null` or `1e-4`. The last override of a key applies. `actor.scheduling_spec.0.cpu=4` sets a field of a list item.
   `actor.lr` is short for `actor.optimizer.lr`.
-- **Interpolation.** `${gconfig.n_samples}` stands for the value of another setting, which may be a default. `${actor}` stands
-  for a whole section, `${.path}` for a setting of the same section, and `${oc.env:HOME}` for an environment variable.
+- **Interpolation.** `${gconfig.n_samples}` stands for the value of the setting `gconfig.n_samples`. If this setting is unset,
+  `${gconfig.n_samples}` stands for its default. `${actor}` stands for a whole section, `${.path}` for a setting of the same
+  section, and `${oc.env:HOME}` for an environment variable.
 - **Written once.** `experiment_name`, `trial_name` and `cluster.fileroot` apply to every section that has these settings. A
   different value in a section is an error. Only `saver.fileroot` and `recover.fileroot` may differ from `cluster.fileroot`.
 - **Inherited.** A default in the tables below may be the name of another setting. An unset setting then inherits the value of
@@ -145,8 +146,8 @@ expert layers a different layout than attention layers.
 The setting `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate
 devices. With `areno[rollout]:d2|fsdp[actor]:d2`, generation and training share devices. areno also accepts the notation of
 earlier AReaL versions, in which m is the tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate
-devices. With a single `d2m1`, generation and training share devices. The notation `actor_gen:d2,*:d4` sets the sizes by model:
-two devices generate, and four other devices train.
+devices. With a single `d2m1`, generation and training share devices. In the earlier notation `actor_gen:d2,*:d4`, generation
+(`actor_gen`) has two devices. All other tasks (`*`), such as training, have four other devices.
 
 [Layouts](layouts.md) describes the supported layouts. [Servers](servers.md) describes the requirements of vLLM and SGLang. The
 error about an impossible layout contains the remedy.

@@ -20,7 +20,8 @@ _HEAD = """\
 <!-- Written by docs/make_front_ends.py; do not edit by hand. -->
 
 `areno train` takes command-line options, and `areno run` takes a YAML file and settings. Both commands run the same
-training loop. The table lists the options and settings of each feature; `always` marks features without an option.
+training loop. The table lists the options and settings of each feature. The entry "always" means that the feature is
+always available and needs no option or setting.
 
 | What | `areno train` | `areno run` |
 |---|---|---|
@@ -50,7 +51,7 @@ FEATURES = (
     Feature("maximum trained sequences", ("--max-sequences",), ("total_train_n_seqs",)),
     Feature("rows of a step", ("--batch-size",), ("train_dataset.batch_size",)),
     Feature("size of a microbatch", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
-    Feature("optimizer steps per training pass", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
+    Feature("optimizer steps per pass over a rollout", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
     Feature("passes over a rollout", ("--update-epochs",), ("actor.ppo_n_epochs",)),
     Feature("shared prompts computed once in training", ("--tree-training",), ("actor.enable_tree_training",)),
     Feature("8-bit Adam", ("--adam-8bit",), ("actor.optimizer.type",)),

@@ -122,7 +122,9 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "maximum trained sequences": lambda run: run.spec.span.sequences == run.loop.state.sequences,
     "rows of a step": lambda run: run.calls[0][0] == 4,
     "size of a microbatch": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
-    "optimizer steps per training pass": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
+    "optimizer steps per pass over a rollout": lambda run: (
+        len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4
+    ),
     "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * sum(run.rows),
     "algorithm by name or from your own file": lambda run: run.losses == {"gmpo_loss_fn"},
     "KL in the loss": lambda run: "ref" in run.scored and any(run.column("kl_loss", "kl_loss/avg")),

@@ -92,7 +92,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags update": (
         POLICY + " --max-steps 1 --batch-size 4 --n-samples 2 --update-epochs 2 --update-minibatches 2 --kl-coef 0.1"
         " --tree-training --speculate 2",
-        "optimizer steps per training pass, passes over a rollout, shared prompts computed once in training, "
+        "optimizer steps per pass over a rollout, passes over a rollout, shared prompts computed once in training, "
         "speculative decoding, KL in the loss, reward function",
     ),
     "flags routed": (
@@ -190,7 +190,7 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
         " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2 actor.kl_loss_coef=0.1"
         " ref.path={ckpt}",
-        "optimizer steps per training pass, passes over a rollout, shared prompts computed once in training, "
+        "optimizer steps per pass over a rollout, passes over a rollout, shared prompts computed once in training, "
         "speculative decoding, KL in the loss, reward function",
     ),
     "yaml named": (
