@@ -63,8 +63,8 @@ _RISING_PAIRS = (
 _PLAN = "`areno plan` prints how much memory each phase needs, and options that reduce it"
 _SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
-    "Use --dtype float32. For a mixture-of-experts model, also use --return-routed-experts. If the difference remains, "
-    "check that rollout and trainer have the same weights and --temperature"
+    "Use --dtype float32. With a mixture-of-experts model, use --return-routed-experts in addition. If the difference "
+    "remains, check that rollout and trainer have the same weights and --temperature"
 )
 
 ADVICE: dict[str, Advice] = {
@@ -208,7 +208,7 @@ ADVICE: dict[str, Advice] = {
     "train/agent_failed": Advice("", "To find the cause, read the agent's errors in the log", 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
-        "each request that does not extend the conversation adds a training row",
+        "each request that does not extend its conversation increases the value by 1",
         "docs/agentic.md explains when a conversation forks",
         0,
         0,
@@ -216,24 +216,27 @@ ADVICE: dict[str, Advice] = {
     "train/workflow_failed": Advice("", "To find the cause, read the workflow's errors in the log", 0, 0),
     "train/tokens_per_second": Advice("steady. The speed falls when answers become longer", _SLOWER),
     "train/step_wall_time_s": Advice(
-        "more than the sum of the stages (time/*), because a step also writes samples and transfers weights",
+        "larger than the sum of the stage times (time/*), because a step also writes samples and transfers weights",
         _SLOWER,
     ),
     "train/weight_update_time_s": Advice(
         "small compared with the step time", "docs/fleet.md compares the methods of weight transfer"
     ),
     "train/dpo_loss": Advice(
-        "falls. DPO starts at 0.69 (sigmoid loss), 1 (hinge loss) or 1 / (2 beta)^2 (IPO)", _RISING_PAIRS, low=0
+        "falls. In DPO, the loss starts at 0.69 (sigmoid loss), 1 (hinge loss) or 1 / (2 beta)^2 (IPO)",
+        _RISING_PAIRS,
+        low=0,
     ),
     "train/dpo_accuracy": Advice("0 to 0.5 in the first step of DPO, later 0.6 to 0.95", _RISING_PAIRS),
-    "train/dpo_reward_margin": Advice("rises above 0. DPO starts at 0", _RISING_PAIRS),
+    "train/dpo_reward_margin": Advice("rises above 0. In DPO, the margin starts at 0", _RISING_PAIRS),
     "train/dpo_chosen_reward": Advice(
         "near 0 with DPO. This reward often falls slightly while the rejected reward falls faster",
         "If chosen and rejected rewards fall far, both answers become unlikely: raise --dpo-beta (DPO), lower --lr, "
         "or lower --epochs",
     ),
     "train/pair_loss": Advice(
-        "falls. With --simpo-gamma 1, SimPO starts at 1.31 for an initial model that prefers neither answer",
+        "falls. In SimPO with --simpo-gamma 1, the loss starts at 1.31 if the initial model gives the chosen and the rejected "
+        "answer equal rewards",
         _RISING_PAIRS,
         low=0,
     ),

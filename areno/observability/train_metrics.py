@@ -63,8 +63,8 @@ _SAMPLES: _Rows = (
     (
         "staleness_{mean,max}",
         "updates",
-        "with rollout replicas: number of updates between the weights that sampled the oldest token of a sample and the "
-        "weights being trained",
+        "with rollout replicas: age of a sample's oldest token. The age is the number of updates between sampling the token "
+        "and training on the sample",
     ),
     ("agent_failed", "samples", "with `--agent-fn`: samples dropped because the agent failed"),
     ("agent_rerun", "samples", "with `--agent-fn`: samples that the trainer repeated after a failure"),
@@ -219,7 +219,8 @@ _SPEED: _Rows = (
     (
         "tokens_per_second",
         "tokens/s",
-        "tokens generated per second of rollout. Without rollout, tokens of training rows per second of training",
+        "generated tokens divided by the rollout time. In runs without rollouts (SFT, DPO, reward models): tokens of the "
+        "training rows divided by the training time",
     ),
     (
         "step_{rollout,train,e2e}_time_s",
