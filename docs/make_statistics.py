@@ -26,7 +26,8 @@ def render() -> str:
     for title, entries in groupby(documented(), key=lambda entry: entry[0]):
         rows = [
             f"| `{one.name}`{f' (also `{short[one.name]}`)' if one.name in short else ''} "
-            f"| {one.exported}{f'; avg is also exported as `{one.name}`' if one.name in MEANS else ''} | {one.meaning} |"
+            f"| {one.exported}{f'; `{one.name}/avg` is also exported as `{one.name}`' if one.name in MEANS else ''} "
+            f"| {one.meaning} |"
             for _, one in entries
         ]
         parts.append("\n".join([f"## {title}\n", "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))

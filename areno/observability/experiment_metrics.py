@@ -48,12 +48,12 @@ _ROLLOUT: _Rows = (
 _EPISODES: _Rows = (
     (
         "accepted",
-        "number of prompts so far whose episodes were accepted, including prompts that wait for a later batch",
+        "cumulative number of prompts whose episodes were accepted, including prompts that wait for a later batch",
     ),
-    ("rejected", "number of prompts so far whose episodes failed, returned None or were filtered out"),
+    ("rejected", "cumulative number of prompts whose episodes failed, returned None or were filtered out"),
     ("failed", "number of rejected prompts whose workflow raised an error"),
     ("filtered", "number of rejected prompts whose trajectory was filtered out"),
-    ("stale", "number of prompts so far whose episodes became too stale before training used them"),
+    ("stale", "cumulative number of prompts whose episodes became too stale before training used them"),
 )
 _LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
 _EVALUATED: _Rows = (
@@ -108,8 +108,8 @@ _UPDATE: _Rows = (
     ("new_logp", "log-prob of each trained token under the policy"),
     (
         "old_logp",
-        "log-prob of each trained token, recorded during sampling. With recompute_logprob and without a decoupled loss, "
-        "the value is the log-prob under the proximal policy",
+        "log-prob of each trained token under the behavior policy, recorded during sampling. With recompute_logprob and "
+        "without a decoupled loss, old_logp is instead recomputed before the update, under the proximal policy",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
@@ -123,8 +123,8 @@ _UPDATE: _Rows = (
     ),
     (
         "behave_imp_weight",
-        "probability ratio of the proximal to the behavior policy, for each token that rejection sampling and M2PO keep. "
-        "With rejection_sampling.action=clamp, the ratio is clamped",
+        "probability under the proximal policy divided by probability under the behavior policy, for each token that rejection "
+        "sampling and M2PO keep. With rejection_sampling.action=clamp, the ratio is clamped",
     ),
     (
         "behave_approx_kl",
@@ -137,8 +137,11 @@ _UPDATE: _Rows = (
     ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before division by the temperature"),
     ("rkl_loss", "with distillation: k1 estimate of the reverse KL divergence to the teacher, per token"),
     ("sapo_soft_gate", "with SAPO: value of the soft gate, per token"),
-    ("sapo_scaled_gate_pos", "with SAPO: scaled gate of tokens with an advantage above 0"),
-    ("sapo_scaled_gate_neg", "with SAPO: scaled gate of tokens with an advantage of 0 or less"),
+    ("sapo_scaled_gate_pos", "with SAPO: soft gate times 4 / sapo_tau_pos, for each token with an advantage above 0"),
+    (
+        "sapo_scaled_gate_neg",
+        "with SAPO: soft gate times 4 / sapo_tau_neg, for each token with an advantage of 0 or less",
+    ),
 )
 _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "number of trained tokens that rejection sampling and M2PO keep"),
@@ -162,16 +165,37 @@ _LOGP: _Rows = (
     ("kl_div_dual", "k3 estimate of the KL divergence between behavior and proximal policy, per token"),
 )
 _APPROXIMATED: _Rows = (
-    ("approx_logp", "approximate log-prob under the proximal policy"),
-    ("behave_imp_weight", "ratio of the proximal to the behavior policy, computed from approx_logp"),
-    ("importance_weight", "ratio of the current to the proximal policy, computed from approx_logp"),
-    ("abs_error", "absolute error of approx_logp"),
-    ("rel_error", "relative error of approx_logp"),
-    ("squared_error", "squared error of approx_logp"),
-    ("behave_imp_weight_abs_error", "absolute error of behave_imp_weight"),
-    ("behave_imp_weight_rel_error", "relative error of behave_imp_weight"),
-    ("importance_weight_abs_error", "absolute error of importance_weight"),
-    ("importance_weight_rel_error", "relative error of importance_weight"),
+    (
+        "approx_logp",
+        "approximate log-prob of each trained token under the proximal policy (the policy before the update)",
+    ),
+    (
+        "behave_imp_weight",
+        "approximate probability under the proximal policy, exp(approx_logp), divided by probability under the behavior policy",
+    ),
+    (
+        "importance_weight",
+        "probability under the current policy divided by approximate probability under the proximal policy, exp(approx_logp)",
+    ),
+    ("abs_error", "absolute difference between approx_logp and the recomputed log-prob prox_logp_gt"),
+    ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
+    ("squared_error", "squared difference between approx_logp and the recomputed log-prob prox_logp_gt"),
+    (
+        "behave_imp_weight_abs_error",
+        "absolute difference between behave_imp_weight and its exact value, which is computed from prox_logp_gt",
+    ),
+    (
+        "behave_imp_weight_rel_error",
+        "behave_imp_weight_abs_error divided by the exact value of behave_imp_weight, which is computed from prox_logp_gt",
+    ),
+    (
+        "importance_weight_abs_error",
+        "absolute difference between importance_weight and its exact value, which is computed from prox_logp_gt",
+    ),
+    (
+        "importance_weight_rel_error",
+        "importance_weight_abs_error divided by the exact value of importance_weight, which is computed from prox_logp_gt",
+    ),
 )
 _VERSIONS: _Rows = (
     *(
