@@ -170,9 +170,10 @@ def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[f
     if unknown and sampled_at - {1.0}:
         sampled = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))
         raise UsageError(
-            f"row {unknown[0]} has logprobs, but does not state the temperature at which its tokens were sampled, and this "
-            f"trainer has sampled at temperature {sampled}; pass `temperature=sequence.temperature` to TrainSequence, or pass "
-            "`logprobs=[0.0] * len(prompt) + sequence.resp_logprobs`, from which TrainSequence reads the temperature"
+            f"row {unknown[0]} has logprobs, but does not state the temperature at which its tokens were sampled; the "
+            f"default of 1 may be wrong, because this trainer has sampled at temperature {sampled}; pass "
+            "`temperature=sequence.temperature` to TrainSequence, or pass `logprobs=[0.0] * len(prompt) + "
+            "sequence.resp_logprobs`, because the list `resp_logprobs` stores the temperature"
         )
 
 

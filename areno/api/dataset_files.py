@@ -127,7 +127,10 @@ def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, locate:
                 problem, remedy = "whose type differs from that of earlier rows", "use the same type in every row"
             else:
                 problem = "which Arrow cannot store"
-                remedy = "use one type within a list, integers of at most 64 bits, and valid Unicode text"
+                remedy = (
+                    "make sure that the items of a list have one type, that integers have at most 64 bits, and that text is "
+                    "valid Unicode"
+                )
             raise DataError(
                 f"{path}, {locate(chunk[position][0])}: key `{key}` has the value {_shown(values[position])}, {problem} "
                 f"({first_line(error)}); {remedy}"

@@ -13,8 +13,8 @@ def run(argv: Sequence[str]) -> int:
         prog="areno diff",
         description="Compare two runs: settings, environment and curves. Show the first step that differs, and the first "
         "phase of this step that differs (prompts, sampled tokens, log-probs, rewards, advantages, update). The runs may "
-        "come from `areno train` or `areno run`. The exit code is 0 if the number of steps, the results and the settings "
-        "that may change results are the same, else 1.",
+        "come from `areno train` or `areno run`. The exit code is 0 if both runs have the same number of "
+        "steps, the same results, and the same values of all settings that may change results. Otherwise, the exit code is 1.",
         allow_abbrev=False,
     )
     parser.add_argument("first", metavar="RUN", help="A run directory.")

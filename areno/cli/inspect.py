@@ -13,7 +13,7 @@ import numpy as np
 from areno.config.parser import TypedParser
 from areno.errors import UsageError
 from areno.observability.chart import printable
-from areno.observability.samples import bounded
+from areno.observability.samples import PICKED_PROMPTS, bounded
 from areno.reports.run_data import RunData
 from areno.reports.run_samples import sample_id
 from areno.storage.sample_index import Entries
@@ -76,9 +76,9 @@ def _find(entries: Entries, name: str) -> Any:
         if len(places):
             return entries[places[0]]
     raise UsageError(
-        f"--sample {name}: this sample is not recorded; for each of the first prompts of a step, a run records only the "
-        f"best, the worst and the first sample; omit --sample to list the recorded samples ({sample_id(entries[0])} to "
-        f"{sample_id(entries[-1])})"
+        f"--sample {name}: this sample is not recorded; a run records at most three samples per prompt (the best, the worst "
+        f"and the first), and only for the first {PICKED_PROMPTS} prompts of a step; omit --sample to list the "
+        f"recorded samples ({sample_id(entries[0])} to {sample_id(entries[-1])})"
     )
 
 

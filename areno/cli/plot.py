@@ -77,7 +77,9 @@ def run(argv: Sequence[str]) -> int:
     if out.suffix == ".svg":
         for name, group in groups.items():
             if missing := [metric for metric in metrics if not recorded(group, metric)]:
-                of_all = f": no step has a value from every run of {name}" if len(group) > 1 else ""
+                of_all = (
+                    f", because there is no step for which all runs of {name} have a value" if len(group) > 1 else ""
+                )
                 print(f"note: {name} has no {', '.join(missing)}{of_all}", file=sys.stderr)
         _write_svg(plot(groups, metrics, *_layout(arguments, len(metrics))), out)
         print(f"curves={len(groups)} metrics={','.join(metrics)}: {out}")
@@ -103,7 +105,7 @@ def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
     ]
     if suffix != ".svg" and drawn:
         raise UsageError(
-            f"--out {arguments.out}: a {suffix} file contains the recorded values; use {', '.join(drawn)} only with "
+            f"--out {arguments.out}: a {suffix} file contains recorded values and no chart; use {', '.join(drawn)} only with "
             "an .svg file"
         )
 

@@ -25,10 +25,10 @@ def run(argv: Sequence[str]) -> int:
         prog="areno replay",
         usage=_USAGE,
         description="Train again on the rows that a run recorded in a step, and compare the statistics with those "
-        "of the run. You can change options of the loss, the advantages or the optimizer, such as --lr 1e-6. The replay "
-        "uses the exact rows if the run saved them (--save-rollouts), otherwise the logged samples. It starts from the newest "
-        "checkpoint before the step, or else from the initial model. Nothing is generated, and "
-        "nothing is written to the run directory.",
+        "of the run. You can change options of the loss, the advantages or the optimizer, such as --lr 1e-6. If the run "
+        "saved all rows of the step (--save-rollouts), the replay uses these rows. Otherwise, the replay uses the samples in "
+        "samples.jsonl, which are only some of the rows. The replay starts from the newest checkpoint before "
+        "the step, or else from the initial model. Nothing is generated, and nothing is written to the run directory.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

@@ -16,7 +16,7 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "run", metavar="RUN", help="The run directory, on a machine that shares the trainer's file system."
+        "run", metavar="RUN", help="The run directory. The trainer and this command must access the same directory."
     )
     parser.add_argument("replicas", metavar="REPLICAS", nargs="?", type=int, help="New number of replicas.")
     parser.add_argument(

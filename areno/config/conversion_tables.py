@@ -178,10 +178,10 @@ TRL: dict[str, Rule] = {
     ),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
-        together=True, note="included in --batch-size and --mini-bs; for DPO, --mini-bs counts both rows of a pair"
+        together=True, note="a factor of both --batch-size and --mini-bs; for DPO, --mini-bs counts both rows of a pair"
     ),
     "gradient_accumulation_steps": Rule(
-        together=True, note="included in --batch-size, which counts the prompts or rows of a whole step"
+        together=True, note="a factor of --batch-size, which counts the prompts or rows of a whole step"
     ),
     "num_generations": Rule("--n-samples"),
     "max_completion_length": Rule("--max-new-tokens"),
@@ -195,7 +195,7 @@ TRL: dict[str, Rule] = {
     "epsilon_high": Rule("--clip-eps-high"),
     "delta": Rule(note="no equivalent: delta bounds the ratio, but --grpo-dual-clip bounds the loss"),
     "importance_sampling_level": Rule(
-        together=True, note="--algo gspo for the value sequence, --algo grpo for the value token"
+        together=True, note="--algo gspo if the value is `sequence`, --algo grpo if the value is `token`"
     ),
     "loss_type": Rule(
         together=True,
@@ -287,7 +287,7 @@ VERL: dict[str, Rule] = {
     "data.filter_overlong_prompts": Rule(note=_ALWAYS),
     "algorithm.adv_estimator": Rule(
         together=True,
-        note="--algo grpo for the value grpo, --algo ppo for gae, and --algo grpo --advantage rloo for rloo",
+        note="--algo grpo for `grpo`, --algo ppo for `gae`, and --algo grpo --advantage rloo for `rloo`",
         known=("grpo", "gae", "rloo", "grpo_vectorized", "rloo_vectorized"),
     ),
     "algorithm.gamma": Rule("--gamma", value=_of_gae),
@@ -314,7 +314,7 @@ VERL: dict[str, Rule] = {
     ),
     f"{ACTOR}.policy_loss.loss_mode": Rule(
         together=True,
-        note="--algo gspo for the value gspo; the value vanilla needs no option",
+        note="--algo gspo if the value is `gspo`; the value `vanilla` needs no option",
         known=("vanilla", "gspo"),
     ),
     f"{ACTOR}.clip_ratio_high": Rule("--clip-eps-high"),
@@ -329,7 +329,7 @@ VERL: dict[str, Rule] = {
     f"{ACTOR}.ppo_epochs": Rule("--update-epochs", value=_above_one),
     f"{ACTOR}.ppo_mini_batch_size": Rule(
         together=True,
-        note="prompts per optimizer step; --update-minibatches is train_batch_size divided by this value",
+        note="number of prompts per optimizer step; set --update-minibatches to train_batch_size / ppo_mini_batch_size",
     ),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(
         together=True, note="number of rows in one pass on one GPU; --mini-bs counts the rows on all GPUs"

@@ -159,7 +159,8 @@ def environment_rows(
     for record in records:
         if key not in record:
             raise KeyError(
-                f"a row lacks `{key}` and has only {', '.join(sorted(record))}; write the rows with the data generator"
+                f"a row lacks `{key}` and has only {', '.join(sorted(record))}; add this field to every row, "
+                "or write the rows with the data generator of this environment"
             )
         environment = make()
         rows.append({**record, "prompt": environment.reset(record)})

@@ -361,7 +361,10 @@ def _hints_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(called, include_extras=True)
     except NameError as error:
-        raise UsageError(f"tool {name}: the type hints cannot be resolved: {error}; import this name") from error
+        raise UsageError(
+            f"tool {name}: the type hints cannot be resolved: {error}; define or import "
+            "the missing name at module level in the file that defines the tool"
+        ) from error
 
 
 def _public_methods(source: object) -> list[Callable[..., Any]]:

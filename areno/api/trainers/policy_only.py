@@ -85,7 +85,10 @@ def _estimator(name: str) -> AdvantageFn:
             values = [float(value) for value in function(list(rewards), list(groups))]
         except Exception as error:
             cause = f"{type(error).__name__}: {error}{user_frame(error, path)}"
-            raise UsageError(f"--advantage {name} failed: {cause}; return a list with one number per reward") from error
+            raise UsageError(
+                f"--advantage {name} failed: {cause}; correct this function, which must "
+                "return a list with one number per reward"
+            ) from error
         if len(values) != len(rewards):
             raise UsageError(
                 f"--advantage {name} returned {len(values)} numbers for {len(rewards)} rewards; "
