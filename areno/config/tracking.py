@@ -23,7 +23,7 @@ def mode_of(service: str) -> str:
 
 
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
-    """Return what a tracking service lacks; None if nothing is missing.
+    """Return what a tracking service lacks, and how to provide it; None if nothing is missing.
 
     Every service needs its package. W&B in the mode ``online`` also needs an API key (``key``) or a login. ``address`` is the
     address of the W&B server.

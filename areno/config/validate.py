@@ -255,8 +255,8 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
             f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
             f"use --tp-size 1 or a divisor of {options.world_size}"
         )
-    if options.tp_size > 1 and (problem := tensor_parallel_problem(options.fsdp)):
-        yield f"--tp-size {options.tp_size}: {problem}, or use --tp-size 1"
+    if options.tp_size > 1 and (problem_and_remedy := tensor_parallel_problem(options.fsdp)):
+        yield f"--tp-size {options.tp_size}: {problem_and_remedy}, or use --tp-size 1"
     if options.speculate and options.tp_size > 1:
         yield (
             f"--speculate {options.speculate} with --tp-size {options.tp_size}: speculative decoding does not support "

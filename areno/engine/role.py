@@ -94,7 +94,8 @@ class Role:
             if context is not None and len(row) > context:
                 raise UsageError(
                     f"row {index} has {len(row)} tokens, but the context length of role {self.name!r} is {context}; "
-                    f"drop longer rows, or set --max-context-len {context} (SamplingParams(max_context_len=...))"
+                    f"drop longer rows, or limit rollouts to this length with --max-context-len {context} "
+                    f"(SamplingParams(max_context_len={context}))"
                 )
             if len(row) and (min(row) < 0 or max(row) >= vocabulary):
                 raise UsageError(
@@ -257,8 +258,8 @@ def _check_choices(
         raise UsageError(f"--offload-activations has no effect for role {name!r}, which is on a CPU; remove the option")
     if optimizer is not None and offload_activations and checkpointing is False:
         raise UsageError(
-            f"--offload-activations: role {name!r} keeps all activations; add --activation-checkpointing, because only the "
-            "inputs of checkpointed layers are offloaded"
+            f"--offload-activations offloads only the inputs of checkpointed layers, but role {name!r} has no checkpointed "
+            "layers; add --activation-checkpointing"
         )
     if adapter is not None and is_adapter(path):
         raise UsageError(

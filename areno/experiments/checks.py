@@ -86,8 +86,8 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
         if mode in ("disabled", False, None):
             continue
         login = {"key": section.wandb_api_key, "address": section.wandb_base_url} if name == "wandb" else {}
-        if problem := service_problem(name, mode, **login):
-            yield f"stats_logger.{name}.mode={mode} {problem}, or set stats_logger.{name}.mode=disabled"
+        if problem_and_remedy := service_problem(name, mode, **login):
+            yield f"stats_logger.{name}.mode={mode} {problem_and_remedy}, or set stats_logger.{name}.mode=disabled"
 
 
 def _problem(name: Any, option: str, resolve: Callable[..., Any] = named_function) -> str:

@@ -119,7 +119,7 @@ _UPDATE: _Rows = (
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens at the dual-clip bound among the tokens that rejection sampling and M2PO keep",
+        "fraction of tokens whose loss the dual clip limits. Only tokens that rejection sampling and M2PO keep are counted",
     ),
     (
         "behave_imp_weight",
@@ -154,8 +154,8 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "number of microbatches in an optimizer step, counting those of all data-parallel replicas; mean over the optimizer "
-        "steps of the update",
+        "number of microbatches per optimizer step, summed over the data-parallel replicas, and averaged over the optimizer "
+        "steps of the training step",
     ),
 )
 _LOGP: _Rows = (

@@ -292,8 +292,8 @@ class HealthMonitor:
         if self._moved > 0:
             return (
                 f"{seen}, and the reward is higher than at the start: the reward may simply grow with length or repetition. "
-                "Run `areno inspect RUN`, and read recent samples. Do not raise the limit: responses would fill a higher "
-                "limit, too"
+                "Run `areno inspect RUN`, and read recent samples. Do not raise the limit: with a higher limit, the "
+                "responses would only become longer"
             )
         if self._moved < 0:
             return (

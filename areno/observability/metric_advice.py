@@ -137,8 +137,8 @@ ADVICE: dict[str, Advice] = {
     "train/ppo_kl": Advice("near 0, because the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
         f"about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16. areno warns above {LOGPROB_GAP_LIMIT_FP32:g} in fp32, "
-        f"and above {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the difference includes the updates "
-        "since sampling, so areno does not warn",
+        f"and above {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the weights change "
+        "between sampling and training, so the difference is larger and areno does not warn",
         _GAP,
         0,
         LOGPROB_GAP_LIMIT,
@@ -198,7 +198,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
-        "0 if neither --top-k nor --top-p nor a grammar is used. With --top-p alone, the value is below 1 - top_p",
+        "above 0 only with --top-k, --top-p or a grammar. With --top-p alone, the value is below 1 - top_p",
         "Training assumes the full distribution: raise or omit --top-p",
         0,
         0.2,

@@ -191,7 +191,7 @@ class StatsTracker:
                     return mask
         raise ValueError(
             f"denominator {denominator!r} is unknown in scope {'/'.join(scopes) or '(none)'!r}; "
-            f"first record the mask with denominator({denominator}=mask)"
+            f"first call denominator({denominator}=mask), where mask is a bool tensor that selects the elements to average"
         )
 
     @staticmethod

@@ -132,25 +132,27 @@ _UPDATE: _Rows = (
     (
         f"kl_reward_{_SUMMARY}",
         "reward",
-        "with `--kl-reward-coef`: KL reward of a row. The KL reward is minus the coefficient times the sum of the KL "
-        "estimates of the row's tokens",
+        "with `--kl-reward-coef`: KL reward of a row. The KL reward is `-c * s`, where c is `--kl-reward-coef` and s is "
+        "the sum of the KL estimates of the row's tokens",
     ),
     (f"ref_logprob_{_SUMMARY}", "nats", "with a KL term: log-prob of the trained tokens under the reference model"),
     (
         "m2_filtered_fraction",
         "fraction",
-        "M2PO: fraction of trained tokens that the bound on the second moment excludes",
+        "M2PO: fraction of tokens that M2PO excludes from the loss, so that the mean squared log-ratio of the other tokens "
+        "is below `--m2-threshold`",
     ),
     (
         "tree_token_ratio",
         "fraction",
-        "with prefix sharing in training: computed tokens divided by all tokens, in microbatches whose rows share prefixes",
+        "with prefix sharing in training: number of tokens if each shared prefix counts once, divided by the number of tokens "
+        "in all rows. Only microbatches whose rows share prefixes are included",
     ),
     (
         "routed_experts_changed",
         "fraction",
         "with [routing replay](rollout.md#routing-replay): fraction of replayed choices that differ from the router's "
-        "current choice. Each token has one choice per MoE layer",
+        "current choice. A choice is the set of experts of one token in one MoE layer",
     ),
     ("sft_loss", "nats", "SFT: mean negative log-prob of a response token"),
     ("sft_logprob_mean", "nats", "SFT: mean log-prob of a response token"),

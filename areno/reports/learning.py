@@ -209,7 +209,7 @@ def _sentences(progress: Progress) -> list[str]:
         flat = f", flat since step {progress.flat_since}" if progress.up(held_out) and progress.flat_since else ""
         values = f"{short(held_out.first)} to {short(held_out.last)}"
         sentences.append(
-            f"{subject} {_verb(progress, held_out)} {values} from the first to the last evaluation{best}{flat}."
+            f"{subject} {_verb(progress, held_out)} {values} between the first and the last evaluation{best}{flat}."
         )
     elif progress.by_reward and not progress.run.series("eval_reward").steps:
         sentences.append("There was no held-out evaluation.")

@@ -94,8 +94,8 @@ def _repeated(evidence: Evidence, passes: float) -> str:
     seen, different = evidence.samples.prompts
     if different and seen / different >= PASSES:
         return (
-            f"Only {different:,} of {seen:,} recorded prompts are distinct: on average, the policy saw each prompt at "
-            f"least {passes:,.0f} times."
+            f"Only {different:,} of {seen:,} recorded prompts are distinct. The average number of times that the policy saw a "
+            f"prompt is at least {passes:,.0f}."
         )
     return f"The policy saw each prompt {passes:,.0f} times."
 

@@ -148,8 +148,8 @@ def truncated(evidence: Evidence) -> RunProblem | None:
         )
         remedy = (
             "If the model should end its answers, change the reward function so that truncated answers get a low reward: for "
-            'them, `record.metadata["finish_reason"]` is "length". Do not raise the limit: answers would fill a higher limit, '
-            "too."
+            'them, `record.metadata["finish_reason"]` is "length". Do not raise the limit: with a higher limit, the answers '
+            "would only become longer."
         )
     else:
         return None

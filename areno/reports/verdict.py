@@ -125,8 +125,8 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
     value, step = progress.best(trend)
     return RunProblem(
         "collapse",
-        f"The {progress.name} was best ({short(value)}) around step {step} and is now {short(trend.last)}; no "
-        "other recorded data explains the decline.",
+        f"The {progress.name} was best ({short(value)}) around step {step} and is now {short(trend.last)}. The "
+        "recorded data does not show the cause of this decline.",
         f"Use a checkpoint from before the decline (--keep-best keeps the best checkpoint), and lower the learning rate with "
         f"{evidence.lower_rate(step, 0.3)}" + (f", or add {evidence.advice.kl}." if progress.by_reward else "."),
         evidence.spread(),

@@ -93,7 +93,7 @@ def _text(content: Any, where: str) -> str:
             )
         if not isinstance(block.get("text"), str):
             raise bad_field(
-                "messages", f"a text block has the text {block.get('text')!r:.80}; send a string", where=where
+                "messages", f"the field `text` of a text block is {block.get('text')!r:.80}; send a string", where=where
             )
     return "".join(block["text"] for block in content)
 

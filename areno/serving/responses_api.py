@@ -107,7 +107,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _format(form: Any) -> dict[str, Any] | None:
     if form is not None and not isinstance(form, Mapping):
-        raise bad_field("text", f"{form!r:.80} is not a format; send an object with a type")
+        raise bad_field("text", f"`format` is {form!r:.80}; send an object with the key `type`")
     if form is None or form.get("type") == "text":
         return None
     if form.get("type") != "json_schema":

@@ -93,7 +93,8 @@ def check_files(folder: Path, *, required: bool = False) -> None:
     for name, (_, digest) in listed.items():
         if digests[name] != digest:
             raise DamagedCheckpointError(
-                f"{folder / name} does not match its SHA-256 in the manifest; if you changed the file on purpose, delete {path}"
+                f"{folder / name} does not match its SHA-256 in the manifest {path}; if you changed the file on purpose, "
+                "delete the manifest"
             )
 
 

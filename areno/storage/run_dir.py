@@ -166,8 +166,8 @@ class RunDirectory:
         if record is None:
             index = index_path(self.samples_path)
             raise ArenoError(
-                f"{self.samples_path}: the {entry['length']} bytes at position {entry['offset']} are not a sample, or are too "
-                f"many to read; if {index.name} was written for another {self.samples_path.name}, delete {index.name}"
+                f"{self.samples_path}: the {entry['length']} bytes at position {entry['offset']} are not a valid sample, or "
+                f"exceed the size limit of a sample; if {index.name} does not belong to this file, delete {index.name}"
             )
         return record
 

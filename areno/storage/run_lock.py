@@ -88,7 +88,7 @@ def _acquire(descriptor: int, folder: Path, remedy: str) -> bool:
     except OSError as error:
         if error.errno in _HELD:
             holder = os.pread(descriptor, 500, 0).decode(errors="replace").strip() or "another process"
-            raise UsageError(f"{holder} is writing to {folder}; wait until this process ends, {remedy}") from error
+            raise UsageError(f"{holder} is writing to {folder}; wait until the other process ends, {remedy}") from error
         _log.warning(
             "%s: the file system does not support locks (%s); make sure that no other process writes to this folder",
             *(folder, error.strerror),

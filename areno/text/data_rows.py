@@ -128,7 +128,8 @@ def sft_row(row: Mapping[str, Any], source: str, index: int, loader: str) -> Map
             if last.get("tool_calls"):
                 raise DataError(
                     f"{named_row(source, index)}the last of `messages` has `tool_calls`, but a response must be text. "
-                    f"Use {loader} to write the calls as text in the model's format into `response`, or to remove the row"
+                    f"In a dataset loader ({loader}), remove the row, or put the calls into `response` as text in the "
+                    "model's format"
                 )
             return {**row, "prompt": prompt, "response": last.get("content")}
     if row.get("question") is not None and "answer" in row:

@@ -159,8 +159,8 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
             rejected = sorted(_not_for_text(resolved(value, schema)))
             if rejected and function.get("strict"):
                 raise UsageError(
-                    f"{where}: the argument {key} is written as plain text, so {', '.join(rejected)} cannot be enforced; "
-                    "change the schema, or send the tool without strict"
+                    f"{where}: the argument {key} is plain text in this tool-call format, not JSON, so these keywords of its "
+                    f"schema cannot be enforced: {', '.join(rejected)}; remove them, or omit `strict` from the tool"
                 )
             rules.append(f"{argument}: {before} {argument}_any {rest}")
             rules += compiler.text_until(closing_tag, f"{argument}_any")

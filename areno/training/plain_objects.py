@@ -77,6 +77,6 @@ def load(file: Path) -> Any:
 def _refusal(types: str) -> str:
     return (
         f"data rows or trajectories contain types that a checkpoint cannot store: {types}; use only text, numbers, dates, "
-        "lists, dicts, tensors and arrays (for example a file path instead of an object), or disable the checkpoints of areno "
-        "run with recover.mode=off and evaluator.keep_best=false"
+        "lists, dicts, tensors and arrays (for example a file path instead of an object). Alternatively, disable checkpoints: "
+        "for `areno run`, set recover.mode=off and evaluator.keep_best=false"
     )

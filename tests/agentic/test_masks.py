@@ -166,7 +166,7 @@ def test_context_that_is_trained_on_has_the_policys_own_logprobs(returned, names
         trained.advantages = [1.0] * len(row.tokens)
         assert trainer.train([trained], grpo_loss_fn)["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     [unscored] = build_rows(sample.turns, policy, trainer.get_tokenizer())
-    with pytest.raises(UsageError, match=r"were not sampled .* no log-probs yet; use samples that `ctx\.samples"):
+    with pytest.raises(UsageError, match=r"did not sample .* no log-probs yet; use samples that `ctx\.samples"):
         unscored.train_sequence(reward=1.0, group=0, eos_token_id=0)
 
 

@@ -148,7 +148,7 @@ def test_the_command_reports_one_rank_and_all_ranks(tmp_path, tiny_checkpoint, c
     assert main(words) == 0
     text = capsys.readouterr().out
     for line in (
-        "columns are the peaks of the phases, for each of 2 ranks",
+        "the columns show the memory of one rank at the peak of each phase",
         "all 2 ranks",
         "Ranks: 2 replicas; all share",
     ):

@@ -286,7 +286,7 @@ def test_rows_keep_the_types_that_data_files_can_have(tmp_path):
 def test_a_row_that_cannot_be_stored_is_refused(tmp_path, thing):
     with pytest.raises(
         UsageError,
-        match=r"checkpoint cannot store.*file path.*disable the checkpoints of areno run with recover\.mode=off",
+        match=r"checkpoint cannot store.*file path.*disable checkpoints: for `areno run`, set recover\.mode=off",
     ):
         plain_objects.check({"row": thing})
 

@@ -148,8 +148,8 @@ def test_a_rise_on_a_few_prompts_alone_is_memorization(scores, seed, tmp_path):
     )
     assert (result.learned.state, keys(result)) == ("memorized", ["memorized"])
     assert (
-        "Only 12 of 400 recorded prompts are distinct: on average, the policy saw each prompt at least 33 times."
-        in result.problems[0].text
+        "Only 12 of 400 recorded prompts are distinct. The average number of times that the policy saw a prompt is at least "
+        "33." in result.problems[0].text
     )
     assert "more and different prompts" in result.problems[0].remedy
 
@@ -184,7 +184,7 @@ def test_distinct_prompts_without_a_held_out_rise_are_not_memorization(tmp_path)
     ("scores", "text"),
     [
         ([0.5, 0.7, 0.9, 0.91, 0.9, 0.92, 0.9], ", flat since step 40."),
-        ([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], "from the first to the last evaluation."),
+        ([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], "between the first and the last evaluation."),
     ],
 )
 def test_a_held_out_reward_that_stopped_rising_is_called_flat(scores, text, tmp_path):

@@ -103,7 +103,12 @@ def test_bad_completion_fields_are_named(server, body, param, message):
         ("responses", {"tool_choice": {"\ud800": 1}}, "tool_choice", "unpaired surrogate"),
         ("responses", {"tool_choice": "required"}, "tool_choice", "requires tools"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice", "requires tools"),
-        ("messages", {"system": [{"type": "text", "text": None}]}, "messages", "a text block has the text None"),
+        (
+            "messages",
+            {"system": [{"type": "text", "text": None}]},
+            "messages",
+            "the field `text` of a text block is None",
+        ),
     ],
 )
 def test_bad_fields_of_other_protocols_are_named(server, path, body, param, message):

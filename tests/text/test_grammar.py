@@ -304,7 +304,9 @@ def test_limits_of_text_arguments_are_refused_only_for_strict_tools(tokenizer, n
     parser = parser_for(None, name)
     tool = {"name": "f", "parameters": {"properties": {"a": schema}}}
     tool_call_constraint(tokenizer, parser, [tool])
-    with pytest.raises(UsageError, match=f"tools: parameters of f: the argument a is .* {keyword} cannot be enforced"):
+    with pytest.raises(
+        UsageError, match=f"tools: parameters of f: the argument a is .* cannot be enforced: {keyword};"
+    ):
         tool_call_constraint(tokenizer, parser, [{**tool, "strict": True}])
     optional = {"anyOf": [{"type": "string", "description": "x"}, {"type": "null"}], "default": None}
     tool_call_constraint(

@@ -109,8 +109,8 @@ def parts_of_body(body: nn.Module) -> tuple[str, str]:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise UnsupportedModelError(
-            f"{type(body).__name__} cannot be split into pipeline stages: besides its embedding, it has "
-            f"{', '.join([*lists, *others]) or 'nothing'}, but it must have one list of layers and one norm; use a layout "
+            f"{type(body).__name__} cannot be split into pipeline stages: besides its embedding, it must have exactly one list "
+            f"of layers and one norm, but it has these modules: {', '.join([*lists, *others]) or 'none'}; use a layout "
             "without pipeline parallelism (such as d2 instead of p2)"
         )
     return lists[0], others[0]
@@ -131,8 +131,8 @@ def model_body(module: Any) -> Any:
     body = getattr(module, module.base_model_prefix, None)
     if body is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has no attribute {module.base_model_prefix!r}, but its base_model_prefix gives "
-            "this name to the body; this architecture is not supported"
+            f"{type(module).__name__} has no attribute {module.base_model_prefix!r}, although its base_model_prefix "
+            "names this attribute; this architecture is not supported"
         )
     return body
 

@@ -57,8 +57,8 @@ def distributed_config(
     """
     text: Any = config.get_text_config()
     tp_size = layout.tp_size
-    if problem := tensor_parallel_problem(layout.fsdp):
-        raise UnsupportedModelError(f"{option} {path}: {problem}, or use --tp-size 1")
+    if problem_and_remedy := tensor_parallel_problem(layout.fsdp):
+        raise UnsupportedModelError(f"{option} {path}: {problem_and_remedy}, or use --tp-size 1")
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(

@@ -32,8 +32,8 @@ def plan_table(plan: MemoryPlan) -> list[str]:
     """Return the lines of a table of memory by phase and purpose."""
     trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
-    each = f", for each of {plan.layout.world_size} ranks" if plan.layout.world_size > 1 else ""
-    lines = [f"Memory plan in MiB ({size}); columns are the peaks of the phases{each}"]
+    memory = "the memory of one rank" if plan.layout.world_size > 1 else "the memory"
+    lines = [f"Memory plan in MiB ({size}); the columns show {memory} at the peak of each phase"]
     lines.append(f"  {'':<20}" + "".join(f"{phase.name:>12}" for phase in plan.phases))
     for part in PARTS:
         figures = [phase.parts[part] for phase in plan.phases]

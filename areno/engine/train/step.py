@@ -461,8 +461,8 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
         return mini_bs * accumulation if accumulation else rows
     if accumulation:
         raise ValueError(
-            "accumulation needs an integer mini_bs, but mini_bs is a MicroBatching, with which one optimizer step uses all "
-            "rows; omit accumulation"
+            "accumulation is not supported if mini_bs is a MicroBatching, because one optimizer step uses all rows; omit "
+            "accumulation, or pass an integer mini_bs"
         )
     return rows
 

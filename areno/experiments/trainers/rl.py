@@ -206,7 +206,7 @@ class PPOTrainer(ExperimentTrainer):
             log_folder=self.run_dir.path,
             startup_timeout_s=rollout.setup_timeout,
             stall_s=min(STALL_S, rollout.request_timeout),
-            stall_option=f"rollout.request_timeout (for this check, values above {STALL_S:g} s count as {STALL_S:g} s)",
+            stall_option=f"rollout.request_timeout (the limit on time without progress is at most {STALL_S:g} s)",
             threads=spec.cpu,
             environment=spec.environment() or None,
             server=self._server,

@@ -22,7 +22,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     if loader is None:
         if more:
             raise UsageError(
-                f"{name}.dataset_kwargs contains {', '.join(more)}, but only your own dataset loader gets these arguments; set "
+                f"{name}.dataset_kwargs contains arguments for a dataset loader ({', '.join(more)}), but no loader is set; set "
                 f"{name}.dataset_kwargs.{LOADER}, or remove the arguments"
             )
         return load_training_dataset(section.path, option=f"{name}.path", split=section.split)

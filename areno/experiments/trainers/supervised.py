@@ -72,7 +72,9 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
             ),
         )
         if dropped:
-            _log.info("%s: dropped %d of %d rows that are too long or have no answer", name, dropped, len(rows))
+            _log.info(
+                "%s: dropped %d of %d rows, because they are too long or have no answer", name, dropped, len(rows)
+            )
         return examples
 
     def loss(self) -> LossFn:

@@ -52,8 +52,8 @@ class TrajectoryRow:
         """
         if self.lacks_logprobs:
             raise UsageError(
-                "some tokens of a training row count in the loss, but were not sampled (see LossMaskPolicy) and have no "
-                "log-probs yet; use samples that `ctx.samples()` returned, or call "
+                "the loss mask of a training row includes tokens that the policy did not sample (see LossMaskPolicy), and "
+                "these tokens have no log-probs yet; use samples that `ctx.samples()` returned, or call "
                 "`areno.api.agentic.samples.fill_context_logprobs(trainer, samples)`"
             )
         prompt = [not (sampled or trained) for sampled, trained in zip(self.sampled, self.trained, strict=True)]

@@ -60,5 +60,8 @@ class ServerScorer:
             logprobs = []
         scores = logprobs[: len(tokens)]
         if len(scores) < len(tokens) or any(score is None for score in scores[1:]):
-            raise EngineError(f"{where} returns no prompt log-probs (echo with logprobs); use a vLLM or SGLang server")
+            raise EngineError(
+                f"{where} returns no log-probs of the prompt, although the request sets echo and logprobs; use a vLLM or "
+                "SGLang server"
+            )
         return [0.0, *(float(score) for score in scores[1:])]

@@ -68,7 +68,11 @@ def build_preference_rows(
     longest = min(bounds.max_prompt_tokens + bounds.max_new_tokens, bounds.context_limit or sys.maxsize)
     pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos) or 0))
     if not pairs:
-        raise bounds.none_left(len(rows), _shortest(candidates), " (their sum limits the prompt and answer together)")
+        raise bounds.none_left(
+            len(rows),
+            _shortest(candidates),
+            " (the sum of both options limits the length of prompt and answer together)",
+        )
     return pairs, len(rows) - len(pairs)
 
 
@@ -148,8 +152,8 @@ def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
     lengths = [[len(context) + len(answer) for context, answer in tokens] for tokens in candidates]
     chosen, rejected = min(lengths, key=max)
     return (
-        f"in the shortest pair, the chosen sequence has {chosen} tokens and the rejected sequence has {rejected} tokens; pairs "
-        "with equal answers are also dropped"
+        f"in the shortest pair, the chosen sequence has {chosen} tokens and the rejected sequence has {rejected} tokens. "
+        "Pairs are dropped if a sequence is too long, an answer is empty, or both answers are equal"
     )
 
 
