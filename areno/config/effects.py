@@ -62,8 +62,8 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because checkpoints are never written in the background; "
-            "set --model-save-interval too",
+            "has no effect without --model-save-interval, because only the models of that option can be "
+            "written in the background, not checkpoints; set --model-save-interval too",
         )
     if not options.track:
         yield "track_project", "has no effect without a tracking service; set --track too"
@@ -83,7 +83,10 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         if options.rollout == "sync":
             yield "max_staleness", "has no effect without --rollout async; set --rollout async too"
         if not options.uses_replicas:
-            yield "rollout_replicas", "has no effect without rollout processes; set --rollout async too"
+            yield (
+                "rollout_replicas",
+                "has no effect with --rollout sync, which starts no rollout processes; set --rollout async too",
+            )
         servers = ("rollout_url", "rollout_server_command", "rollout_server_args")
         for name in servers if options.rollout_backend == "areno" else ():
             yield name, "has no effect with areno's own engine; set --rollout-backend vllm or sglang too"

@@ -170,8 +170,8 @@ def _problems(options: EvalOptions) -> Iterator[str]:
         yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main:test"
     if not options.reward_fn_path and not options.reward_ckpt:
         yield (
-            "--reward-fn-path or --reward-ckpt is required; "
-            "give --reward-fn-path file.py, where file.py defines reward_fn(record)"
+            "--reward-fn-path or --reward-ckpt is required; give --reward-fn-path file.py, where file.py defines "
+            "reward_fn(record), or give --reward-ckpt MODEL, where MODEL is a reward model"
         )
     yield from value_problems(options)
     entries = {entry.name: entry for entry in options_of(EvalOptions)}

@@ -120,8 +120,8 @@ class RejectionSamplingConfig:
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="Bounded quantity: the importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - log r - "
-        "1 (kl_k3), or the larger of the two Bernoulli KL divergences between the policies (binary_kl).",
+        help="What `upper` and `lower` limit: importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - "
+        "log r - 1 (kl_k3), or the larger Bernoulli KL between proximal and behavior policy (binary_kl).",
     )
     agg: str = option(
         "mean",
@@ -165,8 +165,8 @@ class RejectionSamplingConfig:
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (
                 "upper",
-                f"{upper} would reject every change in probability, because the {self.metric} of a change is positive; use a "
-                "bound above 0",
+                f"{upper} would reject every token whose probability differs between the proximal and the behavior policy, "
+                f"because {self.metric} is then positive; use a bound above 0",
             )
         if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
             yield (

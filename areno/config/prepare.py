@@ -87,4 +87,6 @@ def check_workflow(reference: str) -> None:
             "`async def run(self, "
             "data, **extra)`; define one of them"
         )
-    require_packages("serve", f"--workflow {reference}: agents use the model over HTTP, which needs")
+    require_packages(
+        "serve", f"--workflow {reference}: agents call the model through an HTTP server, and this server needs"
+    )

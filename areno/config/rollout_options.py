@@ -93,8 +93,8 @@ class RolloutOptions:
     attn_backend: str = _shared(
         "flash",
         choices=("flash", "native"),
-        help="Attention kernels: FlashAttention on devices that support it and PyTorch's kernels on other devices "
-        "(flash), or always PyTorch's kernels (native).",
+        help="Attention kernels. With `flash`, areno uses FlashAttention if the device supports it, and otherwise PyTorch's "
+        "kernels. With `native`, areno always uses PyTorch's kernels.",
     )
     disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that support it.")
     rollout: str = _rollout(

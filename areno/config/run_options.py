@@ -151,8 +151,8 @@ class CheckpointOptions:
     )
     save_async: bool = _checkpoint(
         True,
-        help="Save models in the background if one process has the full model. The option --model-save-interval determines "
-        "when models are saved. Background writing needs memory for a second copy of the weights.",
+        help="Save models in the background if training has only one rank and no adapter; otherwise, training waits. "
+        "--model-save-interval sets when models are saved. Background writing needs memory for a copy of the weights.",
     )
     resume: str | None = _checkpoint(
         None,

@@ -192,8 +192,8 @@ def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         yield f"{'--load-in-4bit' if options.load_in_4bit else '--lora-rank'} needs {missing}"
     if options.load_in_4bit and options.tp_size > 1:
         yield (
-            f"--load-in-4bit with --tp-size {options.tp_size}: 4-bit weights cannot be sharded; use only one of them "
-            "(--world-size N without --tp-size keeps a full model on each device)"
+            f"--load-in-4bit with --tp-size {options.tp_size}: 4-bit weights cannot be sharded; remove --load-in-4bit, or "
+            "remove --tp-size, so that each device has a full copy of the model"
         )
     if options.lora_dropout > 0 and spec.requires_rollout:
         yield (
@@ -244,8 +244,9 @@ def _warmup_problem(options: TrainOptions, spec: AlgorithmSpec, steps: int | Non
     if steps is None or steps > warmup or not (spec.name == "ppo" or "critic_warmup_steps" in spec.uses):
         return ""
     return (
-        f"--critic-warmup-steps {warmup} trains only the critic for the first {warmup} steps, but {length} ends the run by "
-        f"then, so the policy would never be trained; train for more than {warmup} steps, or use fewer warmup steps"
+        f"--critic-warmup-steps {warmup}: only the critic is trained in the first {warmup} steps, but the number of steps of "
+        f"the run is {steps} ({length}), so the policy would never be trained; train for more than {warmup} steps, or use "
+        "fewer warmup steps"
     )
 
 
@@ -285,7 +286,7 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
     if options.load_in_4bit:
         yield "--fsdp with --load-in-4bit: 4-bit weights cannot be sharded; use only one of them"
     if options.uses_lora and options.tp_size > 1:
-        yield "--fsdp with --lora-rank and --tp-size: adapters of tensor-parallel layers are not sharded; use --tp-size 1"
+        yield "--fsdp with --lora-rank and --tp-size: areno cannot shard adapters of tensor-parallel layers; use --tp-size 1"
     if options.tune_params:
         yield (
             "--fsdp with --tune-params: tuning does not support FSDP; remove --tune-params and set the batch sizes yourself, "

@@ -139,9 +139,9 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
     if mine != theirs:
         token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
         raise UsageError(
-            f"role {name!r}: the tokenizer of {path} differs from the actor's tokenizer ({own_path}): the id of token "
-            f"{token!r} is {theirs.get(token)} in the role's tokenizer and {mine.get(token)} in the actor's tokenizer (None: "
-            "no such token); use a model with the actor's tokenizer, because all roles read the same token ids"
+            f"role {name!r}: all roles must have the same token ids, but token {token!r} has the id {theirs.get(token)} in the "
+            f"tokenizer of {path} and the id {mine.get(token)} in the actor's tokenizer ({own_path}); None means that the "
+            "tokenizer lacks the token; use a model with the actor's tokenizer"
         )
     check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 

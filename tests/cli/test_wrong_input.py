@@ -84,7 +84,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--fsdp", "--world-size", "4", "--tp-size", "2", "--lora-rank", "4"],
-        "--fsdp with --lora-rank and --tp-size: adapters of tensor-parallel layers are not sharded; use --tp-size 1",
+        "--fsdp with --lora-rank and --tp-size: areno cannot shard adapters of tensor-parallel layers; use --tp-size 1",
     ),
     ([*GSPO, "--world-size", "2", "--stall-timeout", "0"], "--stall-timeout must be positive, got 0.0"),
     ([*GSPO, "--algo", "gsop"], "--algo 'gsop' is unknown (did you mean gspo?)"),

@@ -76,7 +76,7 @@ def test_adapters_that_work_are_accepted(workspace, argv):
         (["--lora-adapter-path", "model"], "--lora-adapter-path model has no adapter_config.json"),
         (
             [*LORA, "--load-in-4bit", "--world-size", "2", "--tp-size", "2"],
-            "--load-in-4bit with --tp-size 2: 4-bit weights cannot be sharded; use only one of them",
+            "--load-in-4bit with --tp-size 2: 4-bit weights cannot be sharded; remove --load-in-4bit, or",
         ),
         (
             [*LORA, "--ckpt", "adapter"],

@@ -196,7 +196,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
         (
             [*PPO, "--max-steps", "20"],
-            r"--critic-warmup-steps 20 trains only the critic .* but --max-steps 20 ends the run by then, so the policy "
+            r"--critic-warmup-steps 20: only the critic .* of the run is 20 \(--max-steps 20\), so the policy "
             r"would never be trained; train for more than 20 steps",
         ),
         (

@@ -324,7 +324,7 @@ def test_a_run_that_ends_during_warm_up_is_refused_before_the_model_is_loaded(tm
     arguments = task_arguments("ppo", damaged, write_task(tmp_path / "task"), tmp_path / "run")
     options = ("--epochs", 1, "--batch-size", 4)
     assert main([str(part) for part in (*arguments, *options)]) == 2
-    assert "--epochs 1 over 60 rows in batches of 4 (--batch-size) ends the run by then" in capsys.readouterr().err
+    assert "the run is 15 (--epochs 1 over 60 rows in batches of 4 (--batch-size))" in capsys.readouterr().err
 
 
 def test_every_step_is_logged_and_recorded_including_warm_up(tmp_path, tiny_checkpoint):

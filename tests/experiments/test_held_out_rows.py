@@ -100,10 +100,10 @@ def test_training_rows_are_evaluated_only_on_request(tmp_path, tiny_checkpoint, 
     file, link = data / "train.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(file)
     for train, valid in ((file, file), (data, file), (file, link)):
-        with pytest.raises(UsageError, match=r"contains the training rows.*set valid_dataset\.split=train"):
+        with pytest.raises(UsageError, match=r"contains rows of train_dataset.*set valid_dataset\.split=train"):
             check_inputs(configured("sft", tiny_checkpoint, tmp_path, train, valid))
     hub: Any = "owner/name:main:train"
-    with pytest.raises(UsageError, match="contains the training rows"):
+    with pytest.raises(UsageError, match="contains rows of train_dataset"):
         check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
     hub = "owner/name:main"
     check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))

@@ -195,4 +195,4 @@ def test_the_notice_says_which_settings_have_an_effect(model):
     assert "actor.archon: section of an unused backend" in text
     assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 model chunks" in text
     text = notice(experiment(model, "archon:p2", {"actor.archon.pp_schedule": "ZBVZeroBubble"}))
-    assert "actor.archon.pp_schedule: runs as Interleaved1F1B" in text
+    assert "actor.archon.pp_schedule: areno uses Interleaved1F1B instead" in text

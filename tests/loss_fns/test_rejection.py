@@ -180,7 +180,7 @@ def test_m2po_drops_the_tokens_that_moved_most_until_the_mean_is_below_the_thres
         ({"agg": "min"}, "agg 'min' is unknown"),
         ({"upper": 1.0}, "upper 1.0 would reject every increase in probability"),
         ({"lower": 0.0}, "lower 0.0 has no effect on a ratio"),
-        ({"metric": "kl_k2", "upper": 0.0}, "the kl_k2 of a change is positive"),
+        ({"metric": "kl_k2", "upper": 0.0}, "because kl_k2 is then positive"),
         ({"metric": "kl_k1", "upper": -1.0, "lower": 0.0}, "lower 0.0 is above upper -1.0"),
         ({"agg": "sum"}, "agg sum has no effect if level is token"),
         ({"metric": "kl_k3", "action": "clamp"}, "clamp works only if metric is ratio, but metric is kl_k3"),

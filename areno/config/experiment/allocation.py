@@ -189,7 +189,8 @@ def _no_backend(spec: str, text: str) -> str:
     if _SIZES.fullmatch(text):
         return f"{spec!r} has no backend; write {_trains(text)} for training, or areno:{_modern(text)} for generation"
     if _DOTTED.fullmatch(text):
-        return f"{spec!r} is the dotted form, which only allocation_mode accepts; write {_component(text, first=True)}"
+        better = _component(text, first=True)
+        return f"{spec!r} has a dot before the sizes, which only the setting allocation_mode accepts; write {better}"
     hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
     return f"{spec!r} is not a backend{hint}; write BACKEND:SIZES, such as fsdp:d2t2, where BACKEND is one of {names}"
 

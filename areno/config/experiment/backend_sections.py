@@ -30,7 +30,7 @@ _megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
 _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 setting of the same name.")
 
 NO_STAGES = "there is only one pipeline stage, because `backend` sets no pipeline size such as p2"
-ZERO_BUBBLE = "runs as Interleaved1F1B: areno does not split the backward pass"
+ZERO_BUBBLE = "areno uses Interleaved1F1B instead; zero-bubble schedules split the backward pass, and areno does not"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
 _NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -183,8 +183,8 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "Pipeline schedule. By default, 1F1B has one model chunk per stage, and the other schedules have two "
-        "if possible. Zero-bubble schedules run as Interleaved1F1B.",
+        "Pipeline schedule. By default, a stage has one model chunk with 1F1B, and two with the other schedules "
+        "(one if layers are too few or PyTorch is too old). Zero-bubble schedules run as Interleaved1F1B.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
@@ -210,7 +210,7 @@ class ArchonEngineConfig:
     )
     fp8_config: ArchonFP8Config = section(
         ArchonFP8Config,
-        "FP8 training, which areno does not support. If backend is archon, mode must have the value disabled.",
+        "FP8 training, which areno does not support. If `actor.backend` is archon, fp8_config.mode must be `disabled`.",
         no_effect=OWN_ENGINE,
     )
     use_deterministic_algorithms: bool = setting(

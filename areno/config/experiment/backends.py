@@ -63,8 +63,8 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
     if takes_turns(config):
         yield (
-            f"rollout.scheduling_strategy.fork false is not supported {where}, because a server is a separate process; remove "
-            "the setting"
+            f"rollout.scheduling_strategy.fork false is not supported {where}, because with this value one process generates "
+            "and trains, but a server is a separate process; remove the setting"
         )
     if rollout.speculate:
         yield (
@@ -92,16 +92,16 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
     if role == "rollout":
         yield from _servers(config)
     if tensor > 1 and allocation.backend not in SERVERS and (problem_and_remedy := tensor_parallel_problem()):
-        yield f"{where}: {problem_and_remedy}, or remove t from {role}.backend"
+        yield f"{where}: {problem_and_remedy}, or remove t{tensor} from {role}.backend"
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
         yield (
-            f"actor.load_in_4bit is not supported with {where}: 4-bit weights cannot be sharded; remove t from {role}.backend, "
-            "or remove actor.load_in_4bit"
+            f"actor.load_in_4bit is not supported with {where}: 4-bit weights cannot be sharded; remove t{tensor} from "
+            f"{role}.backend, or remove actor.load_in_4bit"
         )
     if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
         yield (
             f"rollout.speculate {config.rollout.speculate} is not supported with {where}: speculative decoding needs one rank "
-            "per replica; remove t from rollout.backend, or remove rollout.speculate"
+            f"per replica; remove t{tensor} from rollout.backend, or remove rollout.speculate"
         )
     if role != "actor":
         return
@@ -122,19 +122,20 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
             if getattr(actor, name):
                 yield (
                     f"actor.{name} is not supported with {where}: pipeline parallelism trains only full weights that are "
-                    "loaded from a checkpoint; remove p from actor.backend"
+                    f"loaded from a checkpoint; remove p{parallel.pipeline} from actor.backend"
                 )
         if isinstance(config, PPOConfig) and takes_turns(config):
             yield (
                 f"rollout and training alternate, but with {where} the actor cannot generate, because its layers are on "
-                "several stages; give rollout its own devices (scheduling_strategy.type=separation), or remove p from "
-                "actor.backend"
+                "several stages; give rollout its own devices (scheduling_strategy.type=separation), or remove "
+                f"p{parallel.pipeline} from actor.backend"
             )
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: in each pipeline stage, one copy of the experts is sharded across {parts} devices; this number "
-            f"must be a multiple of t = {parallel.tensor} and a divisor of d x c x t = {shards * parallel.tensor}; use "
+            f"{where}: each copy of the experts of a pipeline stage needs {parts} devices; {parts} must be a multiple of "
+            f"{parallel.tensor}, the tensor-parallel size, and a divisor of {shards * parallel.tensor}, the number of devices "
+            "per pipeline stage; use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 
@@ -144,17 +145,18 @@ def unshardable(config: Any) -> Iterator[str]:
     parallel = ModelAllocation.from_str(config.actor.backend).parallel
     if parallel.data * parallel.context == 1:
         yield (
-            f"with actor.backend {config.actor.backend}: one rank has nothing to shard; use d2 or more, or do not shard the "
-            "weights"
+            f"with actor.backend {config.actor.backend}: there is only one data-parallel rank, so no other rank "
+            "could hold a part of the weights; use d2 or more, or do not shard the weights"
         )
     if parallel.tensor > 1 and (problem_and_remedy := tensor_parallel_problem(fsdp=True)):
-        yield f"with actor.backend {config.actor.backend}: {problem_and_remedy}, or remove t from actor.backend"
+        remedy = f"{problem_and_remedy}, or remove t{parallel.tensor} from actor.backend"
+        yield f"with actor.backend {config.actor.backend}: {remedy}"
     if config.actor.load_in_4bit:
-        yield "with actor.load_in_4bit: 4-bit weights are not sharded; remove actor.load_in_4bit, or do not shard the weights"
+        yield "with actor.load_in_4bit: 4-bit weights cannot be sharded; remove actor.load_in_4bit, or do not shard the weights"
     if config.actor.use_lora and parallel.tensor > 1:
         yield (
-            "with actor.use_lora: adapters of tensor-parallel layers are not sharded; remove actor.use_lora, remove t from "
-            "actor.backend, or do not shard the weights"
+            "with actor.use_lora: areno cannot shard the adapters of tensor-parallel layers; remove actor.use_lora, remove "
+            f"t{parallel.tensor} from actor.backend, or do not shard the weights"
         )
 
 

@@ -29,7 +29,6 @@ ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
 """Aliases of settings, each with the full path of the setting."""
 
 _REJECTION = "is now rejection_sampling.upper; set rejection_sampling.upper in the same section"
-_PROGRAM = "is not a setting of areno, but of the program for which the file was written; remove the key"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
@@ -48,7 +47,7 @@ MOVED = {
     "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
     "agent_builder_path": "specifies an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
     "agent_run_args": "are arguments of the agent; write the arguments as workflow.kwargs instead",
-    "eval_workflow": f"{_PROGRAM}, because evaluation uses the workflow of training",
+    "eval_workflow": "is not a setting of areno, which uses the training workflow for evaluation too; remove the key",
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
@@ -251,8 +250,9 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
     entries = settings_of(declaration)
     if foreign := sorted(values.keys() - entries.keys()):  # a whole section was interpolated
         context.problems.add(
-            f"{prefix.rstrip('.')}: {declaration.__name__} has no settings {', '.join(foreign)}; let the interpolation "
-            f"refer to a section of the class {declaration.__name__}"
+            f"{prefix.rstrip('.')}: the section that ${{...}} refers to has the settings {', '.join(foreign)}, but "
+            f"{declaration.__name__} has no such settings; replace the path in ${{...}} by the path of a section of the "
+            f"class {declaration.__name__}"
         )
         return None
     for name, entry in entries.items():

@@ -88,8 +88,8 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
             )
         if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (
-                f"{path} {value!r} differs from cluster.fileroot {root!r}, but only checkpoints may be in another folder "
-                f"(saver.fileroot, recover.fileroot); remove {path}"
+                f"{path} {value!r} differs from cluster.fileroot {root!r}, but only saver.fileroot and recover.fileroot may "
+                f"differ from cluster.fileroot; remove {path}"
             )
 
 
@@ -238,8 +238,8 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
     }.items():
         if value is not None:
             yield (
-                f"{name} needs the reward when an episode ends, but the model of reward.path computes rewards later; use only "
-                "one of the two settings"
+                f"{name} needs each reward at the end of its episode, but the reward model (reward.path) computes the rewards "
+                f"only after the last episode of the batch; use only one of the settings {name} and reward.path"
             )
 
 

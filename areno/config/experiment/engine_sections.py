@@ -59,15 +59,16 @@ class FSDPEngineConfig:
         None,
         "Shard weights and gradients across data-parallel and context-parallel ranks (FSDP2). If false, only shard "
         "optimizer states (ZeRO-1). Context and expert parallelism always shard weights.",
-        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false (with tensor "
-        "parallelism: only with transformers 5.23 or later). For the backend megatron: same as megatron.use_torch_fsdp2",
+        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false. With tensor "
+        "parallelism, transformers 5.23 or later is also required. For the backend megatron: same as "
+        "megatron.use_torch_fsdp2",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
     memory_efficient_load: bool = setting(
         False,
-        "Read sharded weights only on each pipeline stage's first rank, which sends them to the other ranks "
-        "layer by layer, or all at once with expert parallelism. No effect with tensor parallelism.",
+        "Read sharded weights only on the first rank of each pipeline stage. This rank sends them to the other ranks "
+        "layer by layer (with expert parallelism: all at once). No effect with tensor parallelism.",
     )
     per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
@@ -253,8 +254,8 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        "Algorithm that provides the loss: gmpo, simpo, or your own as file.py:NAME. `areno train --algo` accepts "
-        "the same names. A variant of the policy loss, such as cispo, only changes the defaults of other settings.",
+        "Algorithm that provides the loss, as in `areno train --algo`: gmpo, simpo, or your own as file.py:NAME. "
+        "Variants of the policy loss, such as cispo, only set defaults of actor settings.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 
@@ -385,7 +386,8 @@ class PPOCriticConfig(TrainEngineConfig):
     )
     mask_no_eos_with_zero: bool = setting(
         False,
-        "Give truncated answers no task reward, and exclude these answers from training, as for the actor.",
+        "Give truncated answers no task reward, and exclude these answers from training. The value must equal "
+        "actor.mask_no_eos_with_zero.",
         inherits="actor.mask_no_eos_with_zero",
         shown="actor.mask_no_eos_with_zero",
     )
@@ -412,8 +414,8 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Which of the sections rollout and train may be set. With either value, the teacher runs in the actor's "
-        "engine, or on a server if teacher.path is an address.",
+        "Name of the only section of engine settings that `teacher` may contain. The value has no other effect: the "
+        "teacher runs in the actor's engine, or on a server if teacher.path is an address.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
@@ -432,8 +434,8 @@ class TeacherConfig:
     offload: bool = setting(
         False,
         "Move the teacher to host memory between steps.",
-        refused="frozen weights stay on the device unless they are sharded; remove the setting, or set "
-        "actor.fsdp.offload_params",
+        refused="areno cannot move the teacher's weights between steps; remove the setting, or, if weights are sharded, keep "
+        "the shards in host memory with actor.fsdp.offload_params",
     )
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)

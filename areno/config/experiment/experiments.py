@@ -33,8 +33,8 @@ from areno.config.experiment.worker_sections import ClusterSpecConfig, Scheduler
 class BaseExperimentConfig:
     """Settings of every experiment."""
 
-    experiment_name: str = setting("", "Name of the experiment, without the characters _ and /.", required=True)
-    trial_name: str = setting("", "Name of the trial, without the characters - and /.", required=True)
+    experiment_name: str = setting("", "Name of the experiment. The name must not contain _ or /.", required=True)
+    trial_name: str = setting("", "Name of the trial. The name must not contain - or /.", required=True)
     cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines and the folder that they share.")
     allocation_mode: str = setting(
         "", "Backends of several sections in one string, such as areno:d1+fsdp:d1 for rollout and actor."
@@ -119,8 +119,8 @@ class PPOConfig(BaseExperimentConfig):
     )
     dynamic_bs: bool = setting(
         False,
-        "Count rejected groups towards the batch size. The trainer uses only the accepted groups, so batches "
-        "differ in size.",
+        "Do not generate replacements for groups that a filter rejects. Batches then contain only the accepted "
+        "groups and differ in size.",
     )
     success_rate_lb: float | None = setting(
         None,

@@ -115,7 +115,7 @@ class GenerationHyperparameters:
             )
         if self.greedy:
             yield from ineffective(
-                self, ("temperature", "top_p", "top_k"), "with greedy; use only one of the two settings"
+                self, ("temperature", "top_p", "top_k"), "with greedy true; remove the setting, or set greedy to false"
             )
             if self.n_samples > 1:
                 yield (
@@ -155,7 +155,8 @@ class AgentConfig:
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
-        "Has no effect: with either value, a request reuses the recorded tokens of its conversation whenever possible.",
+        "Has no effect: with hf and with concat, a request reuses the recorded tokens of its conversation whenever "
+        "possible.",
         choices=("hf", "concat"),
     )
     engine_max_tokens: int | None = setting(
@@ -188,7 +189,7 @@ class AgentConfig:
         """Yield the problems with settings of this section."""
         yield from worker_problems(self.scheduling_spec, (1,))
         for spec in self.scheduling_spec:
-            because = "for agents, which run in the trainer's process or inherit its environment; remove the setting"
+            because = "for agents, which use the CPU cores and environment variables of the trainer; remove the setting"
             yield from ineffective(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
         if self.mode != "subproc":
             yield from ineffective(
@@ -214,8 +215,8 @@ class InferenceEngineConfig:
     )
     queue_size: int | None = setting(
         None,
-        "Maximum number of prompts that wait for generation. If null, the limit is 16 x "
-        "max_concurrent_rollouts. A small max_head_offpolicyness lowers the limit.",
+        "Maximum number of prompts that wait for generation. If null: 16 x max_concurrent_rollouts. In any case "
+        "at most (max_head_offpolicyness + 1) x consumer_batch_size.",
         minimum=1,
     )
     consumer_batch_size: int = setting(
@@ -227,7 +228,7 @@ class InferenceEngineConfig:
     )
     max_head_offpolicyness: int = setting(
         0,
-        "Maximum number of batches by which generation may be ahead of training when an episode starts. "
+        "Maximum lead of generation over training, in batches. Beyond this lead, no new episodes start. "
         "With 0, training is synchronous.",
         minimum=0,
     )

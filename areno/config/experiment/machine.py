@@ -144,8 +144,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         yield (
             f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller parallel "
-            "sizes, or let rollout and training alternate by using the same sizes for both, such as "
-            f"d{requested or machine.gpus}"
+            f"sizes, or use the same sizes for rollout and actor, such as d{requested or machine.gpus}, so that rollout and "
+            "training alternate on the same devices"
         )
 
 

@@ -37,7 +37,10 @@ def notice(config: BaseExperimentConfig) -> str:
     if lines:
         lines.insert(0, "settings that are accepted but have no effect in this run:")
     if applied := [f"  {path}: {effect}" for path, effect in _mapped(config)]:
-        lines += [f"settings of the backend {backend_of(config)} that areno's engine applies:", *applied]
+        lines += [
+            f"areno's engine replaces the backend {backend_of(config)}, and applies these of its settings:",
+            *applied,
+        ]
     return "\n".join(lines)
 
 
@@ -182,8 +185,8 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
             because = (
-                "for a reference, only max_tokens_per_mb determines the split into microbatches, because every split gives "
-                "the same log-probs"
+                "only max_tokens_per_mb determines the microbatches of a reference; other microbatches would give the same "
+                "log-probs"
             )
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
@@ -212,5 +215,5 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     elif agent.chat_template_type != "hf":
         yield (
             "rollout.agent.chat_template_type",
-            "with either value, a request reuses the recorded tokens of its conversation whenever possible",
+            "hf and concat do the same: a request reuses the recorded tokens of its conversation whenever possible",
         )

@@ -73,9 +73,9 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
         return
     if held_out_is_trained(config):
         yield (
-            f"valid_dataset.path {valid.path} contains the training rows, and valid_dataset.split {valid.split} does not "
-            f"select other rows; use held-out rows, or set valid_dataset.split={train.split} to evaluate on training rows on "
-            "purpose"
+            f"valid_dataset (path {valid.path}, split {valid.split}) contains rows of train_dataset; use held-out rows, or, "
+            f"if you want to evaluate on training rows, set valid_dataset.split={train.split}, the value of "
+            "train_dataset.split"
         )
 
 

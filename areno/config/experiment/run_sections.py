@@ -32,11 +32,11 @@ class TrainDatasetConfig:
     )
     pin_memory: bool = _service(False, "Keep batches in pinned memory.")
     num_workers: int = _service(0, "Number of processes that prefetch rows.", minimum=0)
-    num_dataset_workers: int = _service(1, "Number of processes of a data service.", minimum=1)
+    num_dataset_workers: int = _service(1, "Number of processes of AReaL's data service.", minimum=1)
     drop_last: bool = setting(True, "Drop an incomplete last batch.")
     max_length: int | None = setting(
         None,
-        "Maximum length of a row in tokens (for rl: of its prompt). areno skips and counts longer rows.",
+        "Maximum number of tokens per row (for type rl: per prompt). areno skips longer rows and logs their number.",
         minimum=1,
     )
     dataset_kwargs: dict[str, Any] = setting(
@@ -45,9 +45,9 @@ class TrainDatasetConfig:
         "this loader.",
     )
     scheduling_spec: SchedulingSpec | None = section(
-        None, "Resources of the workers of a data service.", no_effect=_READS_ROWS
+        None, "Resources of the workers of AReaL's data service.", no_effect=_READS_ROWS
     )
-    setup_timeout: float = _service(120.0, "Seconds that a data service may take to start.", above=0)
+    setup_timeout: float = _service(120.0, "Seconds that AReaL's data service may take to start.", above=0)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class SaverConfig(FrequencyConfig):
     def problems(self) -> Problems:
         """Yield the problems with settings of this section."""
         if self.mode == SAVES_NOTHING:
-            because = f"with mode {SAVES_NOTHING}; use only one of the two settings"
+            because = f"with mode {SAVES_NOTHING}; remove the setting, or change mode"
             yield from ineffective(self, ("freq_epochs", "freq_steps", "freq_secs"), because)
 
 
@@ -118,8 +118,8 @@ class RecoverConfig(FrequencyConfig):
 
     mode: str = setting(
         "disabled",
-        "Write recovery checkpoints and resume from the newest checkpoint, if any (on, auto), or do neither "
-        "(off, disabled).",
+        "With on or auto, write recovery checkpoints, and resume from the newest checkpoint if one exists. With "
+        "off or disabled, neither write recovery checkpoints nor resume.",
         choices=("on", "off", "auto", "disabled"),
     )
     retries: int = setting(

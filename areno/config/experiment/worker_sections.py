@@ -100,7 +100,8 @@ class SchedulingSpec:
 
     cpu: int | None = setting(
         None,
-        "Number of CPU cores of a worker (on a cluster: per GPU). A worker uses as many compute threads as cores.",
+        "Number of CPU cores of a worker. On a cluster, a worker with several GPUs gets this number of cores per GPU. A "
+        "worker uses as many compute threads as cores.",
         minimum=1,
         shown="an equal share of this machine's CPU cores (on a cluster: 8 if the nodes have GPUs, else 1)",
     )
@@ -173,5 +174,5 @@ def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Pro
     if len(specs) not in counts:
         yield "scheduling_spec", f"has {len(specs)} entries; use {' or '.join(map(str, counts))}"
     for spec in specs[1:]:
-        because = "in a second entry, because worker and engine are one process; move the setting to the first entry"
+        because = "in the second entry, because areno reads only the first entry; move the setting to the first entry"
         yield from ineffective(spec, ("env_vars",), because, "scheduling_spec.1.")

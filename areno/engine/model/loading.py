@@ -340,7 +340,8 @@ def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> No
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UsageError(
             f"{option} {path}: the weights do not match the configuration: {', '.join(problems[:3])}{more}; "
-            "download the checkpoint again; if the policy is a classifier, use a causal language model instead"
+            "if the model is a classifier but is used as a policy, use a causal language model; otherwise, download the "
+            "checkpoint again"
         )
 
 

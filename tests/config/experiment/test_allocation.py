@@ -118,7 +118,7 @@ def test_legacy_forms_are_translated(text, modern):
         ("fsdp:d2x", "a number of at least 1"),
         ("fsdp:x2", "fsdp does not support the size letter 'x'"),
         ("sglang:c2", "sglang does not support the size letter 'c'; use only d, t, p"),
-        ("sglang.d4p1m2", "only allocation_mode accepts; write sglang:d4t2"),
+        ("sglang.d4p1m2", "only the setting allocation_mode accepts; write sglang:d4t2"),
         ("d2p2m1", "write megatron:d2p2 for training, or areno:d2p2 for generation"),
         ("sglang:d4+fsdp:d4", "specifies several engines, but `backend` accepts only one engine"),
         ("fsdp:(attn:d2|ffn:d2)", "only megatron"),

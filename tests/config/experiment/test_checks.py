@@ -91,7 +91,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             {"reward.path": "m", "success_rate_lb": 0.1},
-            "reward.path computes rewards later",
+            "the reward model (reward.path) computes the rewards only after the last episode",
             {"success_rate_lb": 0.1},
         ),
         # rejection sampling
@@ -100,7 +100,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         (DECOUPLED | {"actor.rejection_sampling.lower": 0.0}, "always positive", DECOUPLED),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.0}},
-            "because the kl_k3 of a change is positive",
+            "because kl_k3 is then positive",
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k1", "upper": 0.0}},
         ),
         (
@@ -258,7 +258,7 @@ def test_a_section_cannot_override_the_experiment_or_trial_name(section, name):
 
 def test_only_checkpoints_may_use_a_different_fileroot():
     for section in ("evaluator", "stats_logger", "perf_tracer", "rollout"):
-        assert "only checkpoints may be in another folder" in refused({f"{section}.fileroot": "/other"})
+        assert "only saver.fileroot and recover.fileroot may differ" in refused({f"{section}.fileroot": "/other"})
     config = accepted({"saver.fileroot": "/big", "recover.fileroot": "/fast"})
     assert (config.saver.fileroot, config.recover.fileroot) == ("/big", "/fast")
 
@@ -358,11 +358,11 @@ def test_allocation_mode_sets_the_backend_of_each_role():
         ),
         (
             {"actor.backend": "megatron:(attn:d2t2|ffn:d4)"},
-            "must be a multiple of t = 2 and a divisor of d x c x t = 4; use",
+            "must be a multiple of 2, the tensor-parallel size, and a divisor of 4, the number of devices",
         ),
         (
             {"actor.backend": "fsdp:c2t2", "actor.use_lora": True},
-            "fsdp:t2c2 shards weights, which is not supported with actor.use_lora: adapters of tensor-parallel layers are",
+            "fsdp:t2c2 shards weights, which is not supported with actor.use_lora: areno cannot shard the adapters",
         ),
         ({"actor.load_in_4bit": True}, "actor.load_in_4bit true has no effect without an adapter; set use_lora too"),
         ({"actor.offload_activations": True}, "has no effect without gradient_checkpointing"),
@@ -374,13 +374,13 @@ def test_allocation_mode_sets_the_backend_of_each_role():
             {"rollout.backend": "areno:t2", "rollout.speculate": 4},
             "rollout.speculate 4 is not supported with rollout.backend areno:t2",
         ),
-        ({"actor.fsdp.shard_weights": True}, "with actor.backend fsdp:d1: one rank has nothing to shard"),
+        ({"actor.fsdp.shard_weights": True}, "with actor.backend fsdp:d1: there is only one data-parallel rank"),
         *(
             ({"actor.backend": "fsdp:d2", "actor.fsdp.shard_weights": True} | more, words)
             for more, words in (
                 (
                     {"actor.use_lora": True, "actor.load_in_4bit": True},
-                    "with actor.load_in_4bit: 4-bit weights are",
+                    "with actor.load_in_4bit: 4-bit weights cannot be sharded; remove",
                 ),
             )
         ),

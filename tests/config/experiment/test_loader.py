@@ -268,7 +268,7 @@ def test_an_override_sets_what_was_written(value):
             "actor.path: ${actor.pth} does not refer to a setting (did you mean actor.path?)",
         ),
         (["actor.path=${tokenizer_path}"], "interpolation cannot be resolved"),
-        (["ref=${rollout}"], "PPOActorConfig has no settings"),
+        (["ref=${rollout}"], "PPOActorConfig has no such settings"),
         (["~actor.path"], "actor.path is required"),
         (["~actor.backend"], "actor.backend is required"),
         (["~experiment_name"], "experiment_name is required"),

@@ -34,7 +34,7 @@ from tests.config.experiment.samples import accepted, refused
                 "rollout.backend": "vllm:d1",
                 "rollout.scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False},
             },
-            "rollout.scheduling_strategy.fork false is not supported with rollout.backend vllm:d1, because a server is",
+            "rollout.scheduling_strategy.fork false is not supported with rollout.backend vllm:d1, because with this value",
         ),
     ],
 )

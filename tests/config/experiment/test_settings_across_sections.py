@@ -61,7 +61,7 @@ def test_env_vars_apply_only_to_started_processes():
     changes = {"ref": {}, "ref.scheduling_spec.0.env_vars": {"A": "1"}}
     assert "move the variables to actor.scheduling_spec.0.env_vars" in refused(changes)
     accepted(changes | {"actor.scheduling_spec.0.env_vars": {"A": "1"}})
-    assert "in a second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
+    assert "in the second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
 
 
@@ -86,7 +86,9 @@ def test_conversations_always_continue_their_own_tokens():
     agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B", "rollout.agent.export_style": "concat"}
     assert notice(accepted(agent)) == ""
     changes = agent | {"rollout.agent.chat_template_type": "concat"}
-    assert "  rollout.agent.chat_template_type: with either value, a request reuses" in notice(accepted(changes))
+    assert "  rollout.agent.chat_template_type: hf and concat do the same: a request reuses" in notice(
+        accepted(changes)
+    )
 
 
 def test_agent_settings_have_no_effect_without_an_agent():
