@@ -178,7 +178,8 @@ def _entropy(evidence: Evidence) -> RunProblem | None:
             f"The entropy fell {values} although the task is not solved: the model gives nearly the same answer each time "
             "and hardly explores.",
             f"Lower the learning rate with {evidence.advice.scaled('--lr', 0.3)}, and keep the policy close to the initial "
-            f"model with {evidence.advice.kl}. Also try {evidence.advice.assign('--clip-eps-high', 0.28)}: unlikely tokens can then gain more probability.",
+            f"model with {evidence.advice.kl}. Also try {evidence.advice.assign('--clip-eps-high', 0.28)}: unlikely tokens can "
+            "then gain more probability.",
             evidence.spread(),
         )
     if trend.rises and trend.last > ENTROPY_EXPLOSION * trend.first and not evidence.reward_rises:
